@@ -17,6 +17,7 @@ FLEET_METRICS: Table = [
      "requests_open"),
     ("fleet_requests", COUNTER, "Attempts that the router sent to the engine", "requests"),
     ("fleet_requests_failed", COUNTER, "Attempts that the engine did not answer, or broke off", "failed"),
+    ("fleet_prefills", COUNTER, "Prompts that the engine has computed for another one to answer", "prefills"),
     ("fleet_prompt_tokens", COUNTER, "Prompt tokens of attempts sent to the engine", "prompt_tokens"),
     ("fleet_matched_tokens", COUNTER, "Prompt tokens sent to the engine that it was believed to have cached",
      "matched_tokens"),

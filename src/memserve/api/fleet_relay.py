@@ -4,6 +4,7 @@
 
     body --model, prompt's tokens--> the machine's decision --> engine A --fault--> engine B --first byte--> the client
 
+Where engines have roles, a prompt may be computed by an engine before another one answers (``api/fleet_prefill.py``).
 Until the client has its first byte, an engine that fails is replaced by another one; an answer that is no stream is
 sent when it is whole, so it is never broken. A stream is sent in whole events, and one that its engine breaks off ends
 with one error event. Each wait has a deadline.
@@ -28,8 +29,18 @@ from memserve.api.endpoints import asks_to_explain
 from memserve.api.errors import ApiError, bad_request, echo, model_not_found, rejected, shutting_down
 from memserve.api.exchange import REQUEST_ID_KEY
 from memserve.api.fleet_explain import explanation
+from memserve.api.fleet_prefill import answering_body, may_split, prefill_body
 from memserve.api.metrics import ApiMetrics
-from memserve.fleet.words import AnswerBegan, AttemptFailed, Forward, GiveUp, PromptArrived, PromptSpace
+from memserve.fleet.words import (
+    AnswerBegan,
+    AttemptFailed,
+    Forward,
+    GiveUp,
+    Prefill,
+    PromptArrived,
+    PromptComputed,
+    PromptSpace,
+)
 from memserve.runtime.engine import Refusal, Rejected
 from memserve.runtime.fleet import FleetHost, Ticket
 from memserve.runtime.http_call import EngineFault, HttpCall
@@ -141,7 +152,7 @@ class Relay:
             tenant=scope[TENANT_KEY],
             salt=blake2b(salt.encode(), digest_size=16).hexdigest() if salt else "",
         )
-        return PromptArrived(request, model, space)
+        return PromptArrived(request, model, space, may_split(asked))
 
     def _model(self, asked: Asked) -> str:
         models = self._host.machine.models()
@@ -192,16 +203,23 @@ class Relay:
             decision = await ticket.decision()
             if isinstance(decision, GiveUp):
                 raise given_up(decision)
-            if not isinstance(decision, Forward):
+            if not isinstance(decision, Forward | Prefill):
                 refusal = Refusal.OVERLOADED if decision.overloaded else Refusal.BUSY
                 self._metrics.rejected.inc()
                 raise rejected(Rejected(ticket.request_id, decision.reason, decision.retry_after_s, refusal))
             ticket.call = HttpCall(self._host.specs[decision.engine].url)
+            is_answer = isinstance(decision, Forward)
             try:
-                await ticket.call.send("POST", scope["path"], headers, body, self._silence_s)
-                answer = await _answer_of(ticket.call, stream, self._silence_s)
-                answer.headers += [explanation(decision, failures)] if asks_to_explain(scope) else []
-                return answer
+                asked = body if is_answer else prefill_body(body)
+                await ticket.call.send("POST", scope["path"], headers, asked, self._silence_s)
+                answer = await _answer_of(ticket.call, stream and is_answer, self._silence_s)
+                if isinstance(decision, Forward):
+                    answer.headers += [explanation(decision, failures)] if asks_to_explain(scope) else []
+                    return answer
+                ticket.call.close()
+                if answer.status == 200:
+                    body = answering_body(body, answer.first)
+                self._host.post(PromptComputed(ticket.request_id))
             except EngineFault as fault:
                 ticket.call.close()
                 failures[decision.engine] = fault.reason

@@ -48,7 +48,13 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
         read_secret(Path(path), "a key") if path is not None else None
         for path in (options.key_file, options.admin_key_file)
     )
-    host = FleetHost(options.specs(), config, identity_key=secrets.token_bytes(16), engine_key=engine_key)
+    host = FleetHost(
+        options.specs(),
+        config,
+        identity_key=secrets.token_bytes(16),
+        engine_key=engine_key,
+        prefill_tokens=options.prefill_tokens,
+    )
     app = create_fleet_app(
         host,
         api_keys=http.api_keys,

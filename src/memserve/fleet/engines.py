@@ -234,6 +234,23 @@ class Engines:
         self._act(AskReplay(engine.name, first))
 
 
+def team_of(engines: list[Engine], *, splits: bool, is_computed: bool) -> list[Engine]:
+    """Those of ``engines`` (not empty) that may do the next part of a request. ``splits``: its prompt is worth a second
+    engine; ``is_computed``: it was computed already.
+
+    Only engines that decode for others are known to read what those have computed; while there are none, others do
+    both parts, at last also those that else compute alone."""
+    prefill, decode, colocated = (
+        [engine for engine in engines if engine.spec.role is role]
+        for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED)
+    )
+    if splits and prefill and decode:
+        return prefill
+    if is_computed and decode:
+        return decode
+    return decode + colocated or prefill
+
+
 def _load_of(report: EngineReport, running: int) -> Load:
     context = int(report.kv_usage * report.kv_tokens) or running * PROMPT_TOKENS_USUAL
     return Load(

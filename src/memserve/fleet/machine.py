@@ -9,6 +9,9 @@ asking, KV events of other engines (``fleet.kv_feed``), and attempts that can be
     waits --admitted--> under way --AnswerBegan--> begun --AnswerEnded--> gone
       |                  |     ^                    (an engine that falls silent: Abort, and the host ends it)
       rejected           +-----+ AttemptFailed: another engine, as long as there is one; then GiveUp
+
+Where engines have roles, a long prompt that none has cached is computed first by one of ``role=prefill``
+(``PromptComputed``); that it could not be does not matter: the engine that answers computes it itself.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ from memserve.cluster.requests import RequestState
 from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.errors import check
-from memserve.fleet.engines import CONTEXT_MAX, Engine, Engines, fingerprint_of
+from memserve.fleet.engines import CONTEXT_MAX, Engine, Engines, fingerprint_of, team_of
 from memserve.fleet.kv_feed import Hash
 from memserve.fleet.words import (
+    PREFILL_TOKENS,
     AnswerBegan,
     AnswerEnded,
     AttemptFailed,
@@ -41,14 +45,16 @@ from memserve.fleet.words import (
     Forward,
     GiveUp,
     KvHeard,
+    Prefill,
     PromptArrived,
+    PromptComputed,
     PromptSpace,
     ReplayEnded,
     TimePassed,
 )
 from memserve.mempool.identity import DEFAULT_KEY
 from memserve.policy.admission import on_terms
-from memserve.policy.candidates import Ask, Candidate
+from memserve.policy.candidates import Ask, Candidate, Route
 from memserve.policy.routing import POLICY
 from memserve.serving import RejectRequest
 from memserve.types import Role
@@ -68,14 +74,28 @@ class _Entry:
     charge: Charge | None = None
     failures: dict[str, AttemptFailed] = field(default_factory=dict)
     """By engine."""
+    may_split: bool = True
+    """Its prompt may be computed by another engine than answers; False as well once that was tried."""
+    is_computing: bool = False
+    """``engine`` computes its prompt, for another one to answer."""
+    is_computed: bool = False
+    """An engine has."""
 
 
 class Fleet:
     """Decides; deterministic. Each request ends with one ``RejectRequest`` or ``GiveUp``, or with an
     ``AnswerEnded`` of its host."""
 
-    def __init__(self, specs: list[EngineSpec], config: ClusterConfig, *, identity_key: bytes = DEFAULT_KEY) -> None:
-        self.config = config
+    def __init__(
+        self,
+        specs: list[EngineSpec],
+        config: ClusterConfig,
+        *,
+        identity_key: bytes = DEFAULT_KEY,
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> None:
+        """``prefill_tokens``: uncached tokens that are worth a second engine."""
+        self.config, self._prefill_tokens = config, prefill_tokens
         self._timers, self._loads, self._actions = Timers(), LoadTable(), list[FleetAction]()
         self._trees = Trees(config, self._timers, Counters(), identity_key)
         self._admission = AdmissionController(config.admission, config.policy, Registry(), self._loads)
@@ -88,6 +108,8 @@ class Fleet:
         """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order."""
         if isinstance(event, PromptArrived):
             self._arrive(event, now)
+        elif isinstance(event, PromptComputed):
+            self._computed(event.request_id, now)
         elif isinstance(event, AnswerBegan):
             self._began(event.request_id)
         elif isinstance(event, AnswerEnded):
@@ -120,7 +142,7 @@ class Fleet:
         request = on_terms(event.request, self.config.admission)
         check(request.request_id not in self._entries, "{} is known", request.request_id)
         state = RequestState(request, now)
-        entry = self._entries[request.request_id] = _Entry(state, event.model, event.space)
+        entry = self._entries[request.request_id] = _Entry(state, event.model, event.space, may_split=event.may_split)
         if not self._open_for(entry):
             self._give_up(entry, now)
             return
@@ -164,19 +186,29 @@ class Fleet:
             return
         identities = {engine.number: self._identities(entry, engine) for engine in engines}
         matches = {packed: self._trees.match(packed, len(self._loads)) for packed in set(identities.values())}
-        candidates = [
-            self._candidate(entry, engine, int(matches[identities[engine.number]].blocks[engine.number]))
+        candidates = {
+            engine.name: self._candidate(entry, engine, int(matches[identities[engine.number]].blocks[engine.number]))
             for engine in engines
-        ]
+        }
         request = entry.state.request
-        tokens = max(1, len(request.prompt))
-        ask = Ask(tokens, request.stop.max_tokens, request.n)
-        route = POLICY[self.config.policy](ask, candidates, ())
-        self._dispatch(entry, next(e for e in engines if e.number == route.first.number), route.first, now)
-        seen = (entry.space, len(request.prompt), route.first.matched_tokens)
-        self._actions.append(Forward(request.request_id, route.first.name, route.reason, *seen))
+        ask = Ask(max(1, len(request.prompt)), request.stop.max_tokens, request.n)
+        cached = max(candidate.matched_tokens for candidate in candidates.values())
+        splits = entry.may_split and len(request.prompt) - cached >= self._prefill_tokens
+        team = team_of(engines, splits=splits, is_computed=entry.is_computed)
+        route = POLICY[self.config.policy](ask, [candidates[engine.name] for engine in team], ())
+        chosen = next(engine for engine in team if engine.number == route.first.number)
+        entry.is_computing = chosen.spec.role is Role.PREFILL and len(team) < len(engines)
+        self._dispatch(entry, chosen, route.first, now)
+        self._actions.append(self._word(entry, chosen.name, route))
         by_events = entry.space is PromptSpace.TOKENS
-        self._trees.expect(route.first.number, identities[route.first.number], now, by_events=by_events)
+        self._trees.expect(chosen.number, identities[chosen.number], now, by_events=by_events)
+
+    def _word(self, entry: _Entry, engine: str, route: Route) -> Prefill | Forward:
+        request = entry.state.request
+        if entry.is_computing:
+            return Prefill(request.request_id, engine, route.reason)
+        seen = entry.space, len(request.prompt), route.first.matched_tokens
+        return Forward(request.request_id, engine, route.reason, *seen)
 
     def _identities(self, entry: _Entry, engine: Engine) -> bytes:
         request, block_tokens = entry.state.request, engine.block_tokens(entry.space)
@@ -198,8 +230,8 @@ class Fleet:
 
     def _dispatch(self, entry: _Entry, engine: Engine, chosen: Candidate, now: int) -> None:
         request = entry.state.request
-        tokens = len(request.prompt)
-        work = Work(max(1, tokens - chosen.matched_tokens), request.n, request.n * tokens)
+        tokens, n = len(request.prompt), 1 if entry.is_computing else request.n
+        work = Work(1 if entry.is_computed else max(1, tokens - chosen.matched_tokens), n, n * tokens)
         entry.engine, entry.charge = engine, self._loads.charge(engine.number, work)
         engine.attempts[request.request_id] = None
         engine.view = replace(
@@ -210,6 +242,15 @@ class Fleet:
         )
         if engine.feed is not None and engine.unheard_ns is None:
             engine.unheard_ns = now
+
+    def _computed(self, request_id: str, now: int) -> None:
+        entry = self._entries.get(request_id)
+        if entry is None or entry.engine is None or not entry.is_computing:
+            return
+        entry.engine.view = replace(entry.engine.view, prefills=entry.engine.view.prefills + 1)
+        entry.may_split, entry.is_computed = False, True
+        self._detach(entry)
+        self._place(entry, now)
 
     def _began(self, request_id: str) -> None:
         entry = self._entries.get(request_id)
@@ -234,7 +275,9 @@ class Fleet:
             return
         engine = entry.engine
         engine.view = replace(engine.view, failed=engine.view.failed + 1)
-        entry.failures[engine.name] = event
+        if not entry.is_computing:  # else it may still have to answer, when no other one does
+            entry.failures[engine.name] = event
+        entry.may_split = False
         if event.refuses:
             self._engines.close(engine, event.reason)
         self._detach(entry)
@@ -261,6 +304,7 @@ class Fleet:
             del entry.engine.attempts[entry.state.request_id]
             self._engines.let_go(entry.engine)
         entry.engine = entry.charge = None
+        entry.is_computing = False
 
     def _leave(self, entry: _Entry, now: int) -> None:
         self._detach(entry)

@@ -9,9 +9,10 @@ from enum import StrEnum
 from memserve.errors import UserError
 from memserve.options import REPEATED, check_ranges, option
 from memserve.serving import RejectRequest
-from memserve.types import Request
+from memserve.types import Request, Role
 
 ENGINE_HINT = "for example --engine vllm=http://10.0.0.1:8000,events=tcp://10.0.0.1:5557,replay=tcp://10.0.0.1:5558"
+PREFILL_TOKENS = 256
 _URL = re.compile(r"https?://[^\s,/@?#]+:\d{1,5}")
 _ENDPOINT = re.compile(r"tcp://[^\s,/@?#*]+:\d{1,5}|ipc://[^\s,]+")
 
@@ -34,6 +35,8 @@ class EngineSpec:
     """Where it publishes KV events; empty: it does not."""
     replay: str = ""
     """Where it repeats them; empty: it does not."""
+    role: Role = Role.COLOCATED
+    """``prefill``: it computes long prompts for others; ``decode``: it answers, and reads what those have computed."""
 
     @property
     def name(self) -> str:
@@ -42,7 +45,7 @@ class EngineSpec:
 
 
 def read_engine(text: str) -> EngineSpec:
-    """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, or ``sglang=``.
+    """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,role=prefill]``, or ``sglang=``.
 
     Raises :class:`UserError` for anything else.
     """
@@ -52,14 +55,20 @@ def read_engine(text: str) -> EngineSpec:
     if kind not in tuple(EngineKind) or not _URL.fullmatch(url) or not _is_port(url):
         raise UserError(f"{text[:200]!r} names no engine", hint=ENGINE_HINT, param="engine")
     named = dict(part.partition("=")[::2] for part in more)
-    if len(named) < len(more) or named.keys() - {"events", "replay"}:
+    if len(named) < len(more) or named.keys() - {"events", "replay", "role"}:
         raise UserError(f"{text[:200]!r} has an unknown or repeated part", hint=ENGINE_HINT, param="engine")
+    role = named.pop("role", Role.COLOCATED)
+    if role not in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
+        raise UserError(f"an engine has no role {role[:200]!r}", hint="role=prefill, or role=decode", param="engine")
+    if role != Role.COLOCATED and kind != EngineKind.VLLM:
+        hint = "leave role= out: such a server computes and answers"
+        raise UserError(f"{kind} hands no prompts over", hint=hint, param="engine")
     wrong = [value for value in named.values() if not _ENDPOINT.fullmatch(value)]
     if wrong:
         raise UserError(f"{wrong[0][:200]!r} is no address of ZeroMQ", hint=ENGINE_HINT, param="engine")
     if "replay" in named and "events" not in named:
         raise UserError("an engine repeats only events that it publishes", hint=ENGINE_HINT, param="engine")
-    return EngineSpec(EngineKind(kind), url, **named)
+    return EngineSpec(EngineKind(kind), url, **named, role=Role(role))
 
 
 def _is_port(address: str) -> bool:
@@ -72,7 +81,8 @@ class FleetOptions:
 
     engines: tuple[str, ...] = option((), "--engine", form=REPEATED)
     """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, or ``sglang=``: serve through this
-    server instead of instances. Repeatable."""
+    server instead of instances. Repeatable. With ``,role=prefill`` and ``,role=decode`` one vLLM computes prompts and
+    another one answers."""
     key_file: str | None = option(None, "--engine-key-file")
     """File with the API key of the servers that ``--engine`` names."""
     admin_key_file: str | None = option(None, "--engine-admin-key-file")
@@ -80,11 +90,18 @@ class FleetOptions:
     they do not; with it the router may start without any."""
     silence_s: float = option(600.0, "--engine-silence-s", least=0.1)
     """Seconds that a server of ``--engine`` may say nothing in the middle of a request."""
+    prefill_tokens: int = option(PREFILL_TOKENS, "--engine-prefill-tokens", least=1)
+    """A prompt goes to a ``role=prefill`` server if it has at least so many tokens that no server is known to have
+    cached; others are computed where they are answered."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if len({spec.name for spec in self.specs()}) < len(self.engines):
             raise UserError("a server is named twice", hint="give every server one --engine", param="engines")
+        roles = {spec.role for spec in self.specs()}
+        if (Role.PREFILL in roles) != (Role.DECODE in roles):
+            hint = "give one server role=prefill and one role=decode, or leave role= out"
+            raise UserError("a role without its counterpart", hint=hint, param="engines")
 
     def specs(self) -> list[EngineSpec]:
         """The servers. Raises :class:`UserError` for one that is malformed."""
@@ -159,6 +176,15 @@ class PromptArrived:
     request: Request
     model: str
     space: PromptSpace
+    may_split: bool = True
+    """One engine may compute its prompt, and another one answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComputed:
+    """The engine that was asked to has computed the prompt; another one can answer now."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +205,7 @@ class AnswerEnded:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """The engine gave no answer, and the client has nothing yet."""
+    """The engine gave no answer, or did not compute the prompt, and the client has nothing yet."""
 
     request_id: str
     reason: str
@@ -213,8 +239,8 @@ class TimePassed:
 
 
 FleetEvent = (
-    EngineJoined | EngineLeft | EngineAnswered | EngineMissed | PromptArrived | AnswerBegan | AnswerEnded
-    | AttemptFailed | KvHeard | ReplayEnded | TimePassed
+    EngineJoined | EngineLeft | EngineAnswered | EngineMissed | PromptArrived | PromptComputed | AnswerBegan
+    | AnswerEnded | AttemptFailed | KvHeard | ReplayEnded | TimePassed
 )  # fmt: skip
 
 
@@ -232,6 +258,15 @@ class Forward:
     prompt_tokens: int = 0
     matched_tokens: int = 0
     """Of the prompt, what this engine is believed to have cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Have this engine compute the request's prompt: another one will answer."""
+
+    request_id: str
+    engine: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +303,7 @@ class EngineGone:
     name: str
 
 
-FleetAction = Forward | RejectRequest | GiveUp | Abort | AskReplay | EngineGone
+FleetAction = Forward | Prefill | RejectRequest | GiveUp | Abort | AskReplay | EngineGone
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +319,8 @@ class EngineView:
     """Attempts sent there."""
     failed: int = 0
     """Of them: ended without an answer, or in the middle of it."""
+    prefills: int = 0
+    """Prompts that it has computed for another engine's answer."""
     prompt_tokens: int = 0
     matched_tokens: int = 0
     """Of these prompts, what the engine was believed to have cached."""

@@ -19,6 +19,7 @@ from memserve.config import ClusterConfig
 from memserve.errors import UserError
 from memserve.fleet.machine import Fleet
 from memserve.fleet.words import (
+    PREFILL_TOKENS,
     Abort,
     AnswerEnded,
     AskReplay,
@@ -35,6 +36,7 @@ from memserve.fleet.words import (
     Forward,
     GiveUp,
     KvHeard,
+    Prefill,
     PromptArrived,
     ReplayEnded,
     TimePassed,
@@ -53,7 +55,7 @@ REPLAY_S = 5.0
 """How long an engine has for the next batch of a replay."""
 PAGE_BYTES_MAX = 8 * MIB
 END_SEQUENCE = b"\xff" * 8
-Decision = Forward | RejectRequest | GiveUp
+Decision = Forward | Prefill | RejectRequest | GiveUp
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -109,11 +111,12 @@ class FleetHost:
         *,
         identity_key: bytes = DEFAULT_KEY,
         engine_key: str | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
-        """``engine_key``: the engines' own API key."""
+        """``engine_key``: the engines' own API key. ``prefill_tokens``: see :class:`Fleet`."""
         self.specs = {spec.name: spec for spec in specs}
         self.engine_key = engine_key
-        self.machine = Fleet(list(specs), config, identity_key=identity_key)
+        self.machine = Fleet(list(specs), config, identity_key=identity_key, prefill_tokens=prefill_tokens)
         self._tickets: dict[str, Ticket] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._replays: dict[str, asyncio.Task[None]] = {}

@@ -57,6 +57,15 @@ GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
         (["serve", "--engine", "vllm=http://x:80,replay=tcp://x:1"], 1, "publishes", "events=tcp://"),
         (["serve", "--engine", "vllm=http://x:80,event=tcp://x:1"], 1, "unknown", "events=tcp://"),
         (["serve", "--engine", "vllm=http://x:80", "--engine", "sglang=http://x:80"], 1, "named twice", "--engine"),
+        (["serve", "--engine", "vllm=http://x:80,role=both"], 1, "no role", "role=prefill"),
+        (["serve", "--engine", "sglang=http://x:80,role=decode"], 1, "hands no prompts over", "role="),
+        (["serve", "--engine", "vllm=http://x:80,role=decode"], 1, "counterpart", "role=prefill"),
+        (
+            ["serve", "--engine", "vllm=http://x:80", "--engine-prefill-tokens", "0"],
+            2,
+            "--engine-prefill-tokens",
+            "help",
+        ),
         (["serve", "--engine", "vllm=http://x:80", "--prefill", "1"], 1, "no instances", "--prefill"),
         (["serve", "--engine", "vllm=http://x:80", "--admission", "memory"], 1, "block by block", "bounded"),
         (["serve", "--engine", "vllm=http://x:80", "--engine-key-file", "/no/such"], 1, "/no/such", ""),
@@ -321,6 +330,7 @@ def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch)
         "scheduling": ("--scheduling", "slo"), "slo_tpot_ns": ("--slo-tpot-ms", "60.5", 60_500_000),
         "slo_ttft_ns": ("--slo-ttft-ms", "3000", 3_000_000_000), "layerwise": ("--layerwise", "auto"),
             "link_bytes_s": ("--link-gbps", "16", 2e9), "kv_lower_dtype": ("--kv-lower-dtype", "int8"),
+        "foreign_kv": ("--no-foreign-kv", None, False),
     }  # fmt: skip
     assert set(flags) == {one.name for one in options_of(EngineOptions)}
     seen: list[EngineOptions] = []

@@ -28,7 +28,9 @@ from memserve.fleet.words import (
     Forward,
     GiveUp,
     KvHeard,
+    Prefill,
     PromptArrived,
+    PromptComputed,
     PromptSpace,
     ReplayEnded,
     TimePassed,
@@ -45,11 +47,16 @@ PROMPT = list(range(1, 1 + 16 * BLOCK))
 class World:
     """The machine, its clock, and what became of each request."""
 
-    def __init__(self, config: ClusterConfig | None = None, *, events: bool = False, up: bool = True) -> None:
+    def __init__(
+        self, config: ClusterConfig | None = None, *, events: bool = False, up: bool = True, roles: str = "ccc"
+    ) -> None:
+        """``roles``: a letter for each engine: prefill, decode, colocated."""
         more = ",events=tcp://x:1,replay=tcp://x:2" if events else ""
-        specs = [read_engine(f"vllm=http://{name}{more}") for name in NAMES]
+        role = {"p": ",role=prefill", "d": ",role=decode", "c": ""}
+        specs = [read_engine(f"vllm=http://{name}{more}{role[kind]}") for name, kind in zip(NAMES, roles, strict=True)]
         self.machine, self.now = Fleet(specs, config or ClusterConfig(policy="prompt-tree")), NS_PER_S
         self.at: dict[str, str] = {}
+        self.computing: dict[str, str] = {}
         self.ended: dict[str, FleetAction] = {}
         self.aborted: list[Abort] = []
         self.replays: list[AskReplay] = []
@@ -60,13 +67,16 @@ class World:
     def tell(self, event: FleetEvent, after_ns: int = 0) -> None:
         self.now += after_ns
         for action in self.machine.handle(event, self.now):
-            if isinstance(action, Forward):
+            if isinstance(action, Forward | Prefill):
                 assert action.request_id not in self.ended
-                self.at[action.request_id] = action.engine
+                at, other = (self.at, self.computing) if isinstance(action, Forward) else (self.computing, self.at)
+                at[action.request_id] = action.engine
+                other.pop(action.request_id, None)
             elif isinstance(action, GiveUp | RejectRequest):
                 assert action.request_id not in self.ended, "it ended twice"
                 self.ended[action.request_id] = action
                 self.at.pop(action.request_id, None)
+                self.computing.pop(action.request_id, None)
             elif isinstance(action, Abort):
                 self.aborted.append(action)
             elif isinstance(action, EngineGone):
@@ -259,6 +269,59 @@ def test_admission_queues_by_tenant_and_time() -> None:
     assert isinstance(end, RejectRequest) and end.overloaded and end.retry_after_s
 
 
+# -- roles
+
+LONG = list(range(1, 400))
+
+
+def test_a_long_prompt_is_computed_by_one_engine_and_answered_by_another() -> None:
+    world = World(roles="pdd")
+    assert world.ask("r", tokens=LONG) is None and world.computing == {"r": "a:1"}
+    world.tell(PromptComputed("r"))
+    assert world.at["r"] in ("b:2", "c:3") and world.fail("r") in ("b:2", "c:3")
+    assert world.fail("r") == "a:1", "any engine with the model can answer"
+    world.tell(AnswerEnded("r"))
+    assert [view.prefills for view in world.machine.engines()] == [1, 0, 0]
+
+
+def test_what_is_cached_is_not_computed_elsewhere() -> None:
+    """Whichever engine has it: all that was computed is in the pool."""
+    world = World(roles="pdd")
+    assert world.ask("short", tokens=LONG[:200]) in ("b:2", "c:3") and not world.computing
+    world.ask("r", tokens=LONG)
+    world.tell(PromptComputed("r"))
+    assert world.ask("next", tokens=[*LONG, *range(1000, 1100)]) in ("b:2", "c:3")
+    assert world.ask("far", tokens=[*LONG, *range(1000, 1400)]) is None and world.computing == {"far": "a:1"}
+
+
+def test_a_prompt_that_could_not_be_computed_is_answered_all_the_same() -> None:
+    world = World(roles="pdd")
+    world.ask("r", tokens=LONG)
+    assert world.fail("r") in ("b:2", "c:3")
+    world.ask("s", tokens=LONG[::-1])
+    world.tell(AttemptFailed("s", "its port is closed", refuses=True))
+    assert world.at["s"] in ("b:2", "c:3") and not world.machine.engines()[0].up
+    assert world.ask("t", tokens=[*LONG, *LONG]) in ("b:2", "c:3") and not world.computing
+
+
+def test_a_silent_engine_computes_for_no_other() -> None:
+    world = World(roles="pdd")
+    world.ask("r", tokens=LONG)
+    world.tell(EngineMissed("a:1", "no answer"), 6 * NS_PER_S)
+    assert [abort.request_id for abort in world.aborted] == ["r"] and world.fail("r") in ("b:2", "c:3")
+
+
+def test_engines_without_a_counterpart_do_both_parts() -> None:
+    world = World(roles="pdc")
+    world.tell(EngineMissed("b:2", "refused", refuses=True))
+    assert world.ask("r", tokens=LONG) == "c:3"
+    world.tell(EngineMissed("c:3", "refused", refuses=True))
+    assert world.ask("s", tokens=LONG) == "a:1" and not world.computing
+    world.well("b:2")
+    world.tell(PromptArrived(Request("t", np.array(LONG[::-1], np.int32)), "m", PromptSpace.TOKENS, may_split=False))
+    assert world.at["t"] == "b:2"
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_lives(seed: int) -> None:
     """Every request ends once, whatever engines and clients do; all accounts are checked after each event."""
@@ -266,7 +329,8 @@ def test_random_lives(seed: int) -> None:
     policy = draw.choice(["cost", "prompt-tree", "least-load", "affinity", "best-fit", "session"])
     bounded = AdmissionConfig(mode=Admission.BOUNDED, active_max=3, waiting_max=3, wait_ns=3 * NS_PER_S)
     admission = bounded if draw.random() < 0.5 else AdmissionConfig()
-    world = World(ClusterConfig(policy=policy, admission=admission), events=draw.random() < 0.5)
+    roles = draw.choice(["ccc", "pdc", "ppd", "pdd"])
+    world = World(ClusterConfig(policy=policy, admission=admission), events=draw.random() < 0.5, roles=roles)
     live: list[str] = []
     for step in range(150):
         world.now += draw.randrange(NS_PER_S)
@@ -279,7 +343,8 @@ def test_random_lives(seed: int) -> None:
             world.tell(EngineLeft(engine))
         elif choice < 0.3:
             live.append(f"r{step}")
-            world.ask(live[-1], tokens=PROMPT[: draw.randrange(1, 64)], model=draw.choice(["m", "m", "m2"]))
+            tokens = [step, *LONG] if draw.random() < 0.3 else PROMPT[: draw.randrange(1, 64)]
+            world.ask(live[-1], tokens=tokens, model=draw.choice(["m", "m", "m2"]))
         elif choice < 0.4:
             world.well(engine, draw.choice([("m",), ("m", "m2"), ()]), running=draw.randrange(5))
         elif choice < 0.5:
@@ -288,12 +353,17 @@ def test_random_lives(seed: int) -> None:
             world.tell(KvHeard(engine, draw.randrange(30), batch(stored([step], None, PROMPT[:BLOCK]))))
         elif live:
             name = draw.choice(live)
-            event = draw.choice([AnswerBegan(name), AnswerEnded(name), AttemptFailed(name, "x", refuses=True)])
-            if isinstance(event, AnswerEnded) or name in world.at:
+            failed = AttemptFailed(name, "x", refuses=True)
+            if name in world.computing:
+                event = draw.choice([PromptComputed(name), AnswerEnded(name), failed])
+            else:
+                event = draw.choice([AnswerBegan(name), AnswerEnded(name), failed])
+            if isinstance(event, AnswerEnded) or name in world.at or name in world.computing:
                 world.tell(event)
             if isinstance(event, AnswerEnded):
                 live.remove(name)
                 world.at.pop(name, None)
+                world.computing.pop(name, None)
     for name in [name for name in live if name not in world.ended]:
         world.tell(AnswerEnded(name))
     assert world.machine.admission().active == 0 and not any(view.requests_open for view in world.machine.engines())

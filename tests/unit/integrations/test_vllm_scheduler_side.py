@@ -74,6 +74,80 @@ def ids(count: int, first: int = 10) -> list[int]:
     return list(range(first, first + count))
 
 
+# -- prompts that another engine has computed
+
+
+def computed(blocks: int, tokens: int, **params: Any) -> Any:
+    """A request whose first ``tokens`` another engine says to have computed."""
+    request = request_of(blocks)
+    request.kv_transfer_params = {"do_remote_prefill": True, "remote_num_tokens": tokens, **params}
+    return request
+
+
+def test_what_another_engine_computed_is_awaited() -> None:
+    lookups = Lookups(b"h0")
+    side, request = side_of(lookups), computed(3, 12)
+    assert side.matched(request, 0, 0) == (None, False) and not lookups.asked
+    lookups.stored |= {b"h1", b"h2"}
+    assert side.matched(request, 0, 1) == (None, False) and len(lookups.asked["r"]) == 3
+    lookups.found("r")
+    assert side.matched(request, 0, 2) == (12, True)
+    side.finished("r")
+    assert side.is_idle and not lookups.held
+
+
+@pytest.mark.parametrize("stored", [0, 2])
+def test_what_does_not_come_is_computed_at_the_deadline(stored: int) -> None:
+    lookups = Lookups(*[b"h%d" % at for at in range(stored)])
+    side, request = side_of(lookups), computed(3, 12)
+    assert side.matched(request, 0, 0) == side.matched(request, 0, WAIT_NS - 1) == (None, False)
+    if stored:
+        assert side.matched(request, 0, WAIT_NS) == (None, False) and len(lookups.asked["r"]) == 2
+        lookups.found("r")
+    for later in (1, 2, WAIT_NS * 3):
+        assert side.matched(request, 0, WAIT_NS + later) == (stored * BLOCK, stored > 0)
+    side.finished("r")
+    assert side.is_idle
+
+
+def test_what_is_computed_and_damaged_is_not_awaited() -> None:
+    lookups = Lookups(b"h0", b"h1", b"h2")
+    side, request = side_of(lookups), computed(3, 12)
+    side.matched(request, 0, 0)
+    lookups.found("r", 1)
+    assert side.matched(request, 0, 1) == (4, True)
+
+
+def test_a_store_that_must_be_asked_is_asked_again() -> None:
+    lookups = Lookups(b"h0", b"h1", b"h2")
+    lookups.is_mapped = False
+    side, request = side_of(lookups), computed(3, 12)
+    assert side.matched(request, 0, 0) == (None, False)
+    lookups.found("r", 1)
+    assert side.matched(request, 0, 1) == (None, False)
+    assert side.matched(request, 0, 2) == (None, False) and "r" in lookups.held
+    lookups.found("r", 1)
+    assert side.matched(request, 0, WAIT_NS) == (4, True), "less is better than none at the deadline"
+
+
+@pytest.mark.parametrize("params", [{"remote_num_tokens": None}, {"remote_num_tokens": "9"}, {"do_remote_prefill": 0}])
+def test_other_words_await_nothing(params: dict[str, Any]) -> None:
+    assert side_of(Lookups()).matched(computed(3, 12, **params), 0, 0) == (0, False)
+
+
+def test_what_vllm_has_is_not_awaited() -> None:
+    assert side_of(Lookups()).matched(computed(3, 8), 8, 0) == (0, False)
+
+
+def test_what_is_kept_of_a_prompt_is_said() -> None:
+    lookups = Lookups(b"h0")
+    side, request = side_of(lookups), request_of(2)
+    side.allocated(request, ids(3), 0)
+    assert side.kept_tokens(request) == 0
+    side.step(step_of({"r": 9}, {"r": ids(3)}), 0)
+    assert side.kept_tokens(request) == 8
+
+
 # -- promises
 
 

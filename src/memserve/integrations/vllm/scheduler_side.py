@@ -3,8 +3,9 @@
 A request goes through this, and a request of which nothing is found through the first line alone::
 
     unknown --found--> LOOKING --held and compared--> PROMISED --blocks allocated--> LOADING --finished--> (over)
-                          |                               |
-                          +--late, nothing, or ended------+--> NOTHING (it computes)
+       |                  |                               |
+       |                  +--late, nothing, or ended------+--> NOTHING (it computes)
+       +--another engine has computed its prompt, and the store has not all of it yet--> AWAITING --all, late--> LOOKING
 
 No IO and no clock of its own: look-ups are asked of what it is given, and times are handed in. Of vLLM's objects only
 the few attributes are used that all versions have.
@@ -13,7 +14,7 @@ the few attributes are used that all versions have.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -51,6 +52,7 @@ class Lookup(Protocol):
 
 
 class _Phase(Enum):
+    AWAITING = auto()
     LOOKING = auto()
     PROMISED = auto()
     LOADING = auto()
@@ -70,6 +72,9 @@ class _Promise:
     block_ids: frozenset[int] = frozenset()
     """Of vLLM's, that are loaded into."""
     has_failed: bool = False
+    awaited: int = 0
+    """Behind the last block that another engine has computed, where the store could not be looked at at once: less is
+    looked up again."""
 
 
 class SchedulerSide:
@@ -84,12 +89,15 @@ class SchedulerSide:
         *,
         loads: bool = True,
         saves: bool = True,
+        hashes: Callable[[Any, int], list[bytes]] | None = None,
     ) -> None:
-        """``wait_ns``: how long a request may wait for a look-up before it computes. ``loads``, ``saves``: this engine
-        does so at all."""
+        """``hashes``: names the first blocks of a request, as many of the wanted ones as are known; None: vLLM's block
+        hashes do. ``wait_ns``: how long a request may wait for a look-up before it computes. ``loads``, ``saves``: this
+        engine does so at all."""
         self._is_loading = loads
         self._is_saving = saves
         self._lookups = lookups
+        self._hashes = hashes or self._own_hashes
         self._block_tokens = block_tokens
         self._hashes_per_block = hashes_per_block
         self._wait_ns = wait_ns
@@ -111,12 +119,19 @@ class SchedulerSide:
         request_id, begin = request.request_id, computed_tokens // self._block_tokens
         promise = self._promises.get(request_id)
         if promise is None or (begin < promise.first and promise.phase is not _Phase.LOADING):
-            promise = self._looked_up(request, begin, now)
+            promise = self._looked_up(request, begin, now, now + self._wait_ns)
+        elif promise.phase is _Phase.AWAITING:
+            promise = self._looked_up(request, begin, now, promise.deadline_ns)
         if promise is None:
             return 0, False
+        if promise.phase is _Phase.AWAITING:
+            return None, False
         if promise.phase is _Phase.LOOKING:
             count = self._lookups.result(request_id)
             if count is None and now < promise.deadline_ns:
+                return None, False
+            if count is not None and promise.first + count < promise.awaited and now < promise.deadline_ns:
+                promise.phase = _Phase.AWAITING
                 return None, False
             promise.phase, promise.end = _Phase.PROMISED, promise.first + (count or 0)
         if promise.phase is not _Phase.PROMISED or promise.end <= begin:
@@ -125,16 +140,27 @@ class SchedulerSide:
         promise.begin = begin
         return (promise.end - begin) * self._block_tokens, True
 
-    def _looked_up(self, request: Any, begin: int, now: int) -> _Promise | None:
-        """A look-up that was begun; None: nothing is there."""
+    def _looked_up(self, request: Any, begin: int, now: int, until_ns: int) -> _Promise | None:
+        """A look-up that was begun, or is put off since the store still gets what another engine has computed
+        (``until_ns`` at the latest); None: nothing is there."""
+        request_id = request.request_id
         hashes = self._hashes(request, (request.num_tokens - 1) // self._block_tokens)[begin:]
+        awaited = min(_computed_elsewhere(request) // self._block_tokens, begin + len(hashes)) if hashes else 0
         found = self._lookups.prefix_at_once(hashes) if hashes else 0
-        if found != 0 and self._lookups.begin(request.request_id, hashes[:found]):
-            promise = self._promises[request.request_id] = _Promise(begin, now + self._wait_ns)
-            return promise
-        self._promises.pop(request.request_id, None)
-        self._lookups.forget(request.request_id)
-        return None
+        self._lookups.forget(request_id)
+        if found is not None and begin + found < awaited and now < until_ns:
+            promise = _Promise(begin, until_ns, _Phase.AWAITING)
+        elif found != 0 and self._lookups.begin(request_id, hashes[:found]):
+            is_late = now >= until_ns
+            again = 0 if is_late or found is not None else awaited
+            promise = _Promise(begin, now + self._wait_ns if is_late else until_ns, awaited=again)
+        elif awaited:
+            promise = _Promise(0, 0, _Phase.NOTHING)  # it shall not wait again and again
+        else:
+            self._promises.pop(request_id, None)
+            return None
+        self._promises[request_id] = promise
+        return promise
 
     def _give_up(self, request_id: str, promise: _Promise) -> None:
         if promise.phase is not _Phase.LOADING:
@@ -224,6 +250,10 @@ class SchedulerSide:
             if over is not None and over.has_failed and request_id in self._requests:
                 self._promises[request_id] = _Promise(0, 0, _Phase.NOTHING)
 
+    def kept_tokens(self, request: Any) -> int:
+        """Tokens, from the first on, whose blocks were given to the store, or were there."""
+        return min(self._saved.get(request.request_id, 0) * self._block_tokens, int(request.num_tokens))
+
     def finished(self, request_id: str) -> None:
         """The request is over. A load under way goes on: vLLM keeps its blocks until it is reported."""
         for known in (self._requests, self._saved, self._tables):
@@ -245,7 +275,7 @@ class SchedulerSide:
 
     # -- vLLM's tables
 
-    def _hashes(self, request: Any, blocks: int) -> list[bytes]:
+    def _own_hashes(self, request: Any, blocks: int) -> list[bytes]:
         """Of the first ``blocks`` blocks, as many as are known: the hash at a block's end has all of it in it."""
         every = self._hashes_per_block
         return [bytes(one) for one in request.block_hashes[every - 1 : blocks * every : every]]
@@ -265,6 +295,13 @@ class SchedulerSide:
             elif added is not None:
                 self._tables.setdefault(request_id, []).extend(_only_group(added) or ())
         return self._tables.get
+
+
+def _computed_elsewhere(request: Any) -> int:
+    """Tokens of the prompt that another engine has computed for this request, as its answer said; 0: none has."""
+    params = getattr(request, "kv_transfer_params", None) or {}
+    tokens = params.get("remote_num_tokens") if params.get("do_remote_prefill") else 0
+    return tokens if isinstance(tokens, int) else 0
 
 
 def _only_group(block_ids: Any) -> list[int] | None:
