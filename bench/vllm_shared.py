@@ -10,8 +10,9 @@ round, each with chats of its own:
     private, sticky     the same servers; each chat stays at one of them
     pool, in turn       MemserveConnector on both, one ``memserve store`` on this host
 
-Memory: a private server has for its KV what a server beside the store has, and half of the store. Four servers run
-during the whole run and two of them are loaded at a time. ``hits`` is the share of prompt tokens that vLLM says were
+Memory: a private server has for its KV what a server beside the store has, and half of the store. As set, the chats of
+all users fit into the store, and not into the memory of one private server; with ``--store-blocks 900`` they fit into
+each, and nothing is to be had from a pool. Four servers run during the whole run and two of them are loaded at a time. ``hits`` is the share of prompt tokens that vLLM says were
 cached (its own prefix cache and the store), ``ceiling`` what a cache that forgets nothing would have had; the time to
 the first token is the mean of vLLM's own metric.
 
@@ -127,16 +128,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--at-once", type=int, default=4, help="users that do not think")
-    parser.add_argument("--requests", type=int, default=48, help="that count, in each pass")
+    parser.add_argument("--requests", type=int, default=40, help="that count, in each pass")
     parser.add_argument("--warm", type=int, default=24, help="before them")
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--first-words", type=int, default=500)
+    parser.add_argument("--first-words", type=int, default=1500)
     parser.add_argument("--turn-words", type=int, default=40)
     parser.add_argument("--answer-tokens", type=int, default=8)
-    parser.add_argument("--context", type=int, default=1280)
+    parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--own-blocks", type=int, default=68, help="of KV, of 32 tokens, of a server beside the store")
-    parser.add_argument("--store-blocks", type=int, default=264, help="the store's memory")
-    parser.add_argument("--running", type=int, default=2, help="requests that a server computes at once")
+    parser.add_argument("--store-blocks", type=int, default=480, help="the store's memory")
+    parser.add_argument("--running", type=int, default=1, help="requests that a server computes at once")
     parser.add_argument("--cpus", default="0-1/2-3", help="cores of each server")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="for logs; default: a temporary one")
