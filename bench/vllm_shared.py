@@ -11,10 +11,10 @@ round, each with chats of its own:
     pool, in turn       MemserveConnector on both, one ``memserve store`` on this host
 
 Memory: a private server has for its KV what a server beside the store has, and half of the store. As set, the chats of
-all users fit into the store, and not into the memory of one private server; with ``--store-blocks 900`` they fit into
-each, and nothing is to be had from a pool. Four servers run during the whole run and two of them are loaded at a time. ``hits`` is the share of prompt tokens that vLLM says were
-cached (its own prefix cache and the store), ``ceiling`` what a cache that forgets nothing would have had; the time to
-the first token is the mean of vLLM's own metric.
+all users fit into the store, and not into the memory of one private server; where they fit into that, too, there is
+nothing to be had from a pool. Four servers run during the whole run and two of them are loaded at a time. ``hits`` is
+the share of prompt tokens that vLLM says were cached (its own prefix cache and the store), ``ceiling`` what a cache
+that forgets nothing would have had; the time to the first token is the mean of vLLM's own metric.
 
 vLLM's NixlConnector is not among them: it moves the KV of a request that its client names from one server to another,
 so without a client that keeps such names nothing hits.
