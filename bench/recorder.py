@@ -1,5 +1,7 @@
 """A proxy that passes requests on as they are and notes what was asked and answered; ``field.py`` uses it.
 
+One thing it adds: a stream whose client does not ask for ``usage`` is asked for it, and the client never sees it.
+
 From that come two shares of the prompt tokens of any tool, whatever it reports itself: what the server says was cached
 (``usage``), and the *ceiling*, what could have been: whole blocks that an earlier request had as its prefix, in its
 prompt or in its answer. At least one token of a prompt is always computed. Requests for one token are how tools fill
@@ -10,7 +12,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,10 +66,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._pass_on(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
 
     def _pass_on(self, body: bytes | None) -> None:
-        note = None
+        note, withheld = None, False
         if body and self.path.endswith("/completions"):
             note = Noted(json.loads(body))
             self.server.notes.append(note)  # in order of arrival
+            withheld = bool(note.body.get("stream")) and not note.body.get("stream_options")
+            body = json.dumps({**note.body, "stream_options": {"include_usage": True}}).encode() if withheld else body
         headers = {name: value for name, value in self.headers.items() if name.lower() in PASSED_ON}
         upstream = http.client.HTTPConnection(self.server.upstream, timeout=TIMEOUT_S)
         try:
@@ -75,14 +81,25 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", answer.getheader("Content-Type") or "text/plain")
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            while piece := answer.read1(1 << 16):
+            for piece in _events(answer) if withheld else iter(lambda: answer.read1(1 << 16), b""):
                 seen += piece
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+                if not (withheld and b'"choices":[]' in piece.replace(b" ", b"")):
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
             if note is not None and answer.status == 200:
                 note.hear(bytes(seen))  # before the client knows that it has all
             self.wfile.write(b"0\r\n\r\n")
         finally:
             upstream.close()
+
+
+def _events(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Whole events of a stream, each with the empty line behind it."""
+    rest = b""
+    while piece := answer.read1(1 << 16):
+        *whole, rest = (rest + piece).split(b"\n\n")
+        yield from (event + b"\n\n" for event in whole)
+    if rest:
+        yield rest
 
 
 class _Server(ThreadingHTTPServer):
@@ -92,6 +109,11 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, upstream: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream, self.notes = upstream, list[Noted]()
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that has all it wants closes its connection."""
+        if not isinstance(sys.exception(), ConnectionError):
+            traceback.print_exc()
 
 
 class Recorder:
