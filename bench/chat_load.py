@@ -198,7 +198,7 @@ class Load:
         if counts:
             found.requests += 1
             found.prompt_tokens += usage["prompt_tokens"]
-            found.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+            found.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             found.reusable_tokens += reusable
             found.times_s.append(spent_s)
 

@@ -1,6 +1,7 @@
 """memserve's L2 adapter beside LMCache's own, in LMCache's own tool: `lmcache bench l2`.
 
     python bench/lmcache_l2.py [--python LMCACHE_PYTHON] [--rounds 5] [--quick] [--json FILE]
+    python bench/lmcache_l2.py --python LMCACHE_PYTHON --tests FOLDER
 
 LMCache 0.5.6 need not be in this environment: `--python` names the interpreter of another one, which gets this source
 by PYTHONPATH and needs numpy, msgspec and pyzmq for it; a torch for CPUs is enough. Where there is no LMCache, nothing
@@ -10,7 +11,12 @@ Each round runs the tool once for each adapter, one after the other, another one
 up and loads with one thread that submits and waits, verifies what came back (`--no-skip-verify`), and reports MB/s. A
 figure is the median over rounds of the tool's averages. memserve: a `memserve store` that this script starts, 1 GiB, on
 this host; each value is compared with checksums. fs, fs_native: files, in a folder of --folder (default: the temporary
-one, so the page cache) and, with (shm), in /dev/shm; neither compares anything.
+one, so the page cache) and, with (shm), in /dev/shm; raw_block: one file there, past the page cache where it lies on a
+disk (O_DIRECT). None of them compares anything.
+
+``--tests FOLDER`` runs LMCache's own tests of plugin adapters instead, with memserve's adapter and a store in the place
+of their example: FOLDER holds `test_lmc_external_l2_adapter.py` of LMCache's repository, whose packages have no tests.
+Its test of eviction is left out: it asserts the example's order and a capacity of 10 KB, where the store has its own.
 """
 
 from __future__ import annotations
@@ -34,6 +40,26 @@ TIMEOUT_S = 300
 SIZES = ((256, 64), (1024, 32), (4096, 16))
 """KiB of an object, objects a task."""
 OPERATIONS = ("store", "load", "lookup")
+GIB = 1 << 30
+EXAMPLE = """
+from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
+from memserve.integrations.lmcache import MemserveL2
+
+
+class InMemoryL2AdapterConfig(L2AdapterConfigBase):
+    @classmethod
+    def from_dict(cls, given):
+        return cls()
+
+    @classmethod
+    def help(cls):
+        return ""
+
+
+class InMemoryL2Adapter(MemserveL2):
+    def __init__(self, config, l1_memory_desc=None):
+        super().__init__({params!r})
+"""
 
 
 def main() -> int:
@@ -43,10 +69,13 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=None, help="where the adapters of LMCache keep their files")
     parser.add_argument("--quick", action="store_true", help="one round, small objects alone")
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--tests", type=Path, default=None, help="folder with LMCache's tests of plugin adapters")
     given = parser.parse_args()
     if missing := absent(given.python):
         print(f"skipped: {missing}")
         return 0
+    if given.tests is not None:
+        return run_tests(given.python, given.tests)
     sizes, rounds = (SIZES[:1], 1) if given.quick else (SIZES, given.rounds)
     with tempfile.TemporaryDirectory(dir=given.folder) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         found = {size: measure(given.python, size, rounds, Path(disk), Path(memory)) for size in sizes}
@@ -77,7 +106,7 @@ def measure(python: str, size: tuple[int, int], rounds: int, disk: Path, memory:
     """Each adapter's figures. Every run of the tool starts with nothing stored."""
     taken: dict[str, dict[str, list[float]]] = {}
     for turn in range(rounds):
-        names = ["memserve", "fs", "fs (shm)", "fs_native", "fs_native (shm)"]
+        names = ["memserve", "fs", "fs (shm)", "fs_native", "fs_native (shm)", "raw_block", "raw_block (shm)"]
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             for operation, figure in once(python, name, size, disk, memory).items():
                 taken.setdefault(name, {}).setdefault(operation, []).append(figure)
@@ -94,9 +123,29 @@ def once(python: str, name: str, size: tuple[int, int], disk: Path, memory: Path
     folder = (memory if where else disk) / "l2"
     folder.mkdir()
     try:
-        return run_tool(python, size, {"type": kind, "base_path": str(folder)}, name)
+        place = raw_block(folder, size, bool(where)) if kind == "raw_block" else {"base_path": str(folder)}
+        return run_tool(python, size, {"type": kind, **place}, name)
     finally:
         shutil.rmtree(folder)
+
+
+def raw_block(folder: Path, size: tuple[int, int], in_memory: bool) -> dict[str, Any]:
+    """As large as the store's memory."""
+    path = folder / "device"
+    with path.open("wb") as file:
+        file.truncate(GIB)
+    slot = {"slot_bytes": size[0] * 1024 + 4096, "meta_total_bytes": 16 << 20}
+    return {"device_path": str(path), "use_odirect": not in_memory, **slot}
+
+
+def run_tests(python: str, folder: Path) -> int:
+    """LMCache's file, which imports its example by name: here that name is memserve's adapter."""
+    with tempfile.TemporaryDirectory() as temporary, ServedStore(Path(temporary), dram="256MiB") as store:
+        params = {"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30}
+        (Path(temporary) / "lmc_external_l2_adapter.py").write_text(EXAMPLE.format(params=params))
+        paths = {"PYTHONPATH": f"{temporary}:{SOURCES}"}
+        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not fifo_eviction", str(folder)]
+        return subprocess.run(command, env={**environment(), **paths}, timeout=TIMEOUT_S).returncode
 
 
 def plugin(params: dict[str, Any]) -> dict[str, Any]:

@@ -86,6 +86,9 @@ class Vllm:
     secret_file: str = ""
     cpus: str = "0-1"
     flags: tuple[str, ...] = ("--max-model-len", "2048")
+    name: str = "x"
+    """Under which clients ask for the model."""
+    dtype: str = "float32"
     log: Path = field(default_factory=lambda: Path(os.devnull))
 
     def start(self) -> Vllm:
@@ -94,7 +97,8 @@ class Vllm:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--port", str(port)]
-        command += ["--host", "127.0.0.1", "--served-model-name", "x", "--dtype", "float32", "--block-size", "32"]
+        command += ["--host", "127.0.0.1", "--served-model-name", self.name, "--dtype", self.dtype]
+        command += ["--block-size", "32"]
         command += ["--enforce-eager", "--enable-prompt-tokens-details", *self.flags]
         if self.store:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
@@ -131,8 +135,8 @@ class Vllm:
     def ask(self, prompt: list[int], tokens: int) -> Answer:
         """One completion, greedy, streamed."""
         body = {
-            "model": "x", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2,
-            "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
+            "model": self.name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            "logprobs": 2, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
         }  # fmt: skip
         request = urllib.request.Request(
             f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -155,11 +159,15 @@ class Vllm:
                     cached = (part["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return Answer(found, gaps, cached, first_s, time.perf_counter() - begin)
 
-    def metric(self, name: str) -> int:
+    def total(self, name: str) -> float:
         """The sum over all label values."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
-        return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}")))
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}"))
+
+    def metric(self, name: str) -> int:
+        """A count, over all label values."""
+        return int(self.total(name))
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache."""

@@ -1,187 +1,172 @@
-"""vLLM and memserve on one store, with ``share_with_memserve``: what one has computed is a hit in the other.
+"""Two vLLM servers on one store beside two with prefix caches of their own, of the same memory altogether.
 
-    python bench/vllm_shared.py --vllm PYTHON --data FOLDER [--prompts 40] [--tokens 32]
+    python bench/vllm_shared.py --vllm PYTHON [--rounds 2] [--users 8] [--out FILE]
 
-PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is this checkout's. Prompts are real chats,
-greedy in float32. Each engine first answers alone, then what the other one has computed: half of the prompts in one
-direction, half in the other. The engines' own kernels differ in the last bits, so that is what is shown: answers equal
-to those of the engine alone, those whose first other token is one of two that are less than ``TIE`` apart, and others.
+PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is this checkout's. Eight users each have a
+chat of several turns, ask one turn after the other, and begin a new chat behind the last. Settings take turns in each
+round, each with chats of its own:
+
+    private, in turn    each request goes to the next server, as a load balancer sends it
+    private, sticky     the same servers; each chat stays at one of them
+    pool, in turn       MemserveConnector on both, one ``memserve store`` on this host
+
+Memory: a private server has for its KV what a server beside the store has, and half of the store. As set, the chats of
+all users fit into the store, and not into the memory of one private server; where they fit into that, too, there is
+nothing to be had from a pool. Four servers run during the whole run and two of them are loaded at a time. ``hits`` is
+the share of prompt tokens that vLLM says were cached (its own prefix cache and the store), ``ceiling`` what a cache
+that forgets nothing would have had; the time to the first token is the mean of vLLM's own metric.
+
+vLLM's NixlConnector is not among them: it moves the KV of a request that its client names from one server to another,
+so without a client that keeps such names nothing hits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
-import sys
 import tempfile
-import time
-import urllib.request
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from chats import chat_sessions
+from chat_load import Chat, Load, Shape, in_turn, sticky
 from rivals import bundled_model
-from vllm_connector import ANSWER_S, TIE, Answer, Vllm, running
+from vllm_connector import ServedStore, Vllm, running
 
-from served_store import ServedStore
-
-BLOCK = 32
-SETTLE_S = 30.0
+BLOCK_TOKENS = 32
+TTFT = "time_to_first_token_seconds"
 
 
-@dataclass
-class SharingVllm(Vllm):
-    """A server whose blocks are memserve's."""
-
-    @property
-    def transfer(self) -> dict[str, Any]:
-        """As the guide has it."""
-        told = super().transfer
-        told["kv_connector_extra_config"]["share_with_memserve"] = True
-        return told
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    pool: bool
+    route: Callable[[int, Chat, int], int]
 
 
-@contextmanager
-def memserve(model: str, store: ServedStore | None, log: Path, *more: str) -> Iterator[str]:
-    """One colocated instance behind a router; its address."""
-    command = [sys.executable, "-m", "memserve", "serve", "--model", model, "--dtype", "float32", "--port", "0"]
-    command += ["--colocated", "1", "--threads", "2", "--metadata", "none", "--served-model-name", "x", *more]
-    if store is not None:
-        command += ["--store", store.address, "--cluster-secret-file", str(store.secret_file)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log.open("ab"), text=True)
-    try:
-        assert process.stdout is not None
-        ready = next((found for line in process.stdout if (found := re.search(r"(http://[\d.:]+)/v1", line))), None)
-        assert ready is not None, log.read_text()[-2000:]
-        yield ready[1]
-    finally:
-        process.terminate()
-        process.wait(60)
+SETTINGS = (
+    Setting("private, in turn", False, in_turn),
+    Setting("private, sticky", False, sticky),
+    Setting("pool, in turn", True, in_turn),
+)
 
 
-def ask(url: str, prompt: list[int], tokens: int) -> Answer:
-    """One completion of memserve's, greedy."""
-    body = {"model": "x", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+@dataclass(frozen=True)
+class Found:
+    """One pass."""
+
+    hits: float
+    ceiling: float
+    requests_per_s: float
+    ttft_s: float
+    request_s: float
+    from_store: float
+    """Of all prompt tokens."""
+
+
+def block_bytes(model: str, dtype: str) -> int:
+    """Of KV, all layers."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    element = 4 if dtype == "float32" else 2
+    return int(config["num_hidden_layers"] * config["num_key_value_heads"] * head * 2 * element * BLOCK_TOKENS)
+
+
+def servers_of(args: argparse.Namespace, store: ServedStore, folder: Path) -> dict[bool, list[Vllm]]:
+    """Without and with the store."""
+    own = args.own_blocks, args.own_blocks + args.store_blocks // 2
+    found: dict[bool, list[Vllm]] = {}
+    for pool in (False, True):
+        flags = ("--num-gpu-blocks-override", str(own[0] if pool else own[1]), "--max-num-seqs", str(args.running))
+        flags += ("--max-model-len", str(args.context))
+        where = (store.address, str(store.secret_file)) if pool else ("", "")
+        found[pool] = [
+            Vllm(args.vllm, args.model, *where, cpus, flags, log=folder / f"{pool}.log", dtype=args.dtype)
+            for cpus in args.cpus.split("/")
+        ]
+    return found
+
+
+def measure(setting: Setting, servers: list[Vllm], load: Load, args: argparse.Namespace) -> Found:
+    """``args.warm`` requests that do not count, then ``args.requests``."""
+    urls, route = [server.url for server in servers], partial(setting.route, len(servers))
+    load.run(urls, route, requests=args.warm)
+    names = (f"{TTFT}_sum", f"{TTFT}_count", "external_prefix_cache_hits_total", "prompt_tokens_total")
+    before = [sum(server.total(name) for server in servers) for name in names]
+    seen = load.run(urls, route, requests=args.requests)
+    after = [sum(server.total(name) for server in servers) for name in names]
+    seconds, count, stored, tokens = (end - begin for begin, end in zip(before, after, strict=True))
+    rates = seen.hit_rate, seen.ceiling, seen.rate
+    return Found(*rates, seconds / max(1, count), median(seen.times_s), stored / max(1, tokens))
+
+
+def show(found: dict[str, list[Found]]) -> None:
+    """Medians of the rounds."""
+    base = found[SETTINGS[0].name]
+    print(
+        f"{'setting':18} {'hits':>6} {'store':>6} {'ceiling':>8} {'requests/s':>11} {'TTFT':>8} {'request':>9} beside"
     )
-    begin = time.perf_counter()
-    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-        found = json.loads(answer.read())
-    choice, gaps = found["choices"][0], list[float]()
-    for top in choice["logprobs"]["top_logprobs"]:
-        best = sorted(top.values(), reverse=True)
-        gaps.append(best[0] - best[1] if len(best) > 1 else 0.0)
-    cached = (found["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    return Answer(choice["logprobs"]["tokens"], gaps, cached, 0.0, time.perf_counter() - begin)
-
-
-def all_of(one: Callable[[list[int]], Answer], prompts: list[list[int]]) -> list[Answer]:
-    """Their answers, two at a time."""
-    with ThreadPoolExecutor(2) as asking:
-        return list(asking.map(one, prompts))
-
-
-def compare(name: str, found: list[Answer], alone: list[Answer], prompts: list[list[int]]) -> dict[str, int]:
-    """Token by token with the same engine alone."""
-    counts: Counter[str] = Counter({"equal": 0, "ties": 0, "others": 0})
-    for mine, right in zip(found, alone, strict=True):
-        at = next(
-            (at for at, pair in enumerate(zip(mine.tokens, right.tokens, strict=True)) if len(set(pair)) > 1), None
+    for name, passes in found.items():
+        row = {key: median(getattr(one, key) for one in passes) for key in asdict(passes[0])}
+        rate = median(one.requests_per_s / other.requests_per_s for one, other in zip(passes, base, strict=True))
+        hits = median(one.hits / max(other.hits, 1e-9) for one, other in zip(passes, base, strict=True))
+        print(
+            f"{name:18} {row['hits']:6.1%} {row['from_store']:6.1%} {row['ceiling']:8.1%} "
+            f"{row['requests_per_s']:11.2f} {row['ttft_s']:6.2f} s {row['request_s']:7.2f} s  "
+            f"{hits:.1f} x hits, {rate:.2f} x requests/s"
         )
-        counts["equal" if at is None else "ties" if right.gaps[at] < TIE else "others"] += 1
-        counts["equal tokens"] += len(right.tokens) if at is None else at
-        counts["tokens from the other engine"] += mine.cached
-        if at is not None:
-            print(f"  another token at {at}, where the two best are {right.gaps[at]:.2g} apart")
-    counts["whole blocks of the prompts, in tokens"] = sum((len(one) - 1) // BLOCK * BLOCK for one in prompts)
-    print(f"{name}: {dict(counts)}", flush=True)
-    return dict(counts)
-
-
-def settled(store: ServedStore, blocks: int) -> None:
-    """Until the store has so many KV blocks more than none."""
-    deadline = time.monotonic() + SETTLE_S
-    with store.client() as client:
-        while client.statistics()["kv_stored"] < blocks:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"only {client.statistics()['kv_stored']} of {blocks} blocks came to the store")
-            time.sleep(0.05)
-
-
-def blocks_of(prompts: list[list[int]]) -> int:
-    """Different whole blocks."""
-    return len({tuple(one[: end * BLOCK]) for one in prompts for end in range(1, len(one) // BLOCK + 1)})
-
-
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    prompts = prompts_of(options)
-    mine, theirs = prompts[::2], prompts[1::2]
-    log, tokens, record = folder / "memserve.log", options.tokens, {}
-    alone = Vllm(options.vllm, options.model, cpus="0-1", log=folder / "alone.log")
-    with running(alone):
-        right_vllm = all_of(lambda prompt: alone.ask(prompt, tokens), mine)
-    with memserve(options.model, None, log) as url:
-        right_memserve = all_of(lambda prompt: ask(url, prompt, tokens), theirs)
-    with ServedStore(folder, dram="2GiB") as store:
-        where = store.address, str(store.secret_file)
-        sharing = SharingVllm(options.vllm, options.model, *where, "0-1", log=folder / "sharing.log")
-        with memserve(options.model, store, log) as url:
-            all_of(lambda prompt: ask(url, prompt, 1), mine)
-            settled(store, blocks_of(mine))
-            with running(sharing):
-                found = all_of(lambda prompt: sharing.ask(prompt, tokens), mine)
-                record["computed by memserve, answered by vLLM"] = compare("vLLM", found, right_vllm, mine)
-                all_of(lambda prompt: sharing.ask(prompt, 1), theirs)
-                settled(store, blocks_of(mine + theirs))
-            found = all_of(lambda prompt: ask(url, prompt, tokens), theirs)
-            record["computed by vLLM, answered by memserve"] = compare("memserve", found, right_memserve, theirs)
-        with memserve(options.model, store, log, "--no-foreign-kv") as url:
-            found = all_of(lambda prompt: ask(url, prompt, tokens), theirs)
-            record["memserve with --no-foreign-kv"] = compare("--no-foreign-kv", found, right_memserve, theirs)
-    return record
-
-
-def prompts_of(options: argparse.Namespace) -> list[list[int]]:
-    """Openings of real chats, of two blocks or more."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-    found = []
-    for session in chat_sessions(options.data, 3 * options.prompts, 3, 1200):
-        text = tokenizer.apply_chat_template(session.messages(), tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text + " ".join(session.turns), add_special_tokens=False)["input_ids"]
-        if len(ids) > 2 * BLOCK:
-            found.append(ids[:900])
-    if len(found) < options.prompts:
-        raise SystemExit(f"{options.data} has {len(found)} such chats")
-    return found[: options.prompts]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", required=True, help="a Python that can import vllm")
-    parser.add_argument("--model", help="a folder; default: memserve's own, as float32")
-    parser.add_argument("--data", type=Path, required=True, help="a folder of prompts, as lossless.py has it")
-    parser.add_argument("--prompts", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--folder", type=Path, help="for logs; kept")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    options.model = options.model or bundled_model("float32")
-    with tempfile.TemporaryDirectory() as own:
-        record = measure(options, options.folder or Path(own))
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1))
+    parser.add_argument("--vllm", default="python", help="a Python that can import vllm")
+    parser.add_argument("--model", default="")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--at-once", type=int, default=4, help="users that do not think")
+    parser.add_argument("--requests", type=int, default=40, help="that count, in each pass")
+    parser.add_argument("--warm", type=int, default=24, help="before them")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--first-words", type=int, default=1500)
+    parser.add_argument("--turn-words", type=int, default=40)
+    parser.add_argument("--answer-tokens", type=int, default=8)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--own-blocks", type=int, default=68, help="of KV, of 32 tokens, of a server beside the store")
+    parser.add_argument("--store-blocks", type=int, default=480, help="the store's memory")
+    parser.add_argument("--running", type=int, default=1, help="requests that a server computes at once")
+    parser.add_argument("--cpus", default="0-1/2-3", help="cores of each server")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="for logs; default: a temporary one")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    args.model = args.model or bundled_model(args.dtype)
+    shape = Shape(args.turns, args.first_words, args.turn_words, args.answer_tokens)
+    nbytes = block_bytes(args.model, args.dtype)
+    total = 2 * args.own_blocks + args.store_blocks
+    print(f"{args.users} users, {args.at_once} at once, chats of up to about {shape.longest_tokens} tokens; KV memory")
+    print(
+        f"of {total} blocks ({total * BLOCK_TOKENS:,} tokens, {total * nbytes >> 20} MiB) in every setting", flush=True
+    )
+    found: dict[str, list[Found]] = {setting.name: [] for setting in SETTINGS}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        with ServedStore(folder, dram=f"{args.store_blocks * nbytes >> 10}KiB") as store:
+            servers = servers_of(args, store, folder)
+            with running(*servers[False], *servers[True]):
+                for turn in range(args.rounds):
+                    for at, setting in enumerate(SETTINGS if turn % 2 == 0 else SETTINGS[::-1]):
+                        load = Load(shape, args.users, args.at_once, len(SETTINGS) * (args.seed + turn) + at)
+                        one = measure(setting, servers[setting.pool], load, args)
+                        found[setting.name].append(one)
+                        print(f"round {turn + 1}: {setting.name}: {one}", flush=True)
+    show(found)
+    if args.out is not None:
+        record: dict[str, Any] = {name: [asdict(one) for one in passes] for name, passes in found.items()}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
