@@ -149,7 +149,7 @@ class KvFeed:
         if sequence == rank.expected or len(rank.aside) < ASIDE_MAX:
             rank.aside[sequence] = events
         if sequence > rank.expected and not rank.is_repeating:
-            self._skip_gap(rank)  # replays are in order: what is before it is gone for good
+            self._skip_gap(rank)  # replays are in order: what is before the first is gone for good
         self._catch_up(rank)
         rank.is_repeating = True
 
