@@ -46,7 +46,7 @@ from rivals import bundled_model
 
 from memserve.integrations.pool import PoolOptions
 from memserve.integrations.vllm.block_pool import BlockPool
-from memserve.integrations.vllm.lookups import Lookups
+from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
 from memserve.integrations.vllm.scheduler_side import SchedulerSide
 from memserve.integrations.vllm.worker_side import WorkerSide
@@ -378,7 +378,8 @@ def calls(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     record: dict[str, float] = {}
     with ServedStore(folder, dram="4GiB") as store:
         where = PoolOptions.of({"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0})
-        worker = WorkerSide(BlockPool(where), HostMemory(caches, blocks), b"vllm/bench/")
+        memory = HostMemory(caches, blocks)
+        worker = WorkerSide(BlockPool(where), memory, RankNames(b"vllm/bench/", memory.layout))
         lookups = Lookups(BlockPool(where))
         lookups.set_ranks([worker.names])
         side = SchedulerSide(lookups, 32, 1, 10**10)

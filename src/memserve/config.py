@@ -337,13 +337,14 @@ class EngineOptions:
     kv_memory_bytes: int = option(384 * MIB, "--kv-memory", form=SIZE, vllm="kv_cache_memory_bytes", vllm_form=SIZE)
     """Memory of the KV cache that attention reads (tier HBM), e.g. 512MiB."""
     dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE, vllm="swap_space", vllm_form=GIBIBYTES)
-    """Memory of the second tier (DRAM), e.g. 4GiB: evicted prefixes and preempted sequences move there. 0: no second
-    tier."""
+    """Memory of the second tier (DRAM), e.g. 4GiB: evicted prefixes and preempted sequences move there. 0: none."""
     kv_lower_dtype: str = option(AS_COMPUTED)
     """How KV lies in the second tier. ``auto``: as it was computed. ``int8``, ``fp8`` (e4m3): rounded, in about half
     the bytes of 16-bit values; answers may differ, and requests with ``exact`` are refused."""
     caching: bool = option(True, "--no-cache", form=NEGATED, vllm="enable_prefix_caching")
     """Reuse the KV of shared prefixes. False: Do not reuse the KV of shared prefixes."""
+    foreign_kv: bool = option(True, "--no-foreign-kv", form=NEGATED)
+    """Share KV with engines that ask for it, through a store. False: Share no KV with other engines through a store."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Batching of the engine."""
     max_model_tokens: int | None = option(None, least=1, vllm="max_model_len")
@@ -379,7 +380,7 @@ class EngineOptions:
         on_gpu: bool = False,
     ) -> InstanceConfig:
         """The configuration of the instance machine, for a model with ``geometry`` on a GPU or a CPU. KV that may be
-        rounded has a namespace of its own.
+        rounded has a namespace of its own, and so has KV that no other engine shares.
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
@@ -390,7 +391,7 @@ class EngineOptions:
         default_step_tokens = STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),
-            namespace=f"{namespace}|{lower}" if self.is_lossy else namespace,
+            namespace=namespace + f"|{lower}" * self.is_lossy + "|own" * (not self.foreign_kv),
             pool=PoolConfig(*blocks, self.caching, lower_dtype=lower, block_bytes_by_tier=block_bytes),
             scheduler=dataclasses.replace(
                 self.scheduler, max_step_tokens=self.scheduler.max_step_tokens or default_step_tokens

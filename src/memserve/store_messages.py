@@ -25,6 +25,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from memserve.peers import ArenaPlace, Message, Name, Natural, Peer
+from memserve.types import KVGeometry
 
 STORE = Peer("store", 0)
 """Whichever store listens at an address: for those that know the address alone."""
@@ -69,6 +70,13 @@ class StoreCode(enum.IntEnum):
     """Get inline: the answer is full; ask again, for this key first."""
 
 
+class KvModel(Message, frozen=True):
+    """Whose KV blocks they are: what a member with a model says of it."""
+
+    namespace: str
+    geometry: KVGeometry
+
+
 class StoreHello(Message, frozen=True, tag=True):
     """A client introduces itself; repeated every second. A client that is silent for ten seconds is dropped."""
 
@@ -79,6 +87,9 @@ class StoreHello(Message, frozen=True, tag=True):
     host_id: str = ""
     arena: ArenaPlace | None = None
     """Shared memory (``_core.SharedArena``) out of which puts are pulled. None: values come inside of messages."""
+    kv: KvModel | None = None
+    """The client's values are KV blocks of this model, as instances compute them: keys are block identities, names are
+    empty, and every value has ``geometry.block_bytes`` bytes. Refused where the store keeps KV of another model."""
 
 
 class StoreWelcome(Message, frozen=True, tag=True):
@@ -139,7 +150,7 @@ class StoreDone(Message, frozen=True, tag=True):
     lengths: tuple[Natural, ...] = ()
     """Get: bytes of each whole value, 0 where there is none."""
     seals: tuple[Seal, ...] = ()
-    """Get inline: of each whole value, as ``_core.seal_ranges`` gives it (0: empty)."""
+    """Get inline, or of KV blocks: of each whole value, as ``_core.seal_ranges`` gives it (0: empty)."""
     values: tuple[bytes, ...] = ()
     """Get inline."""
     count: Natural = 0

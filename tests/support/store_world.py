@@ -90,7 +90,7 @@ class StoreNode:
         self.told: list[KvEvents | KvSnapshot] = []
         self.notices: list[str] = []
         self.ended: Ended | None = None
-        self.serves: list[PeerInfo] = []
+        self.serves: list[ServeModel] = []
         self.is_dead = False
         #: disks that answer nothing, or fail
         self.stalls = self.fails = False
@@ -170,8 +170,8 @@ class StoreNode:
                     self.ended = action
                 case Notice(text):
                     self.notices.append(text)
-                case ServeModel(info):
-                    self.serves.append(info)
+                case ServeModel():
+                    self.serves.append(action)
                 case _ if type(action).__module__ == ev.__name__:
                     self._begin_disk(action)
         self.check()

@@ -17,6 +17,7 @@ from memserve.client.staging import Staged
 from memserve.client.store_client import TIMEOUT_S, StoreClient
 from memserve.client.views import View
 from memserve.errors import UserError
+from memserve.store_messages import KvModel
 from memserve.units import MIB
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class AsyncStoreClient:
         timeout_s: float = TIMEOUT_S,
         staging_bytes: int = 256 * MIB,
         listen: str | None = None,
+        kv: KvModel | None = None,
     ) -> None:
         """As :class:`StoreClient`, which is made by :meth:`start`, or at the begin of ``async with``."""
         self._make = partial(
@@ -56,6 +58,7 @@ class AsyncStoreClient:
             timeout_s=timeout_s,
             staging_bytes=staging_bytes,
             listen=listen,
+            kv=kv,
         )
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="memserve-store-client")
         self._made: StoreClient | None = None

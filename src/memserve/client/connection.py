@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -27,7 +27,17 @@ from memserve.peers import ArenaPlace
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.links.shm import this_host
-from memserve.store_messages import STORE, StoreDone, StoreHello, StoreListing, StorePlaces, StoreStatus, StoreWelcome
+from memserve.store_messages import (
+    KEY_BYTES,
+    STORE,
+    KvModel,
+    StoreDone,
+    StoreHello,
+    StoreListing,
+    StorePlaces,
+    StoreStatus,
+    StoreWelcome,
+)
 from memserve.types import Tier
 from memserve.units import NS_PER_S
 
@@ -62,6 +72,21 @@ class Session:
     pins: dict[int, weakref.ref[View] | None] = field(default_factory=dict)
     """The pins that are held, by number, and the views that they are for. Changed from any thread, one step each."""
 
+    is_kv: bool = False
+    """The values are KV blocks: their keys are the names themselves, and they have no names."""
+
+    def keys(self, names: Sequence[bytes]) -> bytes:
+        """By which the store finds these values: 16 bytes each. Raises :class:`UserError` for a name that cannot be."""
+        if not self.is_kv:
+            return _core.value_keys(self.welcome.key, b"", list(names))
+        if any(len(name) != KEY_BYTES for name in names):
+            raise UserError("the key of a KV block has 16 bytes", hint="memserve.mempool.identity", param="key")
+        return b"".join(names)
+
+    def told(self, names: Sequence[bytes]) -> list[bytes]:
+        """What the store keeps as the names of these values."""
+        return [b""] * len(names) if self.is_kv else list(names)
+
     def let_go(self, pin: int) -> None:
         """The value may be moved, or make room for another. Any thread, any time: also from the garbage collector."""
         self.pins.pop(pin, None)
@@ -85,8 +110,11 @@ class _Call:
 class Connection:
     """One client's line. Thread-safe; of no use in a child of ``fork``."""
 
-    def __init__(self, address: str, tenant: str, secret: str, staging_bytes: int, listen: str) -> None:
-        """``address``: ``HOST:PORT``; ``listen``: the host at which the store's answers arrive."""
+    def __init__(
+        self, address: str, tenant: str, secret: str, staging_bytes: int, listen: str, kv: KvModel | None = None
+    ) -> None:
+        """``address``: ``HOST:PORT``; ``listen``: the host at which the store's answers arrive; ``kv``: the values are
+        KV blocks of this model."""
         self.address = address
         self._secret = secret
         self._pid = os.getpid()
@@ -109,6 +137,7 @@ class Connection:
             pid=self._pid,
             host_id=this_host(),
             arena=ArenaPlace(Tier.DRAM, self.staging.arena.address, self.staging.nbytes, self.staging.arena.fd),
+            kv=kv,
         )
         self._thread = threading.Thread(target=self._keep, name="memserve-store-client", daemon=True)
         self._thread.start()
@@ -244,7 +273,7 @@ class Connection:
             return
         if self._closed:
             return
-        self._begin(Session(sender, welcome, self._open(welcome)))
+        self._begin(Session(sender, welcome, self._open(welcome), is_kv=self._hello.kv is not None))
 
     def _open(self, welcome: StoreWelcome) -> _core.TierReader | None:
         if not welcome.client_path or not self._maps:
@@ -327,4 +356,4 @@ class Connection:
 
 
 def _without_memory(hello: StoreHello) -> StoreHello:
-    return StoreHello(hello.address, hello.tenant, hello.pid, "", None)
+    return StoreHello(hello.address, hello.tenant, hello.pid, "", None, hello.kv)

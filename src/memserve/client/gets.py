@@ -42,7 +42,7 @@ def get_value(line: Connection, name: bytes, deadline_s: float) -> View | None:
             return view
         if session.reader is None:
             break
-        key = _core.value_keys(session.welcome.key, b"", [name])
+        key = session.keys([name])
         if session.reader.where(key) == b"\0" and not session.ended:
             return None
         session, lengths = bring(line, [name], deadline_s)
@@ -57,7 +57,7 @@ def held_value(line: Connection, session: Session | None, name: bytes) -> View |
     :class:`_HoldsTooMuchError`."""
     if session is None or session.reader is None:
         return None
-    held = _hold(line, session, session.reader, _core.value_keys(session.welcome.key, b"", [name]), name)
+    held = _hold(line, session, session.reader, session.keys([name]), session.told([name])[0])
     if held is None:
         return None
     address, nbytes, number = held
@@ -100,6 +100,18 @@ def bring(line: Connection, names: Sequence[bytes], deadline_s: float) -> tuple[
         for code, length in zip(answer.codes, answer.lengths, strict=True):
             lengths.append(length if _is_there(line, code) else -1)
     return session, lengths
+
+
+def bring_sealed(line: Connection, names: Sequence[bytes], deadline_s: float) -> list[tuple[int, int]]:
+    """As :func:`bring`, of KV blocks: of each its length, -1: there is none; and its seal."""
+    found = list[tuple[int, int]]()
+    for first in range(0, len(names), _KEYS_A_CALL):
+        _, answer = _ask(line, names[first : first + _KEYS_A_CALL], False, 0, deadline_s)
+        if len(answer.seals) != len(answer.codes):
+            raise StoreUnavailable(f"the store at {line.address} seals nothing", hint="is it of this version?")
+        for code, length, seal in zip(answer.codes, answer.lengths, answer.seals, strict=True):
+            found.append((length, seal) if _is_there(line, code) else (-1, 0))
+    return found
 
 
 def _is_there(line: Connection, code: int) -> bool:
@@ -184,8 +196,8 @@ def _ask(
     line: Connection, names: Sequence[bytes], inline: bool, first_byte: int, deadline_s: float
 ) -> tuple[Session, StoreDone]:
     def ask(call: int, left_ns: int) -> AnyMessage:
-        keys = _core.value_keys(line.session(deadline_s).welcome.key, b"", list(names))
-        return StoreGet(call, keys, tuple(names), inline, left_ns, first_byte)
+        now = line.session(deadline_s)
+        return StoreGet(call, now.keys(names), tuple(now.told(names)), inline, left_ns, first_byte)
 
     session, answer = line.call(ask, deadline_s)
     count = len(names)
@@ -231,8 +243,7 @@ def _copied_at_once(
     """Bytes written to each buffer, where all values are in memory and fit: each is looked up once. None: they are not,
     or are too many for that."""
     try:
-        key = session.welcome.key
-        return reader.copy_all(_core.value_keys(key, b"", list(names)), list(names), list(buffers), threads)
+        return reader.copy_all(session.keys(names), session.told(names), list(buffers), threads)
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
@@ -257,7 +268,7 @@ def _lengths_in_memory(
     line: Connection, session: Session, reader: _core.TierReader, names: Sequence[bytes], lengths: list[int]
 ) -> list[int]:
     """Fill ``lengths`` from what lies in memory; the numbers of those that may lie elsewhere."""
-    everything, keys = list(names), _core.value_keys(session.welcome.key, b"", list(names))
+    everything, keys = session.told(names), session.keys(names)
     try:
         lengths[:] = reader.lengths(keys, everything)
     except OSError as error:
@@ -300,10 +311,10 @@ def _copy(
         session, those = line.session(deadline_s), [names[number] for number in some]
         if session.reader is None:
             break
-        keys = _core.value_keys(session.welcome.key, b"", those)
+        keys = session.keys(those)
         targets = [buffers[number] for number in some]
         try:
-            lengths = session.reader.copy(keys, those, targets, threads)
+            lengths = session.reader.copy(keys, session.told(those), targets, threads)
         except OSError as error:
             if error.errno == errno.ENOBUFS:
                 break

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memserve import _core
 from memserve.client.connection import Connection, Session
 from memserve.client.staging import Staged
 from memserve.errors import StoreUnavailable, UserError
@@ -59,7 +58,7 @@ def put_values(
     session = line.session(deadline_s)
     for value in values:
         _check_fits(line, session, value)
-    keys = _core.value_keys(session.welcome.key, b"", list(names))
+    keys, names = session.keys(names), session.told(names)
     for batch in _batches(line, session, names, keys, values, deadline_s):
         codes = _send(line, batch, overwrite, deadline_s)
         again = []

@@ -19,10 +19,9 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from memserve import _core
 from memserve.client import arguments
 from memserve.client.connection import Answer, Connection
-from memserve.client.gets import bring, fetch_values, get_held_value, get_value, get_values_into
+from memserve.client.gets import bring, bring_sealed, fetch_values, get_held_value, get_value, get_values_into
 from memserve.client.puts import Value, put_values
 from memserve.client.staging import Staged
 from memserve.client.views import View
@@ -30,6 +29,7 @@ from memserve.errors import StoreUnavailable, UserError
 from memserve.messages import AnyMessage
 from memserve.store_messages import (
     LIST_MAX,
+    KvModel,
     StoreCode,
     StoreDelete,
     StoreDone,
@@ -67,12 +67,15 @@ class StoreClient:
         timeout_s: float = TIMEOUT_S,
         staging_bytes: int = 256 * MIB,
         listen: str | None = None,
+        kv: KvModel | None = None,
     ) -> None:
         """Find the store that listens at ``address`` (``HOST:PORT``).
 
         ``secret_file``: the cluster's secret; None: the file that ``MEMSERVE_CLUSTER_SECRET_FILE`` names.
         ``staging_bytes``: memory out of which the store pulls what is put; what was never needed is not touched.
         ``listen``: the name of this host at which the store answers, where it is not found by the way to the store.
+        ``kv``: for engines that compute KV as memserve's instances do: the values are KV blocks of this model, and keys
+        are block identities.
 
         Raises :class:`UserError` for arguments that cannot be, and :class:`memserve.errors.StoreUnavailable` when no
         store answers within ``timeout_s``: nothing runs there, or with another secret.
@@ -83,7 +86,7 @@ class StoreClient:
         if staging_bytes < 1:
             raise UserError(f"staging memory of {staging_bytes} bytes", hint="at least 1", param="staging_bytes")
         secret = arguments.secret_in(secret_file)
-        self._line = Connection(address, tenant, secret, staging_bytes, listen or arguments.own_host(address))
+        self._line = Connection(address, tenant, secret, staging_bytes, listen or arguments.own_host(address), kv)
         try:
             self._line.session(time.monotonic() + timeout_s)
         except BaseException:
@@ -156,6 +159,11 @@ class StoreClient:
         self.check()
         return bring(self._line, arguments.checked_keys(keys), time.monotonic() + timeout_s)[1]
 
+    def bring_sealed(self, keys: Iterable[bytes], *, timeout_s: float = TIMEOUT_S) -> list[tuple[int, int]]:
+        """As :meth:`bring`, of KV blocks: the bytes of each, -1: there is none; and its seal, as the store has it."""
+        self.check()
+        return bring_sealed(self._line, arguments.checked_keys(keys), time.monotonic() + timeout_s)
+
     def get_into(
         self, pairs: Iterable[tuple[bytes, Buffer]], *, threads: int = 1, timeout_s: float = TIMEOUT_S
     ) -> list[int]:
@@ -192,7 +200,7 @@ class StoreClient:
         names, deadline_s = arguments.checked_keys(keys), time.monotonic() + timeout_s
         session = self._line.session(deadline_s)
         if session.reader is not None:
-            return session.reader.prefix(_core.value_keys(session.welcome.key, b"", names)) - 1
+            return session.reader.prefix(session.keys(names)) - 1
         found = self._places(names, deadline_s).find(b"\0")
         return (len(names) if found < 0 else found) - 1
 
@@ -277,14 +285,11 @@ class StoreClient:
 
     # -- inside
 
-    def _keys(self, names: Sequence[bytes], deadline_s: float) -> bytes:
-        return _core.value_keys(self._line.session(deadline_s).welcome.key, b"", list(names))
-
     def _places(self, names: Sequence[bytes], deadline_s: float) -> bytes:
         """A byte a key: 0 absent, 1 in memory, 2 on a disk."""
         session = self._line.session(deadline_s)
         if session.reader is not None:
-            return session.reader.where(_core.value_keys(session.welcome.key, b"", list(names)))
+            return session.reader.where(session.keys(names))
         found = []
         for first in range(0, len(names), _LOOKS_A_CALL):
             some = names[first : first + _LOOKS_A_CALL]
@@ -292,10 +297,11 @@ class StoreClient:
         return b"".join(found)
 
     def _look(self, names: Sequence[bytes], deadline_s: float, call: int) -> StoreLook:
-        return StoreLook(call, self._keys(names, deadline_s))
+        return StoreLook(call, self._line.session(deadline_s).keys(names))
 
     def _deletion(self, names: Sequence[bytes], deadline_s: float, call: int) -> StoreDelete:
-        return StoreDelete(call, self._keys(names, deadline_s), tuple(names))
+        session = self._line.session(deadline_s)
+        return StoreDelete(call, session.keys(names), tuple(session.told(names)))
 
     def _ask(self, deadline_s: float, ask: Callable[[int], AnyMessage], kind: type[AnAnswer]) -> AnAnswer:
         _, answer = self._line.call(lambda call, left_ns: ask(call), deadline_s)

@@ -26,6 +26,7 @@ from memserve.client.store_client import StoreClient
 from memserve.client.views import View
 from memserve.errors import StoreUnavailable, UserError
 from memserve.integrations.values import Value, address, copied, places, portions
+from memserve.store_messages import KvModel
 from memserve.units import MIB
 
 log = logging.getLogger(__name__)
@@ -76,10 +77,12 @@ class PoolOptions:
 class EnginePool:
     """A store as an engine's cache. Every call ends by ``timeout_s``, raises nothing, and may come from any thread."""
 
-    def __init__(self, options: PoolOptions) -> None:
-        """Raises :class:`UserError` for options that cannot be, and when the store refuses this client. A store that
-        does not answer is looked for in the background."""
+    def __init__(self, options: PoolOptions, kv: KvModel | None = None) -> None:
+        """``kv``: the values are KV blocks of this model, as instances have them. Raises :class:`UserError` for options
+        that cannot be, and when the store refuses this client. A store that does not answer is looked for in the
+        background."""
         self.options = options
+        self._kv = kv
         self.counts: Counter[str] = Counter()
         """hits, misses, stored, refused, damaged: values. unavailable: calls that found no store."""
         self._client: StoreClient | None = None
@@ -160,7 +163,10 @@ class EnginePool:
 
     def _connected(self) -> StoreClient:
         at = self.options
-        return StoreClient(at.pool, at.tenant, at.secret_file, timeout_s=_PROBE_S, staging_bytes=int(at.staging_bytes))
+        staging_bytes = int(at.staging_bytes)
+        return StoreClient(
+            at.pool, at.tenant, at.secret_file, timeout_s=_PROBE_S, staging_bytes=staging_bytes, kv=self._kv
+        )
 
     def _ask(self, work: Callable[[StoreClient, float], Answer], otherwise: Answer) -> Answer:
         client = self._client
@@ -254,9 +260,16 @@ class EnginePool:
         for some in portions(wanted, values, held_bytes, _READ_AT_ONCE):
             damaged = self._get_some(client, [values[at] for at in some], some, found, end_s)
             if damaged:
-                self.counts["damaged"] += len(damaged)
-                log.warning("%d values at %s disagree with their checksums: forgotten", len(damaged), self.options.pool)
-                client.delete(damaged, timeout_s=_left_s(end_s))
+                self._forget(client, damaged, end_s)
+
+    def _forget(self, client: StoreClient, damaged: Sequence[bytes], end_s: float) -> None:
+        """These values are not what was stored."""
+        self.counts["damaged"] += len(damaged)
+        if len(damaged) == 1:
+            log.warning("1 value at %s disagrees with its checksums: forgotten", self.options.pool)
+        else:
+            log.warning("%d values at %s disagree with their checksums: forgotten", len(damaged), self.options.pool)
+        client.delete(damaged, timeout_s=_left_s(end_s))
 
     def _get_some(
         self, client: StoreClient, values: Sequence[Value], numbers: list[int], found: list[bool], end_s: float

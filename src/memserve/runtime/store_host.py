@@ -206,9 +206,9 @@ class StoreLife:
                     self._become_new(action)
                 case Notice(text):
                     log.warning("%s", text)
-                case ServeModel(info):
-                    self.next_model = StoredModel(info.namespace, info.geometry)
-                    log.info("keeps KV of the model of %s from now on", info.peer.name)
+                case ServeModel(namespace, geometry, of):
+                    self.next_model = StoredModel(namespace, geometry)
+                    log.info("keeps KV of the model of %s from now on", of)
                     self.end(self._place.drain_s)
                 case Ended(refused):
                     self._ended(refused)

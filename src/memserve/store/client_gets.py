@@ -11,6 +11,7 @@ from memserve.store.client import Client
 from memserve.store.events import Piece, SendValues, ValuesSent
 from memserve.store.jobs import Jobs
 from memserve.store.loads import Loads
+from memserve.store.pool import KV_SCOPE
 from memserve.store.values import Values
 from memserve.store_messages import INLINE_BYTES_MAX, KEY_BYTES, StoreCode, StoreDone, StoreGet
 
@@ -99,7 +100,8 @@ class Gets:
         counters.gets += len(get.places)
         lengths = tuple(get.places[index].length if index in get.places else 0 for index in range(len(get.codes)))
         if not message.inline:
-            answer = StoreDone(message.call, bytes(get.codes), lengths)
+            is_kv = get.client.scope == KV_SCOPE
+            answer = StoreDone(message.call, bytes(get.codes), lengths, self._seals(get) if is_kv else ())
             self._give_back(get)
             self._jobs.send(get.client.peer, answer)
             return
@@ -114,12 +116,15 @@ class Gets:
             pieces.append(Piece(index, place.offset + begin, min(wanted, room)))
             room -= min(wanted, room)
         counters.get_bytes += INLINE_BYTES_MAX - room
-        seals = tuple(get.places[index].seal if index in get.places else 0 for index in range(len(get.codes)))
-        answer = StoreDone(message.call, bytes(get.codes), lengths, seals, (b"",) * len(get.codes))
+        answer = StoreDone(message.call, bytes(get.codes), lengths, self._seals(get), (b"",) * len(get.codes))
         job = self._jobs.new()
         self._sending[job] = [place.offset for place in get.places.values()]
         get.places.clear()
         self._jobs.ask(SendValues(job, get.client.peer, answer, tuple(pieces)))
+
+    @staticmethod
+    def _seals(get: _Get) -> tuple[int, ...]:
+        return tuple(get.places[index].seal if index in get.places else 0 for index in range(len(get.codes)))
 
     def _end(self, get: _Get) -> None:
         get.over = True

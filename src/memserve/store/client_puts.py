@@ -9,6 +9,7 @@ from memserve.store.answers import Answers
 from memserve.store.client import Client
 from memserve.store.events import Part, TakeValues, ValuesTaken
 from memserve.store.jobs import Jobs
+from memserve.store.pool import KV_SCOPE
 from memserve.store.values import Values
 from memserve.store_messages import StoreCode, StoreDone, StorePair, StorePut
 
@@ -44,7 +45,7 @@ class Puts:
         parts = []
         for index, pair in enumerate(message.pairs):
             code = self._objection(client, pair, replace=message.replace)
-            extent = self._values.tier.allocate(max(1, pair.length + len(pair.name))) if code is None else None
+            extent = self._room(client, pair) if code is None else None
             if code is None and extent is None:
                 self._values.counters.no_room += 1
                 code = StoreCode.NO_ROOM
@@ -64,9 +65,19 @@ class Puts:
         self._deadlines.add(put)
         self._jobs.ask(TakeValues(job, client.peer, tuple(parts)))
 
+    def _room(self, client: Client, pair: StorePair) -> int | None:
+        """An extent: of a KV block in the place of a block, so that instances find it as such. None: no room."""
+        tier = self._values.tier
+        if client.scope != KV_SCOPE:
+            return tier.allocate(max(1, pair.length + len(pair.name)))
+        blocks = tier.allocate_blocks(1)
+        return None if blocks is None else int(blocks[0]) * tier.block_bytes
+
     def _objection(self, client: Client, pair: StorePair, *, replace: bool) -> StoreCode | None:
         if pair.length > self._value_bytes_max:
             return StoreCode.TOO_LARGE
+        if client.scope == KV_SCOPE and (pair.name or pair.length != self._values.tier.block_bytes):
+            return StoreCode.BAD_CALL
         if pair.data is not None and len(pair.data) != pair.length:
             return StoreCode.BAD_CALL
         if pair.data is None and not _reaches(client, pair):
@@ -76,7 +87,7 @@ class Puts:
             return None
         if known.scope != client.scope or known.name not in (None, pair.name):
             return StoreCode.BAD_CALL
-        return None if replace else StoreCode.PRESENT
+        return None if replace and client.scope != KV_SCOPE else StoreCode.PRESENT
 
     def taken(self, event: ValuesTaken, now: int) -> None:
         """The host has copied: publish."""
@@ -92,7 +103,9 @@ class Puts:
                 # another put may have come first: what it put is replaced, or left alone
                 code = self._objection(put.client, pair, replace=put.message.replace)
                 put.codes[index] = code or StoreCode.DONE
-                if code is None:
+                if code is None and put.client.scope == KV_SCOPE:
+                    counters.kv_stored += self._values.put_kv(pair.key, extent, pair.length, seal, now, keep=False)
+                elif code is None:
                     self._values.put(pair.key, extent, pair.length, put.client.scope, seal, pair.name, now)
                     counters.puts += 1
                     counters.put_bytes += pair.length

@@ -7,6 +7,7 @@ told, and its values carry its tag, which is compared each time: no tenant reads
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 
 from memserve import _core
@@ -19,10 +20,12 @@ from memserve.store.config import StoreConfig
 from memserve.store.events import MeetClient, PartFromClient, ValuesSent, ValuesTaken
 from memserve.store.jobs import Jobs
 from memserve.store.loads import Loads
+from memserve.store.pool import KV_SCOPE
 from memserve.store.sweeps import Sweeps
 from memserve.store.values import Values
 from memserve.store_messages import (
     KEY_BYTES,
+    KvModel,
     StoreCode,
     StoreDelete,
     StoreDone,
@@ -55,8 +58,20 @@ def tenant_scope(tenant: str, key: bytes) -> int:
 class Clients:
     """All clients, and what each asks for."""
 
-    def __init__(self, values: Values, loads: Loads, jobs: Jobs, config: StoreConfig, key: bytes, host_id: str) -> None:
-        """``key``: of the cluster's identities. ``host_id``: of this host; clients with it read the memory in place."""
+    def __init__(
+        self,
+        values: Values,
+        loads: Loads,
+        jobs: Jobs,
+        config: StoreConfig,
+        key: bytes,
+        host_id: str,
+        model: KvModel,
+        hear_of_model: Callable[[Peer, KvModel], None],
+    ) -> None:
+        """``key``: of the cluster's identities. ``host_id``: of this host; clients with it read the memory in place.
+        ``model``: whose KV is kept; without a namespace none is known yet; ``hear_of_model`` takes that of a client."""
+        self._model, self._hear_of_model = model, hear_of_model
         self._values = values
         self._jobs = jobs
         self._config = config
@@ -123,6 +138,8 @@ class Clients:
                 return
             if older is not None:
                 self._drop(older)
+            if hello.kv is not None and not self._fits(peer, hello.kv):
+                return
             if len(self._clients) >= self._config.clients_max:
                 self._values.counters.refused += 1
                 self._jobs.send(peer, Refused(f"{len(self._clients)} clients are served already: close some"))
@@ -130,6 +147,16 @@ class Clients:
             client = self._enter(peer, hello, now)
         client.heard_ns = now
         self._jobs.send(peer, client.welcome)
+
+    def _fits(self, peer: Peer, model: KvModel) -> bool:
+        """Whether KV blocks of ``model`` can be kept here. While no model is known they are waited for: the client
+        repeats its greeting."""
+        if self._model.namespace and model != self._model:
+            self._values.counters.refused += 1
+            self._jobs.send(peer, Refused(_misfit(model, self._model)))
+            return False
+        self._hear_of_model(peer, model)
+        return bool(self._model.namespace)
 
     def _enter(self, peer: Peer, hello: StoreHello, now: int) -> Client:
         tier, tenant = self._values.tier, hello.tenant
@@ -144,7 +171,8 @@ class Clients:
             index_path=tier.index_path if is_here else "",
             client_path=tier.open_client(self._numbers) if is_here else "",
         )
-        client = Client(peer, self._numbers, hello, tenant_scope(tenant, self._key), welcome, now)
+        scope = tenant_scope(tenant, self._key) if hello.kv is None else KV_SCOPE
+        client = Client(peer, self._numbers, hello, scope, welcome, now)
         self._clients[peer] = client
         self._jobs.ask(MeetClient(peer, hello))
         return client
@@ -257,3 +285,13 @@ def _all(message: StorePut | StoreGet | StoreDelete | StorePurge, code: StoreCod
         case StoreGet() | StoreDelete():
             return bytes([code]) * len(message.names)
     return bytes([code])
+
+
+def _misfit(asked: KvModel, mine: KvModel) -> str:
+    """Why blocks of one model cannot lie among those of another."""
+    if asked.geometry.block_tokens != mine.geometry.block_tokens:
+        sizes = asked.geometry.block_tokens, mine.geometry.block_tokens
+        return "its blocks have {} tokens, those that are kept here {}".format(*sizes)
+    if asked.geometry != mine.geometry:
+        return f"its KV has another shape or dtype than what is kept here: {asked.geometry} for {mine.geometry}"
+    return "KV of other weights, or of an engine that shares none, is kept here"

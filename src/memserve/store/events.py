@@ -18,10 +18,11 @@ from memserve.instance.events import (
 )
 from memserve.kv_transfer.context import ExchangeAction
 from memserve.kv_transfer.events import PagesPulled, PagesSealed
-from memserve.messages import Peer, PeerInfo
+from memserve.messages import Peer
 from memserve.serving import ClockTicked, MessageArrived, Send
 from memserve.store.disk_events import DiskAction, DiskDone
 from memserve.store_messages import StoreDone, StoreHello
+from memserve.types import KVGeometry
 
 # -- actions
 
@@ -92,9 +93,12 @@ class PartFromClient:
 
 @dataclass(frozen=True, slots=True)
 class ServeModel:
-    """Members keep KV of another shape or namespace than this store: start it again with what ``info`` says."""
+    """Members keep KV of another shape or namespace than this store: start it again with theirs."""
 
-    info: PeerInfo
+    namespace: str
+    geometry: KVGeometry
+    of: str
+    """The name of the process that said so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,8 @@ from memserve.store.kv_blocks import KvBlocks
 from memserve.store.loads import Loads
 from memserve.store.pool import StorePool
 from memserve.store.values import Values
-from memserve.store_messages import ForgetKv, StoreMessage
-from memserve.types import Role
+from memserve.store_messages import ForgetKv, KvModel, StoreMessage
+from memserve.types import KVGeometry, Role
 from memserve.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -118,7 +118,10 @@ class StoreMachine:
         check(pool.block_bytes == tier.block_bytes, "the memory has blocks of another size than the geometry")
         exchange = Exchange(pool, info.geometry, config.exchange, info.peer, info.namespace)
         self.kv = KvBlocks(pool, exchange, self.values, self.loads, self.jobs, config)
-        self.clients = Clients(self.values, self.loads, self.jobs, config, key, info.host_id)
+        model = KvModel(info.namespace, info.geometry)
+        self.clients = Clients(
+            self.values, self.loads, self.jobs, config, key, info.host_id, model, self._hear_of_model
+        )
         self._feed = KvFeed(self.values.log, config.exchange.event_capacity)
         self.info = info
         self._fits_a_model = False  # a member with this namespace and geometry was seen
@@ -265,12 +268,13 @@ class StoreMachine:
             return
         match message:
             case JoinAccepted(peers):
-                self._look_for_models(peers, is_all=True)
+                self._fits_a_model = False  # those of an earlier router are no members any more
+                self._look_for_models(peers)
                 self.kv.act(self.kv.exchange.set_members(peers, now), now)
                 self._tell_router(self._feed.news())
                 self._tell_router(self._feed.snapshot())
             case PeerJoined(info):
-                self._look_for_models((info,), is_all=False)
+                self._look_for_models((info,))
                 if info.peer.name != self.info.peer.name:
                     self.kv.act(self.kv.exchange.peer_joined(info, now), now)
             case PeerGone(peer):
@@ -285,14 +289,23 @@ class StoreMachine:
         if news is not None and self.member.router is not None:
             self.jobs.send(self.member.router, news)
 
-    def _look_for_models(self, members: tuple[PeerInfo, ...], *, is_all: bool) -> None:
+    def _look_for_models(self, members: tuple[PeerInfo, ...]) -> None:
         """Members with a model say what KV looks like. What this store was started with stays once one has it."""
         models = [info for info in members if info.role is not Role.STORE and info.namespace]
         mine = (self.info.namespace, self.info.geometry)
         self._fits_a_model = self._fits_a_model or any((one.namespace, one.geometry) == mine for one in models)
-        if models and not self._fits_a_model and not self._asked_to_serve and (is_all or not self.info.namespace):
+        if models and not self._fits_a_model:
+            self._serve(models[0].namespace, models[0].geometry, models[0].peer.name)
+
+    def _hear_of_model(self, client: Peer, model: KvModel) -> None:
+        """A client has KV blocks of this model, which is this store's, or this store's until a member has another."""
+        if not self.info.namespace:
+            self._serve(model.namespace, model.geometry, client.name)
+
+    def _serve(self, namespace: str, geometry: KVGeometry, of: str) -> None:
+        if not self._asked_to_serve:
             self._asked_to_serve = True
-            self.jobs.ask(ServeModel(models[0]))
+            self.jobs.ask(ServeModel(namespace, geometry, of))
 
     def _reborn(self, event: Reborn, info: PeerInfo, now: int) -> None:
         """The store was expelled and is a new incarnation: what it keeps stays."""

@@ -22,7 +22,7 @@ from memserve.client import connection
 from memserve.integrations.pool import PoolOptions
 from memserve.integrations.values import namespace
 from memserve.integrations.vllm.block_pool import BlockPool
-from memserve.integrations.vllm.lookups import Lookups
+from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
 from memserve.integrations.vllm.names import prefix_of, weights_fingerprint
 from memserve.integrations.vllm.scheduler_side import SchedulerSide
@@ -47,7 +47,8 @@ class Engine:
     def __init__(self, store: ServedStore, prefix: bytes = PREFIX, **options: Any) -> None:
         chosen = PoolOptions.of(options_of(store, **options))
         self.caches = {f"layers.{at}": torch.zeros(BLOCKS, 2, TOKENS, 8) for at in range(LAYERS)}
-        self.worker = WorkerSide(BlockPool(chosen), HostMemory(self.caches, BLOCKS), prefix)
+        memory = HostMemory(self.caches, BLOCKS)
+        self.worker = WorkerSide(BlockPool(chosen), memory, RankNames(prefix, memory.layout))
         self.lookups = Lookups(BlockPool(chosen))
         self.lookups.set_ranks([self.worker.names])
         self.side = SchedulerSide(self.lookups, TOKENS, 1, WAIT_NS)
@@ -272,7 +273,8 @@ def test_staging_memory_without_room_saves_less(store: ServedStore) -> None:
 
 def test_the_client_part_imports_no_torch() -> None:
     """vLLM's process gets nothing from memserve that it has not got: its packages stay as they are."""
-    modules = ["block_pool", "lookups", "memory", "names", "orders", "scheduler_side", "worker_side"]
+    modules = ["block_pool", "kv_pool", "lookups", "memory", "names", "orders", "scheduler_side", "sharing"]
+    modules += ["worker_side"]
     code = "import json, sys\nimport memserve.integrations.vllm\n"
     code += "".join(f"import memserve.integrations.vllm.{name}\n" for name in modules)
     code += "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"

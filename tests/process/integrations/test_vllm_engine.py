@@ -70,12 +70,14 @@ def test_vllm_finds_it_by_path_and_by_name() -> None:
 
 def test_what_is_said_between_processes_can_be_sent() -> None:
     from memserve.integrations.vllm.connector import MemserveHandshake, MemserveMetadata
+    from memserve.integrations.vllm.kv_pool import KvNames
     from memserve.integrations.vllm.lookups import RankNames
     from memserve.integrations.vllm.memory import BlockLayout
     from memserve.integrations.vllm.orders import Load, Orders, Save
 
     orders = Orders((Load("r", (b"h",), (1,)),), (Save((b"i",), (2,)),))
-    for said in (MemserveMetadata(orders), MemserveHandshake(RankNames(b"prefix", BlockLayout((8,), b"digest")))):
+    names = RankNames(b"prefix", BlockLayout((8,), b"digest")), KvNames(b"", BlockLayout((8,), b"digest"))
+    for said in (MemserveMetadata((orders, orders)), MemserveHandshake(names)):
         assert pickle.loads(pickle.dumps(said)) == said
 
 

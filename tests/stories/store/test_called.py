@@ -51,6 +51,27 @@ def be_silent(world: StoreWorld, client: Client) -> None:
         world.run()
 
 
+def test_the_first_instance_of_another_model_than_it_has_kept(world) -> None:
+    """It joins long after the store was called: a model takes its time to load."""
+    world.open_store(blocks=8, namespace="of an earlier life", is_called=True)
+    world.store.hear(ROUTER_PEER, CALL)
+    world.store.join([world.store.info()])
+    p = world.add("p", hbm=8)
+    world.joins(p)
+    assert [(one.namespace, one.of) for one in world.store.serves] == [(p.info().namespace, "p")]
+
+
+def test_the_next_router_may_have_another_model(world) -> None:
+    world.open_store(blocks=8, is_called=True)
+    world.store.hear(ROUTER_PEER, CALL)
+    world.instance("p")
+    world.dies("p")
+    assert not world.store.serves
+    world.store.join([world.store.info()])
+    world.joins(world.add("q", hbm=8, namespace="another model"))
+    assert [(one.namespace, one.of) for one in world.store.serves] == [("another model", "q")]
+
+
 def test_it_serves_clients_alone_is_called_and_is_alone_again(world) -> None:
     """What instances have offered stays, and is there for those of the next router."""
     world.open_store(blocks=8, is_called=True)

@@ -24,7 +24,7 @@ from memserve.integrations.values import Value, address, copied, places
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 32
+AT_ONCE = 32
 """Values that are read from disks side by side, and compared, at a time."""
 
 Collected = list[tuple[bytes, Staged]]
@@ -71,8 +71,8 @@ class BlockPool(EnginePool):
         if not client.is_mapped:
             names = [value.name for value in values]
             return client.match_last_index(names, timeout_s=end_s - time.monotonic()) + 1
-        for first in range(0, len(values), _AT_ONCE):
-            some = values[first : first + _AT_ONCE]
+        for first in range(0, len(values), AT_ONCE):
+            some = values[first : first + AT_ONCE]
             for at, view in enumerate(self._found(client, some, end_s)):
                 if view is not None:
                     views.append(view)
@@ -101,9 +101,7 @@ class BlockPool(EnginePool):
             seals = _seals(address(data), [nbytes for _, nbytes in value.pieces], int(self.options.threads))
             if bytes(data[value.payload_bytes :]) == value.tail(seals):
                 return True
-        self.counts["damaged"] += 1
-        log.warning("1 value at %s disagrees with its checksums: forgotten", self.options.pool)
-        client.delete([value.name], timeout_s=max(0.0, end_s - time.monotonic()))
+        self._forget(client, [value.name], end_s)
         return False
 
     # -- copied now, stored later

@@ -16,15 +16,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from memserve.client.arguments import secret_in
 from memserve.errors import UserError
 from memserve.integrations.pool import PoolOptions
 from memserve.integrations.vllm.block_pool import BlockPool
+from memserve.integrations.vllm.kv_pool import KvNames, KvPool
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
 from memserve.integrations.vllm.names import prefix_of
 from memserve.integrations.vllm.orders import Orders
 from memserve.integrations.vllm.scheduler_side import SchedulerSide
+from memserve.integrations.vllm.sharing import Identities, Sharing, check_layout, is_plain, model_of
 from memserve.integrations.vllm.worker_side import WorkerSide
+from memserve.mempool.identity import identity_key
+from memserve.store_messages import KvModel
 from memserve.units import NS_PER_S
 
 log = logging.getLogger("vllm.memserve")
@@ -36,14 +41,27 @@ _KEPT_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 class MemserveMetadata(KVConnectorMetadata):
     """Of one step."""
 
-    orders: Orders
+    orders: tuple[Orders, ...]
+    """Of each part."""
 
 
 @dataclass
 class MemserveHandshake(KVConnectorHandshakeMetadata):
     """What a worker tells the scheduler when its memory is known."""
 
-    names: RankNames
+    names: tuple[RankNames, ...]
+    """Of each part."""
+
+
+@dataclass
+class _Part:
+    """Blocks under one kind of names: vLLM's own, or those of memserve's instances. One of its sides is here."""
+
+    pool: BlockPool
+    lookups: Lookups | None = None
+    scheduler: SchedulerSide | None = None
+    identities: Identities | None = None
+    worker: WorkerSide | None = None
 
 
 class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
@@ -57,29 +75,41 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer.kv_load_failure_policy != "recompute":
             hint = '"kv_load_failure_policy": "recompute" in --kv-transfer-config'
             raise UserError("a block that the store has lost would end its request", hint=hint)
-        self._options = PoolOptions.of(transfer.kv_connector_extra_config)
-        self._why_not = _why_not(vllm_config, kv_cache_config)
-        self._pool: BlockPool | None = None
-        self._lookups: Lookups | None = None
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        if self._why_not:
-            log.warning("memserve keeps no KV here: %s", self._why_not)
+        self._sharing = Sharing.of(transfer.kv_connector_extra_config)
+        self._options = PoolOptions.of(self._sharing.others)
+        self._model: KvModel | None = None
+        self._parts: list[_Part] = []
+        why_not = _why_not(vllm_config, kv_cache_config)
+        if why_not and self._sharing.is_on:
+            raise UserError(f"no KV to share with memserve: {why_not}", hint='leave "share_with_memserve" out')
+        if why_not:
+            log.warning("memserve keeps no KV here: %s", why_not)
             return
-        self._pool = BlockPool(self._options)
+        self._parts.append(_Part(BlockPool(self._options)))
+        if self._sharing.is_on:
+            self._model = model_of(vllm_config, kv_cache_config)
+            self._parts.append(_Part(KvPool(self._options, self._model)))
         if role == KVConnectorRole.SCHEDULER:
-            group = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-            self._lookups = Lookups(self._pool)
-            wait_ns = int(self._options.timeout_s * NS_PER_S)
-            every = group.block_size // _hash_tokens(vllm_config, kv_cache_config)
-            self._scheduler = SchedulerSide(
-                self._lookups,
-                group.block_size,
-                every,
-                wait_ns,
-                loads=transfer.is_kv_consumer,
-                saves=transfer.is_kv_producer,
-            )
+            for part in self._parts:
+                self._think(part, self._model if isinstance(part.pool, KvPool) else None)
+
+    def _think(self, part: _Part, model: KvModel | None) -> None:
+        """Give ``part`` its scheduler's side. ``model``: its blocks are those of instances with this model."""
+        config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
+        tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        if model is not None:
+            key = identity_key(secret_in(self._options.secret_file))
+            part.identities = Identities(self._sharing.tenant, model, key)
+        part.lookups = Lookups(part.pool)
+        part.scheduler = SchedulerSide(
+            part.lookups,
+            tokens,
+            tokens // _hash_tokens(config, self._kv_cache_config),
+            int(self._options.timeout_s * NS_PER_S),
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer,
+            hashes=part.identities.of if part.identities is not None else None,
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -89,27 +119,39 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """vLLM's memory is known."""
-        if self._pool is None:
+        """vLLM's memory is known. Raises :class:`UserError` where it is to be shared and cannot be."""
+        if not self._parts:
             return
+        blocks = self._kv_cache_config.num_blocks
         try:
-            memory = HostMemory(kv_caches, self._kv_cache_config.num_blocks)
+            memory = HostMemory(kv_caches, blocks)
         except UserError as error:
+            if self._model is not None:
+                raise
             log.warning("memserve keeps no KV here: %s", error)
             return
         backends = _backends(self._vllm_config, kv_caches)
         given = self._options.namespace
         prefix = prefix_of(self._vllm_config, given, backends, vllm.__version__, memory.layout)
-        self._worker = WorkerSide(self._pool, memory, prefix)
+        for part in self._parts:
+            names = RankNames(prefix, memory.layout)
+            if isinstance(part.pool, KvPool) and self._model is not None:
+                check_layout(kv_caches, blocks, self._model.geometry, _packing(self._model, backends))
+                names = KvNames(b"", memory.layout)
+            part.worker = WorkerSide(part.pool, memory, names)
 
     def get_handshake_metadata(self) -> MemserveHandshake | None:
         """For the scheduler; None: this worker keeps nothing."""
-        return MemserveHandshake(self._worker.names) if self._worker is not None else None
+        names = tuple(worker.names for worker in self._workers())
+        return MemserveHandshake(names) if names else None
+
+    def _workers(self) -> list[WorkerSide]:
+        return [part.worker for part in self._parts if part.worker is not None]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads run beside the forward, into blocks that no request of the forward uses."""
-        if self._worker is not None:
-            self._worker.start_loads(self._orders())
+        for worker, orders in zip(self._workers(), self._orders(), strict=False):
+            worker.start_loads(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """No request runs before all of its layers are loaded."""
@@ -119,20 +161,21 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Copy the step's full blocks."""
-        if self._worker is not None:
-            self._worker.save(self._orders())
+        for worker, orders in zip(self._workers(), self._orders(), strict=False):
+            worker.save(orders)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose loads are over."""
-        return None, (self._worker.take_received() or None) if self._worker is not None else None
+        received: set[str] = set().union(*(worker.take_received() for worker in self._workers()))
+        return None, received or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were not loaded: vLLM computes them."""
-        return self._worker.take_failed() if self._worker is not None else set()
+        return set().union(*(worker.take_failed() for worker in self._workers()))
 
-    def _orders(self) -> Orders:
+    def _orders(self) -> tuple[Orders, ...]:
         metadata = self._get_connector_metadata()
-        return metadata.orders if isinstance(metadata, MemserveMetadata) else Orders()
+        return metadata.orders if isinstance(metadata, MemserveMetadata) else ()
 
     # -- scheduler
 
@@ -146,40 +189,58 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _set_ranks(self, told: list[Any]) -> None:
         ranks = [one.names for one in told if isinstance(one, MemserveHandshake)]
-        if self._lookups is not None and len(ranks) == self._vllm_config.parallel_config.world_size:
-            self._lookups.set_ranks(ranks)
+        if len(ranks) != self._vllm_config.parallel_config.world_size:
+            return
+        for at, part in enumerate(self._parts):
+            if part.lookups is not None:
+                part.lookups.set_ranks([names[at] for names in ranks])
+
+    def _thinking(self, request: Any) -> SchedulerSide | None:
+        """What cares for the request: it is the same one as long as the request lives."""
+        if not self._parts:
+            return None
+        return self._parts[-1 if is_plain(request) else 0].scheduler
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that are held for the request, beyond those that vLLM has."""
-        if self._scheduler is None:
+        scheduler = self._thinking(request)
+        if scheduler is None:
             return 0, False
-        return self._scheduler.matched(request, num_computed_tokens, time.monotonic_ns())
+        return scheduler.matched(request, num_computed_tokens, time.monotonic_ns())
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request has blocks."""
-        if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        scheduler = self._thinking(request)
+        if scheduler is not None:
+            scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def _schedulers(self) -> list[SchedulerSide]:
+        return [part.scheduler for part in self._parts if part.scheduler is not None]
 
     def build_connector_meta(self, scheduler_output: Any) -> MemserveMetadata:
         """The step's loads and saves."""
-        if self._scheduler is None:
-            return MemserveMetadata(Orders())
-        return MemserveMetadata(self._scheduler.step(scheduler_output, time.monotonic_ns()))
+        now = time.monotonic_ns()
+        return MemserveMetadata(tuple(scheduler.step(scheduler_output, now) for scheduler in self._schedulers()))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Loads are over in all workers."""
-        if self._scheduler is not None:
-            failed = getattr(connector_output, "invalid_block_ids", None) or set()
-            self._scheduler.received(connector_output.finished_recving or (), failed)
+        failed = getattr(connector_output, "invalid_block_ids", None) or set()
+        for scheduler in self._schedulers():
+            scheduler.received(connector_output.finished_recving or (), failed)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """No copy uses the request's blocks: vLLM frees them. Of a prompt that was computed for another engine, what
         that one is to be told."""
-        if self._scheduler is None:
+        scheduler = self._thinking(request)
+        if scheduler is None:
             return False, None
         params = getattr(request, "kv_transfer_params", None) or {}
-        kept_tokens = self._scheduler.kept_tokens(request) if params.get("do_remote_decode") else 0
-        self._scheduler.finished(request.request_id)
+        kept_tokens = scheduler.kept_tokens(request) if params.get("do_remote_decode") else 0
+        for part in self._parts:
+            if part.scheduler is not None:
+                part.scheduler.finished(request.request_id)
+            if part.identities is not None:
+                part.identities.forget(request.request_id)
         if not kept_tokens:
             return False, None
         return False, {"do_remote_prefill": True, "do_remote_decode": False, "remote_num_tokens": kept_tokens}
@@ -191,20 +252,19 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool | None:
-        """Forget what is kept, as after a change of weights. False: the store was away."""
-        if self._scheduler is None or self._lookups is None:
-            return True
-        self._scheduler.forget_offers()
-        return self._lookups.forget_everything()
+        """Forget what is kept, as after a change of weights; of KV that is shared with instances, all. False: the store
+        was away."""
+        forgotten = True
+        for part in self._parts:
+            if part.scheduler is not None and part.lookups is not None:
+                part.scheduler.forget_offers()
+                forgotten = part.lookups.forget_everything() and forgotten
+        return forgotten
 
     def shutdown(self) -> None:
         """Finish what is under way, by its deadlines."""
-        if self._worker is not None:
-            self._worker.close()
-        elif self._lookups is not None:
-            self._lookups.close()
-        elif self._pool is not None:
-            self._pool.close()
+        for part in self._parts:
+            (part.worker or part.lookups or part.pool).close()
 
 
 def _why_not(config: Any, caches: Any) -> str:
@@ -235,3 +295,14 @@ def _backends(config: Any, layers: dict[str, Any]) -> tuple[str, ...]:
     context = config.compilation_config.static_forward_context
     found = {getattr(context.get(name), "attn_backend", None) for name in layers}
     return tuple(sorted(backend.get_name() for backend in found if backend is not None))
+
+
+def _packing(model: KvModel, backends: tuple[str, ...]) -> str:
+    """vLLM's name for the way in which its CPU backend packs KV. Raises :class:`UserError` for another backend."""
+    if backends != ("CPU_ATTN",):
+        raise UserError(f"KV of {', '.join(backends)} is not laid out as memserve's", hint="CPU_ATTN is")
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    geometry = model.geometry
+    return str(_get_attn_isa(getattr(torch, geometry.dtype), geometry.block_tokens, geometry.head_dim_k))

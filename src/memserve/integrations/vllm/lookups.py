@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from memserve.client.views import View
 from memserve.integrations.jobs import Jobs
-from memserve.integrations.values import Value, name_in
+from memserve.integrations.values import Piece, Value, name_in
 from memserve.integrations.vllm.block_pool import BlockPool, drop
 from memserve.integrations.vllm.memory import BlockLayout
 
@@ -28,9 +28,10 @@ class RankNames:
         """Of a block. vLLM's hash has all tokens up to the block's end, salt, LoRA and images in it."""
         return name_in(self.prefix, block_hash)
 
-    def value(self, block_hash: bytes) -> Value:
-        """To compare with: its pieces have lengths, and no addresses."""
-        pieces = [(0, nbytes) for nbytes in self.layout.piece_bytes]
+    def value(self, block_hash: bytes, pieces: Sequence[Piece] | None = None) -> Value:
+        """In these pieces of memory. None: to compare with, its pieces have lengths and no addresses."""
+        if pieces is None:
+            pieces = [(0, nbytes) for nbytes in self.layout.piece_bytes]
         return Value(self.name(block_hash), pieces, self.layout.digest)
 
 

@@ -14,7 +14,7 @@ the few attributes are used that all versions have.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -89,12 +89,15 @@ class SchedulerSide:
         *,
         loads: bool = True,
         saves: bool = True,
+        hashes: Callable[[Any, int], list[bytes]] | None = None,
     ) -> None:
-        """``wait_ns``: how long a request may wait for a look-up before it computes. ``loads``, ``saves``: this engine
-        does so at all."""
+        """``hashes``: names the first blocks of a request, as many of the wanted ones as are known; None: vLLM's block
+        hashes do. ``wait_ns``: how long a request may wait for a look-up before it computes. ``loads``, ``saves``: this
+        engine does so at all."""
         self._is_loading = loads
         self._is_saving = saves
         self._lookups = lookups
+        self._hashes = hashes or self._own_hashes
         self._block_tokens = block_tokens
         self._hashes_per_block = hashes_per_block
         self._wait_ns = wait_ns
@@ -272,7 +275,7 @@ class SchedulerSide:
 
     # -- vLLM's tables
 
-    def _hashes(self, request: Any, blocks: int) -> list[bytes]:
+    def _own_hashes(self, request: Any, blocks: int) -> list[bytes]:
         """Of the first ``blocks`` blocks, as many as are known: the hash at a block's end has all of it in it."""
         every = self._hashes_per_block
         return [bytes(one) for one in request.block_hashes[every - 1 : blocks * every : every]]

@@ -28,10 +28,10 @@ _SAVES_MAX = 256
 class WorkerSide:
     """One object per worker, used by one thread, and by its own."""
 
-    def __init__(self, pool: BlockPool, memory: HostMemory, prefix: bytes) -> None:
+    def __init__(self, pool: BlockPool, memory: HostMemory, names: RankNames) -> None:
         self._pool = pool
         self._memory = memory
-        self.names = RankNames(prefix, memory.layout)
+        self.names = names
         self._loaders = Jobs(_LOADERS, _LOADS_MAX)
         self._savers = Jobs(1, _SAVES_MAX)
         self._changed = threading.Lock()
@@ -85,9 +85,8 @@ class WorkerSide:
                 memory.release()
 
     def _values(self, blocks: Load | Save) -> list[Value]:
-        pieces, name, digest = self._memory.pieces, self.names.name, self._memory.layout.digest
         pairs = zip(blocks.hashes, blocks.block_ids, strict=True)
-        return [Value(name(block_hash), pieces(block_id), digest) for block_hash, block_id in pairs]
+        return [self.names.value(block_hash, self._memory.pieces(block_id)) for block_hash, block_id in pairs]
 
     def close(self) -> None:
         """Finish what is under way, by its deadlines, and leave the store."""

@@ -100,6 +100,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield  # closing the file unlocks it
 
 
+def fingerprint(folder: Path) -> str:
+    """32 hex digits: a hash of every byte of a model folder's config and weights."""
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(os.fsencode(file.name) + whole_digest(file))
+    return digest.hexdigest()
+
+
 def whole_digest(path: Path) -> bytes:
     """SHA-256 of all bytes of a file. It is kept in the cache folder (model folders may be read-only), and used again
     while the file's inode, length and times stay the same.

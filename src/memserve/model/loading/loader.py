@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memserve.config import DEFAULT_MAX_TOKENS
 from memserve.errors import UserError
-from memserve.model.loading.cache import whole_digest
+from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import errors_named, load_module
 from memserve.model.loading.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
 from memserve.runtime.memory import ModelSizes
@@ -126,14 +123,6 @@ def load_model(
         dtype=getattr(torch, dtype_name),
         generation_defaults=_generation_defaults(folder),
     )
-
-
-def fingerprint(folder: Path) -> str:
-    """32 hex digits: a hash of every byte of a model folder's config and weights."""
-    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(os.fsencode(file.name) + whole_digest(file))
-    return digest.hexdigest()
 
 
 def _choose_device(device: str) -> torch.device:

@@ -1,0 +1,73 @@
+"""Which requests of vLLM's share KV with memserve's instances, and how their blocks are called."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memserve import UserError
+from memserve.integrations.vllm.kv_pool import KvNames
+from memserve.integrations.vllm.memory import BlockLayout
+from memserve.integrations.vllm.sharing import Identities, Sharing, is_plain
+from memserve.mempool.identity import block_identities, namespace_id
+from memserve.store_messages import KvModel
+from memserve.types import KVGeometry
+
+KEY, BLOCK = b"k" * 16, 4
+MODEL = KvModel("weights", KVGeometry(2, 1, 8, 8, "float32", BLOCK))
+
+
+def request_of(tokens: int, **more: Any) -> Any:
+    ids = list(range(100, 100 + tokens))
+    return SimpleNamespace(request_id="r", num_tokens=tokens, all_token_ids=ids, **more)
+
+
+def test_blocks_are_called_as_instances_call_them() -> None:
+    """Whether they are named at once, or one after the other while an answer grows."""
+    request, identities = request_of(6), Identities("team", MODEL, KEY)
+    tokens = np.arange(100, 118, dtype=np.int32)
+    wanted = block_identities(namespace_id("team", "weights", KEY), tokens, BLOCK, KEY)
+    assert identities.of(request, 9) == wanted[:1]
+    request.all_token_ids, request.num_tokens = tokens.tolist(), len(tokens)
+    assert [identities.of(request, blocks) for blocks in (2, 1, 9)] == [wanted[:2], wanted[:1], wanted]
+    assert len(identities) == 1
+    identities.forget("r")
+    assert not len(identities)
+
+
+def test_tenants_and_models_have_other_names() -> None:
+    request = request_of(BLOCK)
+    others = [Identities("", MODEL, KEY), Identities("team", MODEL, KEY), Identities("", MODEL, b"l" * 16)]
+    others.append(Identities("", KvModel("other weights", MODEL.geometry), KEY))
+    assert len({one.of(request, 1)[0] for one in others}) == len(others)
+
+
+@pytest.mark.parametrize(
+    ("more", "plain"),
+    [
+        ({}, True), ({"mm_features": [], "lora_request": None, "cache_salt": None, "prompt_embeds": None}, True),
+        ({"cache_salt": ""}, True), ({"mm_features": [1]}, False), ({"lora_request": object()}, False),
+        ({"cache_salt": "s"}, False), ({"prompt_embeds": [0.5]}, False),
+    ],
+)  # fmt: skip
+def test_what_does_not_follow_from_tokens_alone_is_not_shared(more: dict[str, Any], plain: bool) -> None:
+    assert is_plain(request_of(4, **more)) is plain
+
+
+def test_a_shared_block_has_no_tail() -> None:
+    names = KvNames(b"", BlockLayout((8, 8), b"digest"))
+    value = names.value(b"i" * 16)
+    assert (value.name, value.stored_bytes, value.payload_bytes) == (b"i" * 16, 16, 16)
+    assert value.tail(np.zeros(2, np.uint64)) == b""
+
+
+def test_options_are_read_apart() -> None:
+    found = Sharing.of({"share_with_memserve": True, "memserve_tenant": "team", "pool": "x:1"})
+    assert (found.is_on, found.tenant, found.others) == (True, "team", {"pool": "x:1"})
+    assert not Sharing.of({}).is_on
+    for wrong in ({"share_with_memserve": "yes"}, {"memserve_tenant": 3}):
+        with pytest.raises(UserError, match="on or off"):
+            Sharing.of(wrong)
