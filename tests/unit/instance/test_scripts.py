@@ -6,7 +6,7 @@ draws the next token. Two plans may be under way; blocks have 4 tokens.
 
 from __future__ import annotations
 
-from fleet_world import BLOCK, GEOMETRY, ROUTER_PEER, fleet_config
+from fleet_world import BLOCK, GEOMETRY, LAYERS, ROUTER_PEER, fleet_config
 from golden import Script
 from instance_world import request
 from memserve.instance.events import StepFailed, StepFinished
@@ -27,7 +27,6 @@ from memserve.messages import (
     Release,
 )
 from memserve.serving import MessageArrived, RequestArrived, RequestCancelled
-from memserve.sim.fuzz.truth_device import LAYERS
 from memserve.types import Request, Role
 
 P, D = Peer("p", 1), Peer("d", 1)
@@ -140,8 +139,8 @@ def test_a_prefill_instance_hands_over() -> None:
     planned = "RunStep(1: open 0, slot 0 [0, 8))", "RunStep(2: slot 0 [8, 10) draws)"
     said = "Send(router, KvEvents)", "Send(d, Offer p/1/1, r, blocks 0 1 2)"
     offer = offer_in(it.hears(1, ROUTER_PEER, Dispatch(a_request(), decode_at=D), *planned, *said))
-    it.steps(2, 1, "SealPages(blocks 0 1, layers 0 to 2)")
-    it.steps(3, 2, "EmitTokens(r 0:[7])", "SealPages(blocks 2, layers 0 to 2)", drawn=(7,))
+    it.steps(2, 1, "SealPages(blocks 0 1, layers 0 to 5)")
+    it.steps(3, 2, "EmitTokens(r 0:[7])", "SealPages(blocks 2, layers 0 to 5)", drawn=(7,))
     it.at(4, PagesSealed(1, (11, 22)), "Send(d, Ready p/1/1, 2 blocks from block 0)")
     it.at(5, PagesSealed(2, (33,)), "Send(d, Ready p/1/1, 1 blocks from block 2)", "Send(d, Handoff p/1/1, [7])")
     assert not it.machine.is_idle
