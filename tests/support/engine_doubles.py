@@ -13,8 +13,9 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Any, NamedTuple
 
@@ -179,10 +180,131 @@ class HiCacheStorage:
         self.registered_pools[host_pool_name] = host_pool
 
 
+class UnifiedCacheLinker:
+    pass
+
+
+class LayerWiseLoadCounter:
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.producer_index = self.consumer_index = -1
+        self.futures: dict[int, list[Future[None]]] = {}
+
+    def update_producer(self) -> int:
+        self.producer_index += 1
+        self.futures[self.producer_index] = [Future() for _ in range(self.num_layers)]
+        return self.producer_index
+
+    def set_consumer(self, index: int) -> None:
+        self.consumer_index = index
+
+    def complete(self, index: int, layer: int) -> None:
+        self.futures[index][layer].set_result(None)
+
+    def fail(self, index: int, error: BaseException) -> None:
+        for future in self.futures.get(index, ()):
+            if not future.done():
+                future.set_exception(error)
+
+    def wait_until(self, threshold: int) -> None:
+        if self.consumer_index in self.futures:
+            self.futures[self.consumer_index][threshold].exception()
+
+    def finish(self, index: int) -> bool:
+        return all(future.exception() is None for future in self.futures.pop(index, ()))
+
+    def reset(self) -> None:
+        self.producer_index = self.consumer_index = -1
+        self.futures.clear()
+
+
+class DevicePoolEntry:
+    """Of pages that are contiguous in each buffer."""
+
+    packed = True
+
+    def __init__(
+        self, *, name: Any, indices_from_pool: Any, device_pool: Any, components: Any, layer_mapping: Any,
+        page_size: int, rows_are_pages: bool,
+    ) -> None:  # fmt: skip
+        self.name, self.indices_from_pool, self.components = name, indices_from_pool, components
+        self.layer_mapping, self.page_size = layer_mapping, page_size
+        self._row_span = 1 if rows_are_pages else page_size
+        self.buffer_meta = [
+            [
+                (one.data_ptr(), one.stride(0) * one.element_size(), one.nbytes // one.shape[0] * self._row_span)
+                for one in component
+            ]
+            for component in components
+        ]
+
+    def get_hybrid_pool_buffer(self) -> list[Any]:
+        return [one for component in self.components for one in component]
+
+    def prepare_locations(self, indices: Any) -> list[int]:
+        return [at // self.page_size if self._row_span == 1 else at for at in indices.tolist()[:: self.page_size]]
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        found = [
+            (base + row * stride, nbytes)
+            for row in self.prepare_locations(indices)
+            for component in self.buffer_meta
+            for base, stride, nbytes in component
+        ]
+        return [at for at, _ in found], [nbytes for _, nbytes in found]
+
+    def get_prepared_layer_range_meta(self, locations: list[int], layer: int) -> Any:
+        mapped = self.layer_mapping.get(layer)
+        if mapped is None:
+            return None
+        items, first = [], 0
+        for component in self.buffer_meta:
+            starts = [first + sum(nbytes for _, _, nbytes in component[:at]) for at in range(len(component))]
+            items += [(*component[at], starts[at]) for at in ([mapped] if isinstance(mapped, int) else mapped)]
+            first += sum(nbytes for _, _, nbytes in component)
+        return (
+            [[base + row * stride for base, stride, _, _ in items] for row in locations],
+            [[nbytes for _, _, nbytes, _ in items] for _ in locations],
+            [[start for _, _, _, start in items] for _ in locations],
+        )
+
+
+class DevicePoolGroup:
+    def __init__(self, entries: Any, num_layers: int, page_size: int, *, rank_replicated: bool = False) -> None:
+        self.entry_map = {entry.name: entry for entry in entries}
+        self.num_layers, self.page_size, self.rank_replicated = num_layers, page_size, rank_replicated
+
+    def resolve_transfers(
+        self, transfers: Any, *, allow_partial: bool = False, allow_missing_kv: bool = False
+    ) -> list[PoolTransfer]:
+        by_name = {one.name: one for one in transfers}
+        sources = {name: entry.indices_from_pool for name, entry in self.entry_map.items()}
+        has_kv = PoolName.KV in by_name and by_name[PoolName.KV].keys
+        if not any(one.keys for one in transfers) or not (allow_missing_kv or has_kv):
+            return []
+        if not allow_partial and not set(sources.values()) <= set(by_name):
+            return []
+        found = []
+        for name, source in sources.items():
+            one = by_name.get(source)
+            if one is not None and one.keys:
+                policy = PoolHitPolicy.ALL_PAGES if source == PoolName.KV else one.hit_policy
+                found.append(replace(one, name=name, host_indices=one.device_indices, hit_policy=policy))
+        return found
+
+
+def resolve_hybrid_device_pool_group(**given: Any) -> DevicePoolGroup:
+    raise AssertionError("a test has its own pools")
+
+
 _SGLANG = {
     "sglang.srt.mem_cache.hicache_storage": [
         HiCacheStorage, HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult,
     ],
+    "sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler": [
+        DevicePoolEntry, DevicePoolGroup, resolve_hybrid_device_pool_group,
+    ],
+    "sglang.srt.mem_cache.unified_cache.unified_cache_linker": [LayerWiseLoadCounter, UnifiedCacheLinker],
 }  # fmt: skip
 
 # -- vLLM

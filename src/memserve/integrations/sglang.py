@@ -121,7 +121,7 @@ class MemserveHiCache(HiCacheStorage):
         hits = {PoolName.KV: pages} if pages else {}
         restorable = set(range(1, pages + 1))
         for transfer in transfers:
-            ends = _ends(transfer, found.get(_text(transfer.name), [False] * pages))
+            ends = restorable_ends(transfer, found.get(_text(transfer.name), [False] * pages))
             if restorable and ends:
                 hits[transfer.name] = max(ends)
             restorable &= ends
@@ -207,7 +207,7 @@ def _is_usable(target: Any) -> bool:
     return target is not None and target.device.type == "cpu" and target.is_contiguous()
 
 
-def _ends(transfer: Any, has: Sequence[bool]) -> set[int]:
+def restorable_ends(transfer: Any, has: Sequence[bool]) -> set[int]:
     """The lengths of prefixes, in pages, for which a pool has what it must."""
     count = len(has)
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:

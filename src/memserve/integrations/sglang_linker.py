@@ -1,0 +1,275 @@
+"""SGLang's direct linker with a store of memserve: KV goes from the store into SGLang's own pools, layer by layer.
+
+    --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
+    --unified-cache-external-linker-config '{"linker": "MemserveLinker",
+        "linker_module_path": "memserve.integrations.sglang_linker",
+        "linker_extra_config": {"pool": "127.0.0.1:7100", "secret_file": "secret"}}'
+
+SGLang computes on whatever its pools hold when a layer fails, and aborts the request afterwards. So what a look-up
+promises has been compared with its checksums by then and is held in the store's memory until it has been copied: the
+store may end in between. The store has to be on the same host.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+
+from memserve.client.views import View
+from memserve.errors import UserError
+from memserve.integrations.jobs import Jobs
+from memserve.integrations.pool import PoolOptions
+from memserve.integrations.sglang import restorable_ends
+from memserve.integrations.sglang_pages import is_host, load_layer, pages_of, piece_bytes
+from memserve.integrations.values import Piece, Value, name_in, namespace
+from memserve.integrations.vllm.block_pool import BlockPool, drop
+
+log = logging.getLogger(__name__)
+
+_HELD_MAX = 64
+_HELD_S = 30.0
+"""A request whose look-up is older, or one of more than so many, may lose what is held for it."""
+_WAITING_MAX = 1024
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """What a look-up has found, by pool and key."""
+
+    keys: list[str]
+    until_s: float
+    ends: list[int] = field(default_factory=list)
+    views: dict[tuple[str, str], View] = field(default_factory=dict)
+
+    def drop(self) -> None:
+        drop(list(self.views.values()))
+        self.views.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """Of one request: for each pool the rows that are written to, and what is written there."""
+
+    parts: list[tuple[Any, list[int], list[View]]]
+    held: _Held
+    is_lost: bool = False
+
+
+class MemserveLinker(UnifiedCacheLinker):
+    """Loaded by SGLang, in each rank. No call but :meth:`reset` and :meth:`close` waits longer than ``timeout_s``."""
+
+    def __init__(
+        self, server_args: Any, params: Any, *, components: Any, extra_config: Any = None, forward_stream: Any = None
+    ) -> None:
+        """Raises :class:`memserve.errors.UserError` for a configuration that cannot be."""
+        self.forward_stream = forward_stream
+        self._options = PoolOptions.of(extra_config or {})
+        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        self._group = resolve_hybrid_device_pool_group(
+            kvcache=kvcache, page_size=params.page_size, params=params, components=components
+        )
+        self.pools = self._group.entry_map
+        if not all(entry.packed for entry in self.pools.values()):
+            raise UserError("memserve stores no parts of a page apart", hint="use HiCache's backend for this model")
+        self._is_host = all(is_host(entry) for entry in self.pools.values())
+        rank, self._ranks = _ranks(params)
+        self._is_writer = rank == 0 or not self._group.rank_replicated
+        self._prefixes = {
+            name: self._prefix(entry, server_args, params, kvcache, rank) for name, entry in self.pools.items()
+        }
+        self.layer_done_counter = LayerWiseLoadCounter(self._group.num_layers)
+        self._pool = BlockPool(self._options)
+        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._queued: dict[str, _Load] = {}
+        self._loads, self._offloads = Jobs(1, _WAITING_MAX), Jobs(1, _WAITING_MAX)
+        self._offloaded: deque[bool] = deque()
+
+    def _prefix(self, entry: Any, server_args: Any, params: Any, kvcache: Any, rank: int) -> bytes:
+        ranks: dict[str, object] = {
+            "pp": (params.pp_rank, params.pp_size), "cp": (params.attn_cp_rank, params.attn_cp_size),
+        }  # fmt: skip
+        if not self._group.rank_replicated:
+            ranks["tp"] = (rank, self._ranks)
+        buffers = [(str(one.dtype), tuple(one.shape[1:])) for one in entry.get_hybrid_pool_buffer()]
+        return namespace(
+            "sglang-linker", given=self._options.namespace, model=server_args.model_path, of=str(entry.name.value),
+            revision=getattr(server_args, "revision", None), kvcache=type(kvcache).__name__, buffers=buffers,
+            layers=sorted(entry.layer_mapping.items()), page_tokens=entry.page_size, **ranks,
+        )  # fmt: skip
+
+    # -- look-up
+
+    def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
+        """Lengths in pages that can be loaded. What they need is compared, and held for :meth:`load`."""
+        asked = self._group.resolve_transfers(transfers)
+        keys = next((list(one.keys) for one in transfers if one.name == PoolName.KV), [])
+        if not asked or not keys:
+            return []
+        now_s, held = time.monotonic(), self._held.pop(rid, None)
+        if held is not None and (held.keys != keys or held.until_s <= now_s):
+            held.drop()
+            held = None
+        if held is None:
+            held = self._compared(asked, keys, now_s + _HELD_S)
+        self._held[rid] = held
+        while len(self._held) > _HELD_MAX or next(iter(self._held.values())).until_s <= now_s:
+            self._held.popitem(last=False)[1].drop()
+        return held.ends
+
+    def _compared(self, asked: Sequence[Any], keys: list[str], until_s: float) -> _Held:
+        held = _Held(keys, until_s)
+        ends = set(range(1, len(keys) + 1))
+        for transfer in asked:
+            if not ends:
+                break
+            name, some = transfer.name, keys[: max(ends)]
+            values = [self._value(name, key) for key in some]
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                found = dict(zip(some, self._pool.hold(values)[1], strict=False))
+            else:
+                there = self._pool.exists([value.name for value in values])
+                known = [at for at, is_there in enumerate(there) if is_there]
+                found = {some[at]: view for at in known for view in self._pool.hold([values[at]])[1]}
+            held.views.update({(name, key): view for key, view in found.items()})
+            ends &= restorable_ends(transfer, [key in found for key in some])
+        held.ends = sorted(ends)
+        return held
+
+    def _value(self, name: Any, key: str, pieces: Sequence[Piece] | None = None) -> Value:
+        """Without ``pieces``: to compare with."""
+        pieces = pieces or [(0, nbytes) for nbytes in piece_bytes(self.pools[name])]
+        return Value(name_in(self._prefixes[name], key.encode()), pieces)
+
+    # -- loads
+
+    def load(self, rid: str, transfers: list[Any]) -> bool:
+        """Queue a load of what was looked up. False: it is not held any more, and nothing is loaded.
+
+        Among several ranks all take the same way: there such a load is queued, and fails.
+        """
+        asked = self._group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
+        if not asked:
+            return False
+        if rid in self._queued:
+            raise RuntimeError(f"a load of {rid} is queued already")
+        held = self._held.pop(rid, None) or _Held([], 0.0)
+        wanted = [[held.views.get((one.name, key)) for key in one.keys] for one in asked]
+        is_lost = any(view is None for views in wanted for view in views)
+        if is_lost and self._ranks == 1:
+            held.drop()
+            return False
+        parts = []
+        for transfer, views in zip(asked, wanted, strict=True):
+            entry = self.pools[transfer.name]
+            rows = entry.prepare_locations(transfer.host_indices)
+            parts.append((entry, rows, [view for view in views if view is not None]))
+        self._queued[rid] = _Load(parts, held, is_lost)
+        return True
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        load = self._queued.pop(rid, None)
+        if load is not None:
+            load.held.drop()
+        return load is not None
+
+    def start_layer_wise_loading(self) -> int:
+        """The number of the batch; -1: nothing is queued."""
+        if not self._queued:
+            return -1
+        loads, self._queued = list(self._queued.values()), {}
+        index = int(self.layer_done_counter.update_producer())
+        ready = [] if self._is_host else self.record_offload_ready()[:1]
+        if not self._loads.start(partial(self._load_layers, index, loads, ready)):
+            self.layer_done_counter.fail(index, RuntimeError("too many loads wait"))
+        return index
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return bool(self.layer_done_counter.finish(counter_index))
+
+    def _load_layers(self, index: int, loads: Sequence[_Load], ready: Sequence[Any]) -> None:
+        try:
+            for event in ready:
+                event.synchronize()
+            if any(load.is_lost for load in loads):
+                raise RuntimeError("what was looked up was held no longer")
+            for layer in range(self._group.num_layers):
+                for load in loads:
+                    for entry, rows, views in load.parts:
+                        load_layer(entry, rows, views, layer, int(self._options.threads))
+                self.layer_done_counter.complete(index, layer)
+        except BaseException as error:
+            log.exception("a load from %s failed", self._options.pool)
+            self.layer_done_counter.fail(index, error)
+        finally:
+            for load in loads:
+                load.held.drop()
+
+    # -- offloads
+
+    def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
+        """Queue pages for the store; SGLang keeps them as they are until :meth:`pop_completed_offload`."""
+        asked = self._group.resolve_transfers(transfers, allow_partial=True)
+        if not asked:
+            return False
+        if not self._is_writer:
+            self._offloaded.append(True)
+            return True
+        ready = [] if self._is_host else self.record_offload_ready()
+        return self._offloads.start(partial(self._offload, asked, ready))
+
+    def _offload(self, asked: Sequence[Any], ready: Sequence[Any]) -> None:
+        stored = False
+        try:
+            for event in ready:
+                event.synchronize()
+            copies, values = list[Any](), list[Value]()
+            for transfer in asked:
+                pages = pages_of(self.pools[transfer.name], transfer.host_indices, copies)
+                named = zip(transfer.keys, pages, strict=True)
+                values += [self._value(transfer.name, key, pieces) for key, pieces in named]
+            stored = all(self._pool.put(values))
+        finally:
+            self._offloaded.append(stored)
+
+    def num_completed_offloads(self) -> int:
+        return len(self._offloaded)
+
+    def pop_completed_offload(self) -> bool:
+        return self._offloaded.popleft()
+
+    # -- ends
+
+    def reset(self) -> None:
+        """Wait for what is under way, which ends by its deadlines, and forget all of it."""
+        for rid in list(self._queued):
+            self.cancel_queued_load(rid)
+        while self._held:
+            self._held.popitem()[1].drop()
+        self._loads.drain()
+        self._offloads.drain()
+        self._offloaded.clear()
+        self.layer_done_counter.reset()
+
+    def close(self) -> None:
+        self.reset()
+        self._loads.close()
+        self._offloads.close()
+        self._pool.close()
+
+
+def _ranks(params: Any) -> tuple[int, int]:
+    """This rank of tensor parallelism, and how many there are."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0, 1
+    group = params.attn_tp_cache_group or params.tp_cache_group
+    return torch.distributed.get_rank(group=group), torch.distributed.get_world_size(group=group)
