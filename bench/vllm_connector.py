@@ -1,14 +1,17 @@
 """vLLM with memserve's connector beside vLLM without it: right answers, the first token after a restart, and the cost.
 
-    python bench/vllm_connector.py --vllm PYTHON [--only answers,restart,cost,calls] [--prompts 120] [--rounds 5]
+    python bench/vllm_connector.py --vllm PYTHON [--only answers,failures,...] [--prompts 120] [--rounds 5]
 
-PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is this checkout's. Three parts:
+PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is this checkout's. Five parts:
 
 * *answers*: two vLLM servers on one store, greedy in float32, compared token by token with one server without a
   connector. KV memory is so small that requests are preempted; between passes vLLM's own cache is emptied, so that
   prompts come from the store. Before one pass bytes of the store's memory are flipped; during one the store is killed
   (SIGKILL) and started again. An answer that differs where the reference's two best tokens are less than ``TIE`` apart
   counts as a tie.
+* *failures*: two servers whose loads fail at random (``bench/faulty_connector.py``): single blocks of a load, and whole
+  loads, with rubbish in vLLM's blocks; compared as above. KV that failed has to be computed again by every request that
+  wanted it, also by those that share its blocks.
 * *restart*: the time to the first token of a long prompt: never seen, again at once (vLLM's own cache), and after vLLM
   was killed (SIGKILL) and started again (the store).
 * *cost*: prompts that are found nowhere, one server without a connector, one with, one whose store does not exist, in
@@ -89,6 +92,8 @@ class Vllm:
     name: str = "x"
     """Under which clients ask for the model."""
     dtype: str = "float32"
+    connector: tuple[str, str] = ("MemserveConnector", "memserve.integrations.vllm")
+    """Class and module."""
     log: Path = field(default_factory=lambda: Path(os.devnull))
 
     def start(self) -> Vllm:
@@ -104,7 +109,8 @@ class Vllm:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         environment = dict(
             os.environ, HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_SERVER_DEV_MODE="1",
-            VLLM_CPU_OMP_THREADS_BIND=self.cpus, PYTHONPATH=str(ROOT / "src"), VLLM_NO_USAGE_STATS="1",
+            VLLM_CPU_OMP_THREADS_BIND=self.cpus, PYTHONPATH=f"{ROOT / 'src'}{os.pathsep}{ROOT / 'bench'}",
+            VLLM_NO_USAGE_STATS="1",
         )  # fmt: skip
         self.process = subprocess.Popen(
             command, env=environment, stdout=self.log.open("ab"), stderr=subprocess.STDOUT, start_new_session=True
@@ -121,7 +127,7 @@ class Vllm:
         """As the guide has it."""
         where = {"pool": self.store, "secret_file": self.secret_file}
         return {
-            "kv_connector": "MemserveConnector", "kv_connector_module_path": "memserve.integrations.vllm",
+            "kv_connector": self.connector[0], "kv_connector_module_path": self.connector[1],
             "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": where,
         }  # fmt: skip
 
@@ -306,6 +312,34 @@ def answers(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return record
 
 
+# -- failures
+
+
+def failures(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    prompts = prompts_of(options.prompts, 1)
+    right = reference(options, folder, prompts)
+    record: dict[str, Any] = {}
+    with ServedStore(folder, dram="2GiB") as store:
+        where = store.address, str(store.secret_file)
+        faulty = ("FaultyConnector", "faulty_connector")
+        logs = [folder / f"faulty-{number}.log" for number in range(2)]
+        servers = [
+            Vllm(options.vllm, options.model, *where, cpus, SMALL, faulty, log)
+            for cpus, log in zip(("0-1", "2-3"), logs, strict=True)
+        ]
+        with running(*servers):
+            for turn, name in enumerate(("first", "each from the other's", "and back")):
+                record[name] = dict(compare(name, servers, prompts, right, turn))
+                for server in servers:
+                    server.forget()
+    lines = [line for log in logs for line in log.read_text(errors="replace").splitlines() if "blocks dropped" in line]
+    record["loads that failed"] = len(lines)
+    print(f"  {len(lines)} loads failed, in part or as a whole")
+    if not lines:
+        raise SystemExit("no load failed: nothing was tested")
+    return record
+
+
 # -- restart
 
 
@@ -456,7 +490,7 @@ def _collected(worker: WorkerSide, orders: Any) -> None:
         memory.release()
 
 
-PARTS = {"answers": answers, "restart": restart, "cost": cost, "calls": calls}
+PARTS = {"answers": answers, "failures": failures, "restart": restart, "cost": cost, "calls": calls}
 
 
 def main() -> None:

