@@ -27,21 +27,23 @@ class FaultyConnector(MemserveConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        if self._worker is None:
-            return
-        pool, rng, loads = self._worker._pool, random.Random(6), count(1)
-        get = pool.get
+        for worker in self._workers():
+            _break(worker._pool)
 
-        def failing(values: Sequence[Value]) -> list[bool]:
-            found, is_lost = get(values), next(loads) % LOST_EVERY == 0
-            for at, value in enumerate(values):
-                if is_lost or rng.random() < SHARE:
-                    found[at] = False
-                    for address, nbytes in value.pieces:
-                        ctypes.memset(address, _RUBBISH, nbytes)
-            lost = found.count(False)
-            if lost:
-                print(f"faulty connector: {lost} of {len(values)} blocks dropped", flush=True)
-            return found
 
-        vars(pool)["get"] = failing
+def _break(pool: Any) -> None:
+    rng, loads, get = random.Random(6), count(1), pool.get
+
+    def failing(values: Sequence[Value]) -> list[bool]:
+        found, is_lost = get(values), next(loads) % LOST_EVERY == 0
+        for at, value in enumerate(values):
+            if is_lost or rng.random() < SHARE:
+                found[at] = False
+                for address, nbytes in value.pieces:
+                    ctypes.memset(address, _RUBBISH, nbytes)
+        lost = found.count(False)
+        if lost:
+            print(f"faulty connector: {lost} of {len(values)} blocks dropped", flush=True)
+        return found
+
+    vars(pool)["get"] = failing

@@ -75,6 +75,7 @@ REASONS = {
     "ModuleNotFoundError: No module named 'nixl": "needs nixl",
     "ModuleNotFoundError: No module named 'mooncake": "needs mooncake",
     "NIXL is not available": "needs nixl",
+    "fixture 'caplog_vllm' not found": "needs a fixture of vLLM's own conftest",
 }
 """Of what an error says: why a test cannot run here."""
 
@@ -144,7 +145,7 @@ class Suite:
 
         scheduler = self._scheduler(*given, **named)
         connector = scheduler.connector
-        if not isinstance(connector, MemserveConnector) or connector._scheduler is None:
+        if not isinstance(connector, MemserveConnector) or not connector._schedulers():
             return scheduler
         names = self._greeted(connector)
         add, matched = scheduler.add_request, connector.get_num_new_matched_tokens
@@ -174,7 +175,7 @@ class Suite:
 
         layout = HostMemory({"layer": torch.zeros(2, 1, 16, 2)}, 2).layout
         names = RankNames(namespace("vllm", test=self._tests, process=os.getpid()), layout)
-        connector.set_xfer_handshake_metadata({0: MemserveHandshake(names)})
+        connector.set_xfer_handshake_metadata({0: MemserveHandshake((names,))})
         return names
 
     def _sent(self, connector: Any, names: Any, request: Any) -> None:
@@ -186,7 +187,7 @@ class Suite:
         page = np.zeros(names.layout.nbytes, np.uint8)
         pieces = [(page.ctypes.data, page.nbytes)]
         values = [Value(names.name(bytes(one)), pieces, names.layout.digest) for one in request.block_hashes]
-        assert all(connector._pool.put(values)), "the store has not taken what the test needs"
+        assert all(connector._parts[0].pool.put(values)), "the store has not taken what the test needs"
 
     # -- what came of it
 
