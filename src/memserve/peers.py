@@ -76,13 +76,6 @@ class PeerInfo(Message, frozen=True):
     """What the edge must know of the model, as JSON (``model/loading/card.py``): the router itself loads no model."""
     costs: bytes = b""
     """What computing and moving KV cost there (``CostModel.encode``); empty: nothing was measured."""
-    parks: bool = False
-    """Whether requests that have no room in HBM are computed by layer and wait in DRAM."""
-
-    @property
-    def request_blocks(self) -> int:
-        """Blocks that requests which run there may hold together."""
-        return self.hbm_blocks + (self.dram_blocks if self.parks else 0)
 
 
 class Load(Message, frozen=True):

@@ -168,6 +168,7 @@ ERRORS = (
     Error(400, "no_token_left", "penalties, biases and `min_tokens` exclude every token that could come next"),
     Error(400, None, "anything else that is wrong with the request itself"),
     Error(401, "invalid_api_key", "no key, or a wrong one"),
+    Error(403, "engines_are_fixed", "with `--engine`: servers join and leave with `--engine-admin-key-file` only"),
     Error(404, "model_not_found", "another model is served"),
     Error(404, "document_not_found", "never put, deleted, expired, or another key's"),
     Error(404, "session_not_found", "kept no KV, was ended, has expired, or is another key's"),

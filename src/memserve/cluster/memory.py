@@ -316,7 +316,7 @@ class MemoryBudget:
         self.reconsider()
         if self.is_counting:
             info = member.info
-            self.ledger.enter(member.number, info.request_blocks * info.geometry.block_tokens // self._unit_tokens())
+            self.ledger.enter(member.number, info.hbm_blocks * info.geometry.block_tokens // self._unit_tokens())
 
     def recover(self, member: Member, used: Sequence[tuple[int, int]], now: int) -> None:
         """KV that requests of the last router used less than ``kept_ns`` ago still counts, and is evicted in the order

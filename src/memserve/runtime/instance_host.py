@@ -16,7 +16,6 @@ from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.mempool.identity import identity_key
 from memserve.messages import Peer, PeerInfo
-from memserve.policy.layers import LayerPolicy
 from memserve.runtime.build import Parts, build_parts
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.knock import Knock, knock
@@ -197,5 +196,4 @@ def _introduce(parts: Parts, place: MemberOptions, me: Peer) -> PeerInfo:
         publishes_events=config.exchange.event_capacity > 0,
         model_card=ModelCard.of(parts.model).encode(),
         costs=parts.costs.encode() if parts.costs.is_measured else b"",
-        parks=LayerPolicy.named(config.scheduler.layerwise).parks,
     )

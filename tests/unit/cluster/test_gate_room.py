@@ -173,17 +173,3 @@ def test_the_ledger_believes_what_the_instance_says_of_pins():
     assert free(world) == 24
     world.wait(2 * NS_PER_S)
     assert free(world) == 64 and not world.instances["c"].pins
-
-
-# -- KV by layer
-
-
-def test_what_may_wait_in_dram_is_let_in_beyond_hbm():
-    """64 blocks of HBM and as many of DRAM: an instance that parks takes the second prompt, which another would not."""
-    for parks, taken in ((False, ["first"]), (True, ["first", "second"])):
-        world = gated(mode=Admission.MEMORY, output_tokens_max=0)
-        world.add("c", C, dram_blocks=64, parks=parks)
-        for at, name in enumerate(("first", "second", "third")):
-            world.ask(a_request(name, [at] * 170))
-        assert running(world, "c") == taken
-        world.run()

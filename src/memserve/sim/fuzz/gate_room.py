@@ -59,7 +59,7 @@ def _unit(cluster: Cluster) -> int:
 
 
 def _total(cluster: Cluster, member: Member) -> int:
-    return member.info.request_blocks * member.info.geometry.block_tokens // _unit(cluster)
+    return member.info.hbm_blocks * member.info.geometry.block_tokens // _unit(cluster)
 
 
 def _most(cluster: Cluster, request: Request, generated: int, *, decodes: bool) -> int:

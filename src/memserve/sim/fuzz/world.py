@@ -15,7 +15,6 @@ from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, Membe
 from memserve.instance.machine import Instance
 from memserve.messages import Heartbeat, PeerInfo, RequestRefused
 from memserve.policy.costs import CopyCurve, CostModel
-from memserve.policy.layers import LayerPolicy
 from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import MessageArrived, RequestArrived, RequestCancelled, SequenceStopped
 from memserve.sim.clock import Clock
@@ -168,7 +167,6 @@ class World:
             config.pool.caching,
             publishes_events=self.scenario.event_capacity > 0,
             costs=profile.encode() if (profile := self._profile(node)) is not None else b"",
-            parks=LayerPolicy.named(config.scheduler.layerwise).parks,
         )
 
     def _profile(self, node: InstanceNode) -> CostModel | None:

@@ -12,7 +12,6 @@ from memserve.config import ExchangeConfig, InstanceConfig, MemberConfig, PoolCo
 from memserve.errors import UserError
 from memserve.instance.machine import Instance
 from memserve.messages import Peer, PeerInfo
-from memserve.policy.layers import LayerPolicy
 from memserve.policy.reuse import PreemptionCosts
 from memserve.sim.clock import Clock
 from memserve.sim.cores import Cores
@@ -164,7 +163,6 @@ class ReplayWorld:
             node.peer, node.role, f"virtual://{node.peer.name}", NAMESPACE, self.setup.machine.geometry,
             config.pool.hbm_blocks, config.pool.dram_blocks, node.machine.context_tokens, config.pool.caching,
             host_id=self._host_of(node.place), costs=self._costs,
-            parks=LayerPolicy.named(config.scheduler.layerwise).parks,
         )  # fmt: skip
 
     # -- what happens

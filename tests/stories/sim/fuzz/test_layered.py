@@ -53,7 +53,8 @@ def test_a_store_gets_no_blocks_that_are_still_coming_up(seed: int, setting: str
 
 
 def test_the_command_forces_it_and_names_it_where_a_seed_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    first = next(s for s in range(100) if judge(s, setting_of(s), plant="layer-arrival", layerwise="auto").failure)
+    planted = (judge(seed, setting_of(seed), plant="layer-arrival", layerwise="auto") for seed in range(100))
+    first = next(verdict.seed for verdict in planted if "not there yet" in verdict.failure)
     forced = ["--layerwise", "auto", "--plant", "layer-arrival"]
     assert run(["sim", "fuzz", "--first", str(first), "--seeds", "1", *forced]) == 1
     command = next(line.split() for line in capsys.readouterr().out.splitlines() if "--seed " in line)
