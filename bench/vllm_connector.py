@@ -89,12 +89,12 @@ class Vllm:
     secret_file: str = ""
     cpus: str = "0-1"
     flags: tuple[str, ...] = ("--max-model-len", "2048")
+    log: Path = field(default_factory=lambda: Path(os.devnull))
     name: str = "x"
     """Under which clients ask for the model."""
     dtype: str = "float32"
     connector: tuple[str, str] = ("MemserveConnector", "memserve.integrations.vllm")
     """Class and module."""
-    log: Path = field(default_factory=lambda: Path(os.devnull))
 
     def start(self) -> Vllm:
         with socket.socket() as free:
@@ -324,7 +324,7 @@ def failures(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         faulty = ("FaultyConnector", "faulty_connector")
         logs = [folder / f"faulty-{number}.log" for number in range(2)]
         servers = [
-            Vllm(options.vllm, options.model, *where, cpus, SMALL, faulty, log)
+            Vllm(options.vllm, options.model, *where, cpus, SMALL, log, connector=faulty)
             for cpus, log in zip(("0-1", "2-3"), logs, strict=True)
         ]
         with running(*servers):
