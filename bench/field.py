@@ -40,7 +40,7 @@ from chats import load_tokenizer
 from recorder import Ceiling, Recorder, recording
 from rivals import bundled_model
 from served import end_in_order, serving
-from vllm_connector import ServedStore, Vllm, running
+from vllm_servers import ServedStore, Vllm, running
 from vllm_shared import BLOCK_TOKENS, block_bytes
 
 TOOL_S = 900.0

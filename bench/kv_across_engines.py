@@ -15,7 +15,6 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections import Counter
@@ -29,8 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from chats import chat_sessions
-from rivals import bundled_model
-from vllm_connector import ANSWER_S, TIE, Answer, Vllm, running
+from vllm_servers import ANSWER_S, TIE, Answer, Vllm, recorded, running
 
 from served_store import ServedStore
 
@@ -169,19 +167,10 @@ def prompts_of(options: argparse.Namespace) -> list[list[int]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", required=True, help="a Python that can import vllm")
-    parser.add_argument("--model", help="a folder; default: memserve's own, as float32")
     parser.add_argument("--data", type=Path, required=True, help="a folder of prompts, as lossless.py has it")
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--folder", type=Path, help="for logs; kept")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    options.model = options.model or bundled_model("float32")
-    with tempfile.TemporaryDirectory() as own:
-        record = measure(options, options.folder or Path(own))
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1))
+    recorded(parser, measure)
 
 
 if __name__ == "__main__":

@@ -24,180 +24,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from rivals import bundled_model
+from vllm_calls import calls
+from vllm_servers import TIE, Answer, ServedStore, Vllm, recorded, running
 
-from memserve.integrations.pool import PoolOptions
-from memserve.integrations.vllm.block_pool import BlockPool
-from memserve.integrations.vllm.lookups import Lookups, RankNames
-from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.scheduler_side import SchedulerSide
-from memserve.integrations.vllm.worker_side import WorkerSide
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from served_store import ServedStore
-
-ROOT = Path(__file__).resolve().parent.parent
-START_S = 300.0
-ANSWER_S = 300.0
-TIE = 1e-3
-"""Of log probability."""
 VOCAB = 49_000
 SMALL = ("--num-gpu-blocks-override", "44", "--max-model-len", "1024", "--max-num-seqs", "8")
 """1,376 tokens of KV, where the four requests that run at once need more: some are preempted."""
-
-
-@dataclass
-class Answer:
-    """What one request has brought."""
-
-    tokens: list[int]
-    gaps: list[float]
-    """Between the two best tokens, one for each."""
-    cached: int
-    first_s: float
-    total_s: float
-
-
-@dataclass
-class Vllm:
-    """A server in a process group of its own."""
-
-    python: str
-    model: str
-    store: str = ""
-    secret_file: str = ""
-    cpus: str = "0-1"
-    flags: tuple[str, ...] = ("--max-model-len", "2048")
-    log: Path = field(default_factory=lambda: Path(os.devnull))
-    name: str = "x"
-    """Under which clients ask for the model."""
-    dtype: str = "float32"
-    connector: tuple[str, str] = ("MemserveConnector", "memserve.integrations.vllm")
-    """Class and module."""
-
-    def start(self) -> Vllm:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--port", str(port)]
-        command += ["--host", "127.0.0.1", "--served-model-name", self.name, "--dtype", self.dtype]
-        command += ["--block-size", "32"]
-        command += ["--enforce-eager", "--enable-prompt-tokens-details", *self.flags]
-        if self.store:
-            command += ["--kv-transfer-config", json.dumps(self.transfer)]
-        environment = dict(
-            os.environ, HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_SERVER_DEV_MODE="1",
-            VLLM_CPU_OMP_THREADS_BIND=self.cpus, PYTHONPATH=f"{ROOT / 'src'}{os.pathsep}{ROOT / 'bench'}",
-            VLLM_NO_USAGE_STATS="1",
-        )  # fmt: skip
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=self.log.open("ab"), stderr=subprocess.STDOUT, start_new_session=True
-        )
-        deadline = time.monotonic() + START_S
-        while not self._answers():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"vLLM does not start, see {self.log}:\n{self.log.read_text()[-2000:]}")
-            time.sleep(0.2)
-        return self
-
-    @property
-    def transfer(self) -> dict[str, Any]:
-        """As the guide has it."""
-        where = {"pool": self.store, "secret_file": self.secret_file}
-        return {
-            "kv_connector": self.connector[0], "kv_connector_module_path": self.connector[1],
-            "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": where,
-        }  # fmt: skip
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
-                return answer.status == 200
-        except OSError:
-            return False
-
-    def ask(self, prompt: list[int], tokens: int) -> Answer:
-        """One completion, greedy, streamed."""
-        body = {
-            "model": self.name, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-            "logprobs": 2, "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True,
-        }  # fmt: skip
-        request = urllib.request.Request(
-            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        begin, first_s, found, gaps, cached = time.perf_counter(), 0.0, list[int](), list[float](), 0
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-            for line in answer:
-                if not line.startswith(b"data: {"):
-                    continue
-                part = json.loads(line[6:])
-                if "error" in part:
-                    raise RuntimeError(str(part["error"]))
-                for choice in part["choices"]:
-                    first_s = first_s or time.perf_counter() - begin
-                    found += choice.get("token_ids") or []
-                    for top in (choice.get("logprobs") or {}).get("top_logprobs") or []:
-                        best = sorted(top.values(), reverse=True)
-                        gaps.append(best[0] - best[1] if len(best) > 1 else 0.0)
-                if part.get("usage"):
-                    cached = (part["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Answer(found, gaps, cached, first_s, time.perf_counter() - begin)
-
-    def total(self, name: str) -> float:
-        """The sum over all label values."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}"))
-
-    def metric(self, name: str) -> int:
-        """A count, over all label values."""
-        return int(self.total(name))
-
-    def forget(self) -> None:
-        """Empty vLLM's own prefix cache."""
-        urllib.request.urlopen(
-            urllib.request.Request(f"{self.url}/reset_prefix_cache", method="POST"), timeout=30
-        ).close()
-
-    def kill(self) -> None:
-        """All of its processes at once."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-@contextmanager
-def running(*servers: Vllm) -> Iterator[None]:
-    """Start them side by side, and kill what is left of them at the end."""
-    try:
-        with ThreadPoolExecutor(len(servers)) as starting:
-            list(starting.map(Vllm.start, servers))
-        yield
-    finally:
-        for server in servers:
-            if hasattr(server, "process") and server.process.poll() is None:
-                server.kill()
 
 
 def prompts_of(count: int, seed: int) -> list[list[int]]:
@@ -408,111 +253,17 @@ def cost(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return ratios
 
 
-# -- calls
-
-
-def calls(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What vLLM's own thread spends in the connector: seconds of CPU time, which other programs do not change."""
-    import torch
-
-    blocks, bench_blocks = 160, 64
-    caches = {f"layers.{at}": torch.rand(blocks, 3, 32, 128) for at in range(30)}
-    record: dict[str, float] = {}
-    with ServedStore(folder, dram="4GiB") as store:
-        where = PoolOptions.of({"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0})
-        memory = HostMemory(caches, blocks)
-        worker = WorkerSide(BlockPool(where), memory, RankNames(b"vllm/bench/", memory.layout))
-        lookups = Lookups(BlockPool(where))
-        lookups.set_ranks([worker.names])
-        side = SchedulerSide(lookups, 32, 1, 10**10)
-        state = SimpleNamespace(get_block_ids=lambda request_id: (list(range(1, 65)),))
-
-        def request(name: str) -> Any:
-            hashes = [f"{name}/{at}".encode() for at in range(bench_blocks)]
-            return SimpleNamespace(
-                request_id=name, block_hashes=hashes, num_tokens=bench_blocks * 32 + 5, num_computed_tokens=0
-            )
-
-        def timed(name: str, work: Callable[[int], object], times: int) -> None:
-            spent = []
-            for number in range(times + 2):
-                begin = time.thread_time()
-                work(number)
-                spent.append(time.thread_time() - begin)
-            record[name] = median(spent[2:])
-            print(f"  {name:<66} {record[name] * 1e6:10.1f} us", flush=True)
-
-        misses = [request(f"miss {number}") for number in range(102)]
-        timed("look-up of 2,048 tokens that are nowhere", lambda at: side.matched(misses[at], 0, 0), 100)
-        decoding = [request(f"decoding {number}") for number in range(64)]
-        for one in decoding:
-            side.allocated(one, [], 0)
-            side._saved[one.request_id], one.num_computed_tokens = bench_blocks, bench_blocks * 32 + 3
-        output = SimpleNamespace(
-            num_scheduled_tokens={one.request_id: 1 for one in decoding}, kv_connector_block_state=state
-        )
-        timed("a step of 64 requests that fill no block", lambda at: side.step(output, 0), 100)
-        prompts = [request(f"prompt {number}") for number in range(12)]
-        orders = []
-
-        def save(at: int) -> None:
-            side.allocated(prompts[at], [], 0)
-            scheduled = {prompts[at].request_id: 2048}
-            step = SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
-            orders.append(side.step(step, 0))
-
-        timed("a step that fills 64 blocks: what to save", save, 10)
-
-        def copy(at: int) -> None:
-            worker.save(orders[at])
-            worker._savers.drain()
-
-        # copies run in two threads, and the other one's time does not count here: wall time beside memcpy
-        begin_s = time.perf_counter()
-        for at in range(12):
-            copy(at)
-        record["64 blocks to the store, wall"] = (time.perf_counter() - begin_s) / 12
-        timed(
-            "a step that fills 64 blocks (84 MiB): the copies, this thread's half",
-            lambda at: _collected(worker, orders[at % 12]),
-            10,
-        )
-        waited_ms = record["64 blocks to the store, wall"] * 1e3
-        print(f"  {worker._pool.counts['stored']} blocks stored, 64 of them after {waited_ms:.0f} ms")
-        worker.close()
-        lookups.close()
-    return record
-
-
-def _collected(worker: WorkerSide, orders: Any) -> None:
-    values = [value for save in orders.saves for value in worker._values(save)]
-    for _, memory in worker._pool.collect(values):
-        memory.release()
-
-
 PARTS = {"answers": answers, "failures": failures, "restart": restart, "cost": cost, "calls": calls}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", default="python", help="a Python that can import vllm")
-    parser.add_argument("--model", default="")
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--prompts", type=int, default=120)
     parser.add_argument("--tokens", type=int, default=1536)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kill-after-s", type=float, default=15.0)
-    parser.add_argument("--folder", type=Path, help="for logs; default: a temporary one")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    options.model = options.model or bundled_model("float32")
-    record = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        for name in options.only.split(","):
-            record[name] = PARTS[name](options, folder)
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    recorded(parser, lambda options, folder: {name: PARTS[name](options, folder) for name in options.only.split(",")})
 
 
 if __name__ == "__main__":

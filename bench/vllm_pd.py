@@ -18,7 +18,6 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -32,8 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from chats import Session, chat_sessions
-from rivals import bundled_model
-from vllm_connector import ANSWER_S, TIE, Answer, Vllm, running
+from vllm_servers import TIE, Answer, Vllm, cached_of, gap, recorded, running, streamed
 
 from ports import free_port
 from served_store import ServedStore
@@ -49,29 +47,18 @@ def ask(url: str, messages: list[dict[str, str]], tokens: int) -> tuple[Answer, 
         "model": "x", "messages": messages, "max_tokens": tokens, "temperature": 0, "logprobs": True, "stream": True,
         "top_logprobs": 2, "stream_options": {"include_usage": True}, "return_token_ids": True,
     }  # fmt: skip
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
     found, begin, text, prompt_tokens = Answer([], [], 0, 0.0, 0.0), time.perf_counter(), "", 0
-    with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            part = json.loads(line[6:])
-            if "error" in part:
-                raise RuntimeError(str(part["error"]))
-            for choice in part["choices"]:
-                text += choice["delta"].get("content") or ""
-                found.tokens += choice.get("token_ids") or []
-                found.first_s = found.first_s or (time.perf_counter() - begin if found.tokens else 0.0)
-                for one in (choice.get("logprobs") or {}).get("content") or []:
-                    best = sorted((top["logprob"] for top in one["top_logprobs"]), reverse=True)
-                    found.gaps.append(best[0] - best[1] if len(best) > 1 else 0.0)
-            if usage := part.get("usage"):
-                prompt_tokens = usage["prompt_tokens"]
-                found.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-                if usage["completion_tokens"] != len(found.tokens):
-                    raise RuntimeError(f"{usage} for {len(found.tokens)} tokens")
+    for part in streamed(f"{url}/v1/chat/completions", body):
+        for choice in part["choices"]:
+            text += choice["delta"].get("content") or ""
+            found.tokens += choice.get("token_ids") or []
+            found.first_s = found.first_s or (time.perf_counter() - begin if found.tokens else 0.0)
+            for one in (choice.get("logprobs") or {}).get("content") or []:
+                found.gaps.append(gap([top["logprob"] for top in one["top_logprobs"]]))
+        if usage := part.get("usage"):
+            prompt_tokens, found.cached = usage["prompt_tokens"], cached_of(usage)
+            if usage["completion_tokens"] != len(found.tokens):
+                raise RuntimeError(f"{usage} for {len(found.tokens)} tokens")
     found.total_s = time.perf_counter() - begin
     return found, text, prompt_tokens
 
@@ -218,19 +205,10 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", required=True, help="a Python that can import vllm")
-    parser.add_argument("--model", help="a folder; default: memserve's own, as float32")
     parser.add_argument("--data", type=Path, required=True, help="a folder of prompts, as lossless.py has it")
     for name, default in (("chats", 12), ("turns", 4), ("tokens", 48), ("system-chars", 1200)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--folder", type=Path, help="for logs; kept")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    options.model = options.model or bundled_model("float32")
-    with tempfile.TemporaryDirectory() as own:
-        record = measure(options, options.folder or Path(own))
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1))
+    record = recorded(parser, measure)
     if any("WRONG" in name and count for found in record.values() for name, count in found.items()):
         raise SystemExit("a wrong answer")
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from chat_load import Chat, Load, Shape, in_turn, sticky
 from rivals import bundled_model
-from vllm_connector import ServedStore, Vllm, running
+from vllm_servers import ServedStore, Vllm, running
 
 BLOCK_TOKENS = 32
 TTFT = "time_to_first_token_seconds"

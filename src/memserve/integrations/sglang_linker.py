@@ -27,12 +27,12 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 from memserve.client.views import View
 from memserve.errors import UserError
+from memserve.integrations.block_pool import BlockPool, drop
 from memserve.integrations.jobs import Jobs
 from memserve.integrations.pool import PoolOptions
 from memserve.integrations.sglang import restorable_ends
 from memserve.integrations.sglang_pages import is_host, load_layer, pages_of, piece_bytes
 from memserve.integrations.values import Piece, Value, name_in, namespace
-from memserve.integrations.vllm.block_pool import BlockPool, drop
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ import torch
 
 from engine_world import flip_byte, options_of
 from memserve.client import connection
+from memserve.integrations.block_pool import BlockPool
 from memserve.integrations.pool import PoolOptions
 from memserve.integrations.values import namespace
-from memserve.integrations.vllm.block_pool import BlockPool
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
 from memserve.integrations.vllm.names import prefix_of, weights_fingerprint
@@ -273,7 +273,7 @@ def test_staging_memory_without_room_saves_less(store: ServedStore) -> None:
 
 def test_the_client_part_imports_no_torch() -> None:
     """vLLM's process gets nothing from memserve that it has not got: its packages stay as they are."""
-    modules = ["block_pool", "kv_pool", "lookups", "memory", "names", "orders", "scheduler_side", "sharing"]
+    modules = ["kv_pool", "lookups", "memory", "names", "orders", "scheduler_side", "sharing"]
     modules += ["worker_side"]
     code = "import json, sys\nimport memserve.integrations.vllm\n"
     code += "".join(f"import memserve.integrations.vllm.{name}\n" for name in modules)

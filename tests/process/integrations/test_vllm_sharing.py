@@ -22,8 +22,8 @@ import torch
 
 from engine_world import flip_byte, options_of
 from memserve import UserError
+from memserve.integrations.block_pool import drop
 from memserve.integrations.pool import PoolOptions
-from memserve.integrations.vllm.block_pool import drop
 from memserve.integrations.vllm.kv_pool import KvNames, KvPool
 from memserve.integrations.vllm.lookups import Lookups
 from memserve.integrations.vllm.memory import HostMemory

@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from memserve.client.arguments import secret_in
 from memserve.errors import UserError
+from memserve.integrations.block_pool import BlockPool
 from memserve.integrations.pool import PoolOptions
-from memserve.integrations.vllm.block_pool import BlockPool
 from memserve.integrations.vllm.kv_pool import KvNames, KvPool
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from memserve import _core
 from memserve.client.store_client import StoreClient
 from memserve.client.views import View
+from memserve.integrations.block_pool import AT_ONCE, BlockPool, drop
 from memserve.integrations.values import Piece, Value, address, copied, places
-from memserve.integrations.vllm.block_pool import AT_ONCE, BlockPool, drop
 from memserve.integrations.vllm.lookups import RankNames
 
 

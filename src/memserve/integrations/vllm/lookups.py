@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memserve.client.views import View
+from memserve.integrations.block_pool import BlockPool, drop
 from memserve.integrations.jobs import Jobs
 from memserve.integrations.values import Piece, Value, name_in
-from memserve.integrations.vllm.block_pool import BlockPool, drop
 from memserve.integrations.vllm.memory import BlockLayout
 
 _THREADS = 2

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
+from memserve.integrations.block_pool import BlockPool
 from memserve.integrations.jobs import Jobs
 from memserve.integrations.values import Value
-from memserve.integrations.vllm.block_pool import BlockPool
 from memserve.integrations.vllm.lookups import RankNames
 from memserve.integrations.vllm.memory import HostMemory
 from memserve.integrations.vllm.orders import Load, Orders, Save

@@ -164,7 +164,8 @@ def test_a_beam_search_with_room_for_one_token_stays_where_it_is() -> None:
 def test_a_beam_search_is_handed_over_with_its_whole_prompt_cached() -> None:
     """The last prompt token is computed again where the beams are: its block is there, its logits are not."""
     turn = Turn([1], 0, max_tokens=4, n=1, beam_width=2)
-    served(by_hand(turn, Turn([2, 3], MS, max_tokens=2, beam_width=2), prefix=19))
+    world = served(by_hand(turn, Turn([2, 3], MS, max_tokens=2, beam_width=2), prefix=19))
+    assert world.achievements()["handed_over"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,111 @@
+"""The part *calls* of ``vllm_connector.py``: what vLLM's own threads spend in the connector's calls, without vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_servers import ServedStore
+
+from memserve.integrations.block_pool import BlockPool
+from memserve.integrations.pool import PoolOptions
+from memserve.integrations.vllm.lookups import Lookups, RankNames
+from memserve.integrations.vllm.memory import HostMemory
+from memserve.integrations.vllm.scheduler_side import SchedulerSide
+from memserve.integrations.vllm.worker_side import WorkerSide
+
+BLOCKS = 64
+"""That a step fills: 84 MiB of SmolLM2-135M in float32."""
+
+
+class Calls:
+    """Both sides of the connector at one store."""
+
+    def __init__(self, store: ServedStore) -> None:
+        import torch
+
+        caches = {f"layers.{at}": torch.rand(160, 3, 32, 128) for at in range(30)}
+        where = PoolOptions.of({"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0})
+        memory = HostMemory(caches, 160)
+        self._worker = WorkerSide(BlockPool(where), memory, RankNames(b"vllm/bench/", memory.layout))
+        self._lookups = Lookups(BlockPool(where))
+        self._lookups.set_ranks([self._worker.names])
+        self._side = SchedulerSide(self._lookups, 32, 1, 10**10)
+        self._state = SimpleNamespace(get_block_ids=lambda request_id: (list(range(1, BLOCKS + 1)),))
+        self.record: dict[str, float] = {}
+
+    def timed(self, name: str, work: Callable[[int], object], times: int) -> None:
+        """CPU time of this thread, which other programs do not change: the median of ``times`` calls."""
+        spent = []
+        for number in range(times + 2):
+            begin = time.thread_time()
+            work(number)
+            spent.append(time.thread_time() - begin)
+        self.record[name] = median(spent[2:])
+        print(f"  {name:<66} {self.record[name] * 1e6:10.1f} us", flush=True)
+
+    def look_up_and_decode(self) -> None:
+        """What happens all the time."""
+        side = self._side
+        misses = [_request(f"miss {number}") for number in range(102)]
+        self.timed("look-up of 2,048 tokens that are nowhere", lambda at: side.matched(misses[at], 0, 0), 100)
+        decoding = [_request(f"decoding {number}") for number in range(64)]
+        for one in decoding:
+            side.allocated(one, [], 0)
+            side._saved[one.request_id], one.num_computed_tokens = BLOCKS, BLOCKS * 32 + 3
+        output = self._step({one.request_id: 1 for one in decoding})
+        self.timed("a step of 64 requests that fill no block", lambda at: side.step(output, 0), 100)
+
+    def save(self) -> None:
+        """What a long prompt costs."""
+        worker, side, orders = self._worker, self._side, []
+        prompts = [_request(f"prompt {number}") for number in range(12)]
+
+        def ordered(at: int) -> None:
+            side.allocated(prompts[at], [], 0)
+            orders.append(side.step(self._step({prompts[at].request_id: BLOCKS * 32}), 0))
+
+        self.timed("a step that fills 64 blocks: what to save", ordered, 10)
+        # copies run in two threads, and the other one's time does not count here: wall time beside memcpy
+        begin_s = time.perf_counter()
+        for order in orders:
+            worker.save(order)
+            worker._savers.drain()
+        self.record["64 blocks to the store, wall"] = (time.perf_counter() - begin_s) / len(orders)
+        name = "a step that fills 64 blocks (84 MiB): the copies, this thread's half"
+        self.timed(name, lambda at: self._collected(orders[at % len(orders)]), 10)
+        waited_ms = self.record["64 blocks to the store, wall"] * 1e3
+        print(f"  {worker._pool.counts['stored']} blocks stored, 64 of them after {waited_ms:.0f} ms")
+
+    def _step(self, scheduled: dict[str, int]) -> Any:
+        return SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=self._state)
+
+    def _collected(self, orders: Any) -> None:
+        values = [value for save in orders.saves for value in self._worker._values(save)]
+        for _, memory in self._worker._pool.collect(values):
+            memory.release()
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        self._worker.close()
+        self._lookups.close()
+
+
+def _request(name: str) -> Any:
+    hashes = [f"{name}/{at}".encode() for at in range(BLOCKS)]
+    return SimpleNamespace(request_id=name, block_hashes=hashes, num_tokens=BLOCKS * 32 + 5, num_computed_tokens=0)
+
+
+def calls(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Seconds of CPU time, by call."""
+    with ServedStore(folder, dram="4GiB") as store:
+        it = Calls(store)
+        it.look_up_and_decode()
+        it.save()
+        it.close()
+    return it.record
