@@ -67,6 +67,21 @@ def chat_sessions(data: Path, count: int, turns: int, system_chars: int = 1200) 
     return found[:count]
 
 
+def opening_ids(data: Path, model: str, count: int, tokens_min: int, tokens_max: int) -> list[list[int]]:
+    """Token ids of the openings of ``count`` chats, cut to ``tokens_max``; those below ``tokens_min`` are left out.
+    ``SystemExit``: ``data`` has fewer."""
+    tokenizer = load_tokenizer(model)
+    found: list[list[int]] = []
+    for session in chat_sessions(data, 3 * count, 3):
+        text = tokenizer.apply_chat_template(session.messages(), tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(text + " ".join(session.turns), add_special_tokens=False)["input_ids"]
+        if len(ids) >= tokens_min:
+            found.append(ids[:tokens_max])
+    if len(found) < count:
+        raise SystemExit(f"{data} has {len(found)} such chats, {count} are wanted")
+    return found[:count]
+
+
 def document_sessions(data: Path, tokenizer: Any, count: int, document_tokens: int, turns: int = 2) -> list[Session]:
     """Questions about one long document each: the document opens the first turn."""
     records = [record for name in DOCUMENT_FILES for record in read(data / name)]

@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from chats import chat_sessions
+from chats import opening_ids
 from vllm_servers import ANSWER_S, TIE, Answer, Vllm, recorded, running
 
 from served_store import ServedStore
@@ -122,7 +122,7 @@ def blocks_of(prompts: list[list[int]]) -> int:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    prompts = prompts_of(options)
+    prompts = opening_ids(options.data, options.model, options.prompts, 2 * BLOCK + 1, 900)
     mine, theirs = prompts[::2], prompts[1::2]
     log, tokens, record = folder / "memserve.log", options.tokens, {}
     alone = Vllm(options.vllm, options.model, cpus="0-1", log=folder / "alone.log")
@@ -147,22 +147,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             found = all_of(lambda prompt: ask(url, prompt, tokens), theirs)
             record["memserve with --no-foreign-kv"] = compare("--no-foreign-kv", found, right_memserve, theirs)
     return record
-
-
-def prompts_of(options: argparse.Namespace) -> list[list[int]]:
-    """Openings of real chats, of two blocks or more."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-    found = []
-    for session in chat_sessions(options.data, 3 * options.prompts, 3, 1200):
-        text = tokenizer.apply_chat_template(session.messages(), tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text + " ".join(session.turns), add_special_tokens=False)["input_ids"]
-        if len(ids) > 2 * BLOCK:
-            found.append(ids[:900])
-    if len(found) < options.prompts:
-        raise SystemExit(f"{options.data} has {len(found)} such chats")
-    return found[: options.prompts]
 
 
 def main() -> None:

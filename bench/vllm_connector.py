@@ -1,14 +1,15 @@
 """vLLM with memserve's connector beside vLLM without it: right answers, the first token after a restart, and the cost.
 
-    python bench/vllm_connector.py --vllm PYTHON [--only answers,failures,...] [--prompts 120] [--rounds 5]
+    python bench/vllm_connector.py --vllm PYTHON [--only answers,failures,...] [--prompts 120] [--data FOLDER]
+        [--rounds 5]
 
 PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is this checkout's. Five parts:
 
 * *answers*: two vLLM servers on one store, greedy in float32, compared token by token with one server without a
   connector. KV memory is so small that requests are preempted; between passes vLLM's own cache is emptied, so that
   prompts come from the store. Before one pass bytes of the store's memory are flipped; during one the store is killed
-  (SIGKILL) and started again. An answer that differs where the reference's two best tokens are less than ``TIE`` apart
-  counts as a tie.
+  (SIGKILL) and started again, during one a server, whose requests are then asked of the other. An answer that differs
+  where the reference's two best tokens are less than ``TIE`` apart counts as a tie.
 * *failures*: two servers whose loads fail at random (``bench/faulty_connector.py``): single blocks of a load, and whole
   loads, with rubbish in vLLM's blocks; compared as above. KV that failed has to be computed again by every request that
   wanted it, also by those that share its blocks.
@@ -27,16 +28,19 @@ import json
 import random
 import socket
 import sys
-import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from http.client import HTTPException
 from pathlib import Path
 from statistics import median
+from threading import Thread
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from chats import opening_ids
 from vllm_calls import calls
 from vllm_servers import TIE, Answer, ServedStore, Vllm, recorded, running
 
@@ -45,9 +49,12 @@ SMALL = ("--num-gpu-blocks-override", "44", "--max-model-len", "1024", "--max-nu
 """1,376 tokens of KV, where the four requests that run at once need more: some are preempted."""
 
 
-def prompts_of(count: int, seed: int) -> list[list[int]]:
-    """Random tokens; each shares a document of 64 to 512 tokens with some others."""
-    rng = random.Random(seed)
+def prompts_of(options: argparse.Namespace) -> list[list[int]]:
+    """Openings of real chats. Without ``--data`` random tokens: each prompt shares 64 to 512 with some others."""
+    count = options.prompts
+    if options.data:
+        return opening_ids(options.data, options.model, count, 33, 900)
+    rng = random.Random(1)
     texts = [[rng.randrange(5, VOCAB) for _ in range(rng.choice((64, 200, 320, 512)))] for _ in range(count // 4)]
     return [rng.choice(texts) + [rng.randrange(5, VOCAB) for _ in range(rng.randrange(20, 300))] for _ in range(count)]
 
@@ -55,14 +62,24 @@ def prompts_of(count: int, seed: int) -> list[list[int]]:
 # -- answers
 
 
-def compare(name: str, servers: list[Vllm], prompts: list[list[int]], right: list[Answer], turn: int) -> Counter[str]:
-    """Ask all prompts, eight at a time, each of the server whose turn it is; what came."""
+def compare(
+    name: str, servers: list[Vllm], prompts: list[list[int]], right: list[Answer], turn: int, fate: Thread | None = None
+) -> Counter[str]:
+    """Ask all prompts, eight at a time, each of the server whose turn it is; what came. ``fate`` is what happens
+    meanwhile; then what a server does not answer is asked of the next one, as clients do."""
     counts: Counter[str] = Counter()
     before = [(s.metric("num_preemptions_total"), s.metric("external_prefix_cache_hits_total")) for s in servers]
 
     def one(number: int) -> None:
-        answer = servers[(number + turn) % len(servers)].ask(prompts[number], len(right[number].tokens))
-        expected = right[number]
+        expected, which = right[number], number + turn
+        try:
+            answer = servers[which % len(servers)].ask(prompts[number], len(expected.tokens))
+        except (OSError, HTTPException, RuntimeError) as error:
+            if fate is None:
+                raise
+            print(f"  prompt {number} is asked again: {type(error).__name__}")
+            counts["asked again"] += 1
+            answer = servers[(which + 1) % len(servers)].ask(prompts[number], len(expected.tokens))
         pairs = zip(answer.tokens, expected.tokens, strict=False)
         at = next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
         if at is None and len(answer.tokens) == len(expected.tokens):
@@ -74,11 +91,19 @@ def compare(name: str, servers: list[Vllm], prompts: list[list[int]], right: lis
             print(f"  WRONG: prompt {number} at token {at}: {answer.tokens} for {expected.tokens}")
         counts["cached tokens"] += answer.cached
 
+    if fate is not None:
+        fate.start()
     with ThreadPoolExecutor(8) as asking:
         list(asking.map(one, range(len(prompts))))
+    if fate is not None:
+        fate.join()
     for server, (preempted, hits) in zip(servers, before, strict=True):
-        counts["preemptions"] += server.metric("num_preemptions_total") - preempted
-        counts["tokens from the store"] += server.metric("external_prefix_cache_hits_total") - hits
+        for what, metric, was in (
+            ("preemptions", "num_preemptions_total", preempted),
+            ("tokens from the store", "external_prefix_cache_hits_total", hits),
+        ):
+            now = server.metric(metric)
+            counts[what] += now - was if now >= was else now  # counted anew since its start
     print(f"  {name}: " + ", ".join(f"{value} {key}" for key, value in counts.items()), flush=True)
     return counts
 
@@ -116,8 +141,15 @@ def reference(options: argparse.Namespace, folder: Path, prompts: list[list[int]
     return right
 
 
+def die_and_live(after_s: float, die: Callable[[], object], live: Callable[[], object]) -> None:
+    time.sleep(after_s)
+    die()
+    time.sleep(after_s)
+    live()
+
+
 def answers(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    prompts, rng = prompts_of(options.prompts, 1), random.Random(2)
+    prompts, rng = prompts_of(options), random.Random(2)
     print(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, 32 new ones each")
     right = reference(options, folder, prompts)
     record: dict[str, Any] = {}
@@ -128,8 +160,8 @@ def answers(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         ]
         with running(*servers):
 
-            def check(name: str, turn: int) -> None:
-                record[name] = dict(compare(name, servers, prompts, right, turn))
+            def check(name: str, turn: int, fate: Thread | None = None) -> None:
+                record[f"{len(record)}: {name}"] = dict(compare(name, servers, prompts, right, turn, fate))
                 for server in servers:
                     server.forget()
 
@@ -138,17 +170,13 @@ def answers(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             flip_bytes(store, rng, 2000)
             check("with damaged values", 0)
 
-            def fate() -> None:
-                time.sleep(options.kill_after_s)
-                store.kill()
-                time.sleep(options.kill_after_s)
-                store.restart()
-
-            killer = threading.Thread(target=fate)
-            killer.start()
-            check("while the store is killed", 1)
-            killer.join()
-            check("after its restart", 0)
+            for name, die, live in (
+                ("the store", store.kill, store.restart),
+                ("a server", servers[1].kill, servers[1].start),
+            ):
+                killing = Thread(target=die_and_live, args=(options.kill_after_s, die, live))
+                check(f"while {name} is killed", 1, killing)
+                check("after its restart", 0)
     print("  logs say:", Counter(
         line.split("] ", 1)[-1][:100]
         for path in folder.glob("*.log") for line in path.read_text(errors="replace").splitlines()
@@ -161,7 +189,7 @@ def answers(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def failures(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    prompts = prompts_of(options.prompts, 1)
+    prompts = prompts_of(options)
     right = reference(options, folder, prompts)
     record: dict[str, Any] = {}
     with ServedStore(folder, dram="2GiB") as store:
@@ -260,6 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--prompts", type=int, default=120)
+    parser.add_argument("--data", type=Path, help="a folder with real chats for prompts; default: random tokens")
     parser.add_argument("--tokens", type=int, default=1536)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kill-after-s", type=float, default=15.0)
