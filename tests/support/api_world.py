@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from fake_engine import FakeEngine, Script
 from memserve.api.app import create_app
 from memserve.api.server import Server, bind
+from memserve.api.tls import Tls
 
 MODEL = "tiny/test-model"
 CONTEXT_TOKENS = 256
@@ -102,17 +103,19 @@ class World:
 
 
 @contextmanager
-def running_server(engine: Any, model: Any, *, drain_s: float = 5.0, **options: Any) -> Iterator[World]:
+def running_server(
+    engine: Any, model: Any, *, drain_s: float = 5.0, tls: Tls | None = None, **options: Any
+) -> Iterator[World]:
     """A real uvicorn in a thread on a free port; afterwards it is drained and no call may be left open."""
     sock = bind("127.0.0.1", 0)
     port = sock.getsockname()[1]
     ready = threading.Event()
-    server = Server(create_app(engine, model, **options), drain_s=drain_s, on_ready=ready.set)
+    server = Server(create_app(engine, model, **options), drain_s=drain_s, on_ready=ready.set, tls=tls)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
     assert ready.wait(20)
     try:
-        yield World(engine, server, f"http://127.0.0.1:{port}", thread)
+        yield World(engine, server, f"http{'s' if tls else ''}://127.0.0.1:{port}", thread)
     finally:
         server.should_exit = True
         thread.join(20)

@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 from memserve.api.edge import READ_BYTES_MAX, Alarm, Edge
 from memserve.api.errors import ApiError
 from memserve.api.exchange import REQUEST_ID_KEY, Exchange, plain_answer, request_id_of
+from memserve.api.tls import Greeting
 from memserve.api.wire import END, Head, RequestReader, WireError
 from memserve.units import KIB, MIB
 
@@ -63,9 +64,11 @@ class Connection(asyncio.BufferedProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         edge: Edge,
+        greeting: Greeting | None = None,
     ) -> None:
+        """``greeting``: the TLS handshake that comes before; None: plain HTTP."""
         self._app, self._server, self._app_state, self._edge = config.loaded_app, server_state, app_state, edge
-        self._limits = edge.limits
+        self._limits, self._greeting = edge.limits, greeting
         self._loop = _loop or asyncio.get_event_loop()
         self._reader = RequestReader(edge.limits)
         self._exchange: Exchange | None = None
@@ -88,6 +91,8 @@ class Connection(asyncio.BufferedProtocol):
         self._address = _host(transport.get_extra_info("peername"))
         self._server.connections.add(self)  # type: ignore[arg-type]  # only `shutdown` is called
         self._enter(_Phase.IDLE, self._limits.header_timeout_s)
+        if self._greeting is not None:
+            self._greeting.ended()  # from here on this object counts
         error = self._edge.connections.admit(self, self._address)
         if error is not None:
             self._refuse(error, linger=False)  # refused connections must not take up room, either
@@ -246,7 +251,7 @@ class Connection(asyncio.BufferedProtocol):
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": head.version,
             "method": head.method,
-            "scheme": "http",
+            "scheme": "http" if self._greeting is None else "https",
             "path": head.path,
             "raw_path": head.raw_path,
             "query_string": head.query,
@@ -344,14 +349,14 @@ class Connection(asyncio.BufferedProtocol):
         """Finish sending, end the output, and drop further input."""
         self._closing = True
         self._reader = RequestReader(self._limits)  # frees what the old one held
-        if not bytes_max or not self._transport.can_write_eof():
+        if not bytes_max:
             self._close()
             return
         self._linger_bytes = bytes_max
         slow = self._transport.get_write_buffer_size() > 0
         self._enter(_Phase.LINGERING, max(LINGER_S, self._limits.write_timeout_s) if slow else LINGER_S)
         self._pause_if(False)
-        if not self._transport.is_closing():
+        if not self._transport.is_closing() and self._transport.can_write_eof():  # with TLS a client sees the end later
             self._transport.write_eof()
 
     def _close(self) -> None:

@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 
 from memserve.api.connection import Connection
 from memserve.api.edge import Edge
+from memserve.api.tls import Greeter, Greeting, Tls
 from memserve.config import DRAIN_S
 from memserve.errors import UserError
 from memserve.runtime.process import Askings
@@ -81,10 +82,13 @@ class Server(uvicorn.Server):
         *,
         drain_s: float = DRAIN_S,
         log_level: str = "warning",
+        tls: Tls | None = None,
         on_ready: Callable[[], None] | None = None,
         on_end: Callable[[], None] | None = None,
     ) -> None:
-        """``on_ready`` is called when it accepts connections, ``on_end`` when it begins to shut down."""
+        """``on_ready`` is called when it accepts connections, ``on_end`` when it begins to shut down.
+
+        ``tls`` None: plain HTTP."""
         config = uvicorn.Config(
             app,
             http=functools.partial(Connection, edge=app.state.edge),  # type: ignore[arg-type]  # uvicorn only calls it
@@ -98,6 +102,7 @@ class Server(uvicorn.Server):
         self._hub: Calls = app.state.hub
         self._edge: Edge = app.state.edge
         self._drain_s = drain_s
+        self._tls = tls
         self._on_ready = on_ready
         self._on_end = on_end
         self._asked = Askings()
@@ -105,9 +110,16 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections, then call ``on_ready``."""
-        await super().startup(sockets)
+        await super().startup(sockets if self._tls is None else [])
+        if self._tls is not None:
+            greeters = [Greeter(one, self._tls, self._edge, self._greeted) for one in sockets or []]
+            self.servers += greeters  # type: ignore[arg-type]  # only `close` is called
         if self._on_ready is not None and not self.should_exit:
             self._on_ready()
+
+    def _greeted(self, greeting: Greeting) -> Connection:
+        state = self.server_state, self.lifespan.state
+        return Connection(self.config, *state, edge=self._edge, greeting=greeting)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing new; let streams finish, or end them when the drain time is over."""

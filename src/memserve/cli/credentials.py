@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from memserve.api.tls import Tls
 from memserve.errors import UserError
 from memserve.runtime.meta_etcd import EtcdAccess
 from memserve.runtime.private_files import read_private
@@ -47,6 +48,13 @@ MetricsKey = Annotated[
         f" {METRICS_VARIABLE}: every user of this machine can read the process list."
     ),
 ]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(
+        help="Serve HTTPS: file with the certificate in PEM, with the chain behind it. Read again when changed."
+    ),
+]
+TlsKey = Annotated[Path | None, typer.Option(help="File with the certificate's key in PEM, without a passphrase.")]
 MetadataCredentials = Annotated[
     Path | None,
     typer.Option(
@@ -69,6 +77,18 @@ StoreSecretFile = Annotated[
         envvar="MEMSERVE_CLUSTER_SECRET_FILE",
     ),
 ]
+
+
+def tls_of(cert: Path | None, key: Path | None) -> Tls | None:
+    """What HTTP is encrypted with. None: it is not. Raises :class:`UserError` for half a pair, and for files that are
+    none."""
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        raise UserError(
+            "TLS needs a certificate and its key", hint="give both --tls-cert and --tls-key", param="tls_cert"
+        )
+    return Tls(cert, key)
 
 
 def api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:

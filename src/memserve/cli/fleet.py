@@ -67,7 +67,7 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
     def on_ready() -> None:
         views = host.machine.engines()
         models = ", ".join(host.machine.models()) or "no model yet"
-        url = f"http://{http.host}:{listener.getsockname()[1]}/v1"
+        url = http.url(listener.getsockname()[1])
         up = sum(view.up for view in views)
         typer.echo(f"ready in {time.perf_counter() - started:.1f} s: {models} at {url}")
         typer.echo(f"{up} of {len(views)} engines take requests")
@@ -76,7 +76,7 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
     try:
         with signals_raise(), bind(http.host, http.port) as listener:
             make_room_for_connections(http.limits.connections_max)
-            server = Server(app, drain_s=http.drain_s, log_level=http.log_level, on_ready=on_ready)
+            server = Server(app, drain_s=http.drain_s, log_level=http.log_level, tls=http.tls, on_ready=on_ready)
             on_ending_signals(server.handle_exit)
             server.run(sockets=[listener])
     except EndAsked as asked:

@@ -23,6 +23,7 @@ from typing import Annotated, Any, get_args, get_origin
 import typer
 
 from memserve.api.config import EdgeConfig
+from memserve.api.tls import Tls
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.options import Option, contradiction, options_of, refuse, refused_names, with_values
@@ -45,12 +46,20 @@ class HttpOptions:
     port: int
     api_keys: tuple[str, ...] = field(repr=False)
     metrics_key: str | None = field(repr=False)
+    tls: Tls | None
+    """None: plain HTTP."""
     served_model_name: str | None
     generation_config: bool
     default_max_tokens: int
     drain_s: float
     limits: EdgeConfig
     log_level: str
+
+    def url(self, port: int) -> str:
+        """Where clients of this host find the API; ``port`` is the one that listens."""
+        local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+        shown = local.get(self.host, f"[{self.host}]" if ":" in self.host else self.host)
+        return f"http{'' if self.tls is None else 's'}://{shown}:{port}/v1"
 
 
 class Only:

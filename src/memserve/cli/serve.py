@@ -46,6 +46,9 @@ MetadataOption = Annotated[
     str,
     typer.Option(help="Where the router keeps records: a folder, etcd://HOST:PORT or none; auto: a folder per --port."),
 ]
+ModelName = Annotated[
+    str | None, typer.Option(help="Name under which clients ask for the model. Default: the model's own.")
+]
 ChatTokens = Annotated[
     int,
     typer.Option(
@@ -57,12 +60,10 @@ ChatTokens = Annotated[
 @opt.grouped
 def serve(
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = (opt.DEFAULT_HOST),
+    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = opt.DEFAULT_HOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one.")] = opt.DEFAULT_PORT,
     engine: EngineOptions,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name under which clients ask for the model. Default: the model's own.")
-    ] = None,
+    served_model_name: ModelName = None,
     generation_config: Annotated[
         bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
     ] = True,
@@ -70,6 +71,8 @@ def serve(
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
     metrics_key: credentials.MetricsKey = None,
+    tls_cert: credentials.TlsCert = None,
+    tls_key: credentials.TlsKey = None,
     drain_s: opt.DrainS = DRAIN_S,
     edge: EdgeConfig,
     log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
@@ -97,8 +100,9 @@ def serve(
     cluster.admission.refuse_idle()
     opt.set_up_logging(log_level)
     keys = credentials.api_keys(api_key, api_key_file)
-    names = (keys, credentials.metrics_key(metrics_key), served_model_name, generation_config, default_max_tokens)
-    http = opt.HttpOptions(host, port, *names, drain_s, edge, log_level)
+    secrets = (keys, credentials.metrics_key(metrics_key), credentials.tls_of(tls_cert, tls_key))
+    answers = (served_model_name, generation_config, default_max_tokens)
+    http = opt.HttpOptions(host, port, *secrets, *answers, drain_s, edge, log_level)
     if fleet.engines or fleet.admin_key_file is not None:
         own = in_process or any(count is not None for count in (prefill, decode, colocated, cluster_port))
         run_fleet(fleet, http, cluster, None if own else store)
@@ -219,24 +223,23 @@ def _serve_until_signal(
     port = listener.getsockname()[1]
 
     def on_ready() -> None:
-        typer.echo(ready_text(model.name, http.host, port, time.perf_counter() - started, http.api_keys))
+        typer.echo(ready_text(model.name, http.url(port), time.perf_counter() - started, http.api_keys))
         if served.text:
             typer.echo(served.text)
         if model.kv_lower_dtype != AS_COMPUTED:
             typer.echo(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
         sys.stdout.flush()
 
-    server = Server(app, drain_s=http.drain_s, log_level=http.log_level, on_ready=on_ready, on_end=served.on_end)
+    ends = {"on_ready": on_ready, "on_end": served.on_end}
+    server = Server(app, drain_s=http.drain_s, log_level=http.log_level, tls=http.tls, **ends)
     on_ending_signals(
         server.handle_exit
     )  # uvicorn restores these handlers when it returns: a later signal must not kill the process
     server.run(sockets=[listener])
 
 
-def ready_text(name: str, host: str, port: int, seconds: float, api_keys: Sequence[str]) -> str:
+def ready_text(name: str, url: str, seconds: float, api_keys: Sequence[str]) -> str:
     """The ready line, and a line to copy that talks to the server."""
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    url = f"http://{shown}:{port}/v1"
     question = {"role": "user", "content": "What is the capital of France?"}
     body = {"model": name, "temperature": 0, "messages": [question]}  # greedy: a small model wanders otherwise
     key = " -H 'Authorization: Bearer YOUR_KEY'" if api_keys else ""
