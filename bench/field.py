@@ -303,7 +303,9 @@ def main() -> None:
         else:
             wanted.append(bench)
     with tempfile.TemporaryDirectory() as temporary:
-        rows = measure(wanted, args, args.folder or Path(temporary)) if wanted else []
+        folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = measure(wanted, args, folder) if wanted else []
     show(rows)
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}")

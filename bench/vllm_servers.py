@@ -186,7 +186,9 @@ def recorded(parser: argparse.ArgumentParser, measure: Callable[[argparse.Namesp
     options = parser.parse_args()
     options.model = options.model or bundled_model("float32")
     with tempfile.TemporaryDirectory() as temporary:
-        record = measure(options, options.folder or Path(temporary))
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        record = measure(options, folder)
     if options.json:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return record
