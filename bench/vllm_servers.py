@@ -155,7 +155,7 @@ def running(*servers: Vllm) -> Iterator[None]:
 
 
 def streamed(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parts of a streamed answer. Raises ``RuntimeError`` for one that says what went wrong."""
+    """The parts of a streamed answer. Raises ``RuntimeError`` for one that says what went wrong, or that breaks off."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
         for line in answer:
@@ -164,6 +164,9 @@ def streamed(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 if "error" in part:
                     raise RuntimeError(str(part["error"]))
                 yield part
+            elif line.startswith(b"data: [DONE]"):
+                return
+    raise RuntimeError("the stream broke off")
 
 
 def gap(logprobs: list[float]) -> float:
