@@ -48,9 +48,10 @@ def token_array(ids: Iterable[Any], vocab_size: int, param: str = "prompt") -> T
         odd = next((kind for kind in kinds if kind is bool or not issubclass(kind, (int, np.integer))), None)
         if odd is not None:
             raise UserError(f"a token id must be an integer, got {odd.__name__}", param=param)
-        if any(not 0 <= item < vocab_size for item in items):
-            raise _foreign(next(item for item in items if not 0 <= item < vocab_size), vocab_size, param)
-        return np.array(items, dtype=np.int32)
+        try:
+            ids = np.fromiter(items, np.int64, len(items))  # a third of what a list costs np.array
+        except OverflowError:
+            raise _foreign(next(item for item in items if not 0 <= item < vocab_size), vocab_size, param) from None
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
         raise UserError(f"token ids must be one row of integers, got {ids.dtype} of shape {ids.shape}", param=param)
     check_tokens(ids, vocab_size, param)

@@ -18,7 +18,7 @@ from memserve.api.hub import Hub
 from memserve.api.messages import check_messages
 from memserve.api.metrics import ApiMetrics
 from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
-from memserve.api.prompts import Prompt, PromptEncoder
+from memserve.api.prompts import CHECKING, PARSING, Prompt, PromptEncoder, is_token_list
 from memserve.api.reply import Reply
 from memserve.api.respond import Shape, answer, new_envelope
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody, parse_body
@@ -55,7 +55,7 @@ class CompletionPlanner:
         """The engine requests for a body, one per prompt."""
         workers = self._encoder.workers
         await workers.turn(caller.tenant)
-        body = await workers.run(caller.tenant, len(data), lambda: parse_body(data, CompletionBody))
+        body = await workers.run(caller.tenant, len(data) // PARSING, lambda: parse_body(data, CompletionBody))
         _check_model(body.model, self._names)
         if not isinstance(body.prompt, (str, list)):
             raise bad_request("'prompt' is required: text or token ids", "prompt", "missing_required_parameter")
@@ -64,7 +64,8 @@ class CompletionPlanner:
         def planned() -> Generation:
             return plan_completion(body, self._prompts(body, document), self._model, caller, response_id)
 
-        return await workers.run(caller.tenant, len(data) + size_of(document), planned)
+        text_bytes = len(data) // (CHECKING if is_token_list(body.prompt) and not body.echo else 1)
+        return await workers.run(caller.tenant, text_bytes + size_of(document), planned)
 
     def _prompts(self, body: CompletionBody, document: Document | None) -> list[Prompt]:
         add_special_tokens = body.add_special_tokens is not False and document is None  # the document begins with them
@@ -85,7 +86,7 @@ class ChatPlanner:
         """The engine request for a body: one prompt, through the chat template."""
         workers = self._encoder.workers
         await workers.turn(caller.tenant)
-        body = await workers.run(caller.tenant, len(data), lambda: parse_body(data, ChatBody))
+        body = await workers.run(caller.tenant, len(data) // PARSING, lambda: parse_body(data, ChatBody))
         _check_model(body.model, self._names)
         document = _document(body, caller, self._documents, "chat")
 
