@@ -52,7 +52,7 @@ Dtype parse_dtype(const std::string& name) {
   return Dtype::float16;
 }
 
-PageLayout parse_layout(uintptr_t base, const Geometry& geometry) {
+PageLayout parse_layout(uintptr_t base, const Geometry& geometry, std::optional<int> page_heads) {
   const auto& [layers, kv_heads, dim_k, dim_v, block_tokens, dtype] = geometry;
   require(layers > 0, "num_layers is ", layers, ", must be positive");
   require(kv_heads > 0, "num_kv_heads is ", kv_heads, ", must be positive");
@@ -60,8 +60,11 @@ PageLayout parse_layout(uintptr_t base, const Geometry& geometry) {
   require(dim_v > 0 && dim_v % 8 == 0, "head_dim_v is ", dim_v, ", must be a positive multiple of 8");
   require(block_tokens > 0 && block_tokens % 16 == 0, "block_tokens is ", block_tokens,
           ", must be a positive multiple of 16");
+  require(!page_heads || *page_heads >= kv_heads, "page_heads is ", page_heads.value_or(0), ", less than the ",
+          kv_heads, " kv heads of the geometry");
   require(base != 0 && base % 4 == 0, "base is ", base, ", must be a non-zero address aligned to 4 bytes");
-  return {reinterpret_cast<char*>(base), layers, kv_heads, dim_k, dim_v, block_tokens, parse_dtype(dtype)};
+  return {reinterpret_cast<char*>(base), layers, kv_heads, dim_k, dim_v, block_tokens, parse_dtype(dtype),
+          page_heads.value_or(kv_heads)};
 }
 
 // One row of the batch: its counts are checked, its block ids copied.
@@ -99,9 +102,10 @@ bool shares_writes(const Batch& batch) {
 }
 
 Batch parse_batch(uintptr_t base, const Geometry& geometry, const Table& tables, const Ints& table_rows,
-                  const Ints& q_starts, const Ints& contexts, std::optional<int64_t> num_blocks) {
+                  const Ints& q_starts, const Ints& contexts, std::optional<int64_t> num_blocks,
+                  std::optional<int> page_heads) {
   Batch batch;
-  batch.layout = parse_layout(base, geometry);
+  batch.layout = parse_layout(base, geometry, page_heads);
   const size_t rows = contexts.shape(0);
   require(table_rows.shape(0) == rows, "table_rows has ", table_rows.shape(0), " entries, contexts has ", rows);
   require(q_starts.shape(0) == rows + 1, "q_starts has ", q_starts.shape(0), " entries, contexts + 1 is ", rows + 1);
@@ -180,11 +184,14 @@ void bind_attention(nb::module_& m) {
   nb::class_<PagedBatch>(m, "PagedBatch", "One step's ragged batch: built once per step, used by every layer.")
       .def("__init__",
            [](PagedBatch* self, uintptr_t base, const Geometry& geometry, const Table& tables, const Ints& table_rows,
-              const Ints& q_starts, const Ints& contexts, std::optional<int64_t> num_blocks) {
-             new (self) PagedBatch(parse_batch(base, geometry, tables, table_rows, q_starts, contexts, num_blocks));
+              const Ints& q_starts, const Ints& contexts, std::optional<int64_t> num_blocks,
+              std::optional<int> page_heads) {
+             new (self) PagedBatch(
+                 parse_batch(base, geometry, tables, table_rows, q_starts, contexts, num_blocks, page_heads));
            },
            nb::arg("base"), nb::arg("geometry"), nb::arg("tables").noconvert(), nb::arg("table_rows").noconvert(),
-           nb::arg("q_starts").noconvert(), nb::arg("contexts").noconvert(), nb::arg("num_blocks").none() = nb::none())
+           nb::arg("q_starts").noconvert(), nb::arg("contexts").noconvert(), nb::arg("num_blocks").none() = nb::none(),
+           nb::arg("page_heads").none() = nb::none())
       .def_prop_ro("tokens", &PagedBatch::tokens)
       .def_prop_ro("rows", [](const PagedBatch& self) { return self.batch().rows(); });
   m.def("attend", &attend, nb::arg("batch"), nb::arg("layer"), nb::arg("heads"), nb::arg("q"), nb::arg("k"),

@@ -74,10 +74,18 @@ void add_linear(Program& self, Size x, Size stride_x, Address w, Address bias, S
             {place(x), place(y)}, Dtype(dtype), Count(count)});
 }
 
+void add_reduce(Program& self, Size x, Size y, Size width, int dtype, int count) {
+  self.add({Reduce{nullptr, nullptr, width}, {place(x), place(y)}, Dtype(dtype), Count(count)});
+}
+
 void run_program(Program& self, int begin, int end, int first_external, const std::vector<Address>& addresses) {
   for (std::size_t i = 0; i < addresses.size(); ++i) self.set_external(first_external + int(i), out(addresses[i]));
-  nb::gil_scoped_release release;
-  self.run(begin, end);
+  memserve::Group::Ending ending;
+  {
+    nb::gil_scoped_release release;
+    ending = self.run(begin, end);
+  }
+  memserve::check(ending);
 }
 
 }  // namespace
@@ -93,6 +101,8 @@ void bind_fused(nb::module_& m) {
       .def("gated", &add_gated)
       .def("rotary", &add_rotary)
       .def("linear", &add_linear)
+      .def("reduce", &add_reduce)
+      .def("join", &Program::join, nb::keep_alive<1, 2>())
       .def("start", &Program::start)
       .def("run", &run_program)
       .def("__len__", &Program::size);

@@ -61,11 +61,29 @@ void Program::reset(int index, int parts) {
   const Step& step = steps_[index];
   const std::ptrdiff_t rows = counts_[static_cast<int>(step.count)];
   const auto* linear = std::get_if<Linear>(&step.op);
+  if (std::holds_alternative<Reduce>(step.op)) return units_[index].reset(rows > 0 ? 1 : 0, 1, parts);
   if (linear && rows > 0) return units_[index].reset((linear->n + kColumns - 1) / kColumns, kColumnGrain, parts);
   units_[index].reset(rows, rows < kManyRows ? 1 : kRowGrain, parts);
 }
 
-void Program::run_range(const Kernels& kernels, const Step& step, Range range) const {
+void Program::reduce(const Step& step, const Reduce& op) {
+  const std::ptrdiff_t rows = counts_[static_cast<int>(step.count)];
+  const void* x = resolve(step.places[0]);
+  void* y = resolve(step.places[1]);
+  if (ending_ != Group::Ending::good) return;
+  if (group_ != nullptr) {
+    ending_ = group_->all_reduce(x, y, size_t(rows * op.width), step.dtype);
+    return;
+  }
+  for (std::ptrdiff_t row = 0; row < rows; ++row)
+    for (std::ptrdiff_t column = 0; column < op.width; ++column) {
+      const float made_up = float((row * 7 + column * 13) % 17 - 8) / 64;
+      const std::ptrdiff_t at = row * op.width + column;
+      add_to(x, y, at, made_up, step.dtype);
+    }
+}
+
+void Program::run_range(const Kernels& kernels, const Step& step, Range range) {
   const auto at = [&](int i) { return resolve(step.places[i]); };
   if (const auto* norm = std::get_if<RmsNorm>(&step.op)) {
     RmsNorm op = *norm;
@@ -79,6 +97,8 @@ void Program::run_range(const Kernels& kernels, const Step& step, Range range) c
     Rotary op = *turn;
     op.x = at(0), op.cosine = at(1), op.sine = at(2), op.y = at(3);
     kernels.rotary(op, step.dtype, range.begin, range.end);
+  } else if (const auto* sum = std::get_if<Reduce>(&step.op)) {
+    reduce(step, *sum);
   } else if (const auto* product = std::get_if<Linear>(&step.op)) {
     Linear op = *product;
     op.x = at(0), op.y = at(1), op.rows = counts_[static_cast<int>(step.count)];
@@ -100,7 +120,8 @@ void Program::work(const Kernels& kernels, int begin, int end, int part) {
   }
 }
 
-void Program::run(int begin, int end) {
+Group::Ending Program::run(int begin, int end) {
+  ending_ = Group::Ending::good;
   const Kernels& kernels = kernels_in_use();
 #if defined(_OPENMP)
   const int parts = omp_get_max_threads();
@@ -114,6 +135,7 @@ void Program::run(int begin, int end) {
 #else
   work(kernels, begin, end, 0);
 #endif
+  return ending_;
 }
 
 }  // namespace memserve::fused

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fused.h"
+#include "group.h"
 
 namespace memserve::fused {
 
@@ -18,9 +19,16 @@ struct Place {
 
 enum class Count : int { tokens = 0, logits_rows = 1 };  // how many rows an operation has in this step
 
+// y = the sum of x over the workers of a group: dense rows of `width`.
+struct Reduce {
+  const void* x;
+  void* y;
+  std::ptrdiff_t width;
+};
+
 // One operation. The pointers inside `op` are filled from `places` when it runs, in the order of the struct's fields.
 struct Step {
-  std::variant<RmsNorm, Gated, Rotary, Linear> op;
+  std::variant<RmsNorm, Gated, Rotary, Linear, Reduce> op;
   std::vector<Place> places;
   Dtype dtype;
   Count count;
@@ -66,19 +74,26 @@ class Program {
 
   void set_external(int index, void* address);
 
-  // Run the operations [begin, end). No Python state is touched.
-  void run(int begin, int end);
+  // From now on sums are taken over this group. Before, made-up values stand in for the other workers'.
+  void join(Group* group) { group_ = group; }
+
+  // Run the operations [begin, end). No Python state is touched. Not `good`: other workers have not come, and what was
+  // computed means nothing.
+  Group::Ending run(int begin, int end);
 
  private:
   void* resolve(const Place& place) const { return place.external < 0 ? place.address : externals_[place.external]; }
   void reset(int index, int parts);
-  void run_range(const Kernels& kernels, const Step& step, Range range) const;
+  void run_range(const Kernels& kernels, const Step& step, Range range);
+  void reduce(const Step& step, const Reduce& op);
   void work(const Kernels& kernels, int begin, int end, int part);
 
   std::vector<Step> steps_;
   std::deque<Units> units_;  // of steps_; a deque, because units cannot be moved
   std::vector<void*> externals_;
   std::ptrdiff_t counts_[2] = {0, 0};
+  Group* group_ = nullptr;
+  Group::Ending ending_ = Group::Ending::good;  // written by the one thread that runs a Reduce
 };
 
 }  // namespace memserve::fused

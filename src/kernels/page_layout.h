@@ -5,6 +5,7 @@
 //   | l=0 | l=1 |...|       | kv 0 | kv 1 |     | K [head_dim_k, block] | V [block, head_dim_v] |
 //   +-----+-----+---+       +------+------+     +----------------------+----------------------+
 //
+// A worker that has some of the heads sees the arena from its first head on (`base`), with whole pages as strides.
 // K lies transposed: a step of the dot product over head_dim_k then reads neighbouring tokens with one vector load.
 #pragma once
 
@@ -19,10 +20,11 @@ struct PageLayout {
   char* base;  // of the arena
   int num_layers, num_kv_heads, head_dim_k, head_dim_v, block_tokens;
   Dtype dtype;
+  int page_heads;  // of a whole page: more than num_kv_heads where other workers have the rest
 
   size_t element_bytes() const { return dtype == Dtype::float32 ? 4 : 2; }
   size_t head_bytes() const { return size_t(block_tokens) * (head_dim_k + head_dim_v) * element_bytes(); }
-  size_t page_bytes() const { return head_bytes() * num_kv_heads; }
+  size_t page_bytes() const { return head_bytes() * page_heads; }
 
   // The only place that maps blocks to pages. Layer-wise placement would replace `block * num_layers + layer`.
   char* page(int32_t block, int layer) const { return base + (size_t(block) * num_layers + layer) * page_bytes(); }

@@ -260,7 +260,13 @@ class SharedArena(Buffer):
     :class:`MemoryTier` has a name. ``OSError`` when the kernel has none to give.
     """
 
-    def __init__(self, nbytes: int) -> None: ...
+    def __init__(self, nbytes: int, sealed: bool = True) -> None:
+        """``sealed``: false lets processes that inherit ``fd`` map it writable, until :meth:`seal`."""
+    @staticmethod
+    def attach(fd: int, nbytes: int) -> SharedArena:
+        """A worker's map of its instance's arena, writable; takes ``fd`` over."""
+    def seal(self) -> None:
+        """No process can map it writable from now on."""
     @property
     def fd(self) -> int:
         """The owner's descriptor of the file, closed when this object goes."""

@@ -36,9 +36,11 @@ class PagedBatch:
         q_starts: NDArray[np.int32],
         contexts: NDArray[np.int32],
         num_blocks: int | None = None,
+        page_heads: int | None = None,
     ) -> None:
         """``base``: address of the arena of pages. ``tables [slots, max_blocks]``, ``table_rows [rows]``,
         ``q_starts [rows + 1]``, ``contexts [rows]``: int32, C-contiguous. ``num_blocks``: size of the arena.
+        ``page_heads``: kv heads of a whole page, where ``geometry`` and ``base`` are those of some of them.
 
         Head sizes are multiples of 8, ``block_tokens`` is a multiple of 16 (32 is the fast one).
         Raises ValueError, naming the value, for shapes that do not fit and for block ids outside the arena.
@@ -239,3 +241,34 @@ class Program:
 
     def run(self, begin: int, end: int, first_external: int, addresses: list[int]) -> None:
         """Set externals ``first_external, first_external + 1, ...``, then run the operations ``[begin, end)``."""
+
+class Group:
+    """The workers of one instance, and what they exchange, through memory that all of them map; see
+    ``src/kernels/group.h``. Every rank calls the same operations in the same order.
+
+    ``RuntimeError``: another worker has ended (``abort``), or has not come within ``timeout_s``.
+    """
+
+    def __init__(self, region: int, rank: int, size: int, slot_bytes: int, timeout_s: float) -> None:
+        """``region``: address of ``region_bytes(size, slot_bytes)`` bytes that were zero before the first rank came."""
+    @staticmethod
+    def region_bytes(size: int, slot_bytes: int) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def waited_ns(self) -> int:
+        """How long this rank has waited for others, beyond the first microseconds of each wait."""
+    @property
+    def aborted(self) -> bool: ...
+    def all_reduce(self, x: int, out: int, count: int, dtype: int) -> None:
+        """``out`` = the sum of all ranks' ``x``: dense, ``count`` elements, the same bits everywhere."""
+    def gather(self, x: int, rows: int, widths: list[int], out: int) -> None:
+        """Rank 0's ``out`` receives ``rows`` rows: ``widths[r]`` bytes of each from rank ``r``, beside one another."""
+    def broadcast(self, data: int, bytes: int, root: int) -> None:
+        """Every rank's ``data`` becomes that of ``root``."""
+    def meet(self) -> None:
+        """Return when all ranks have come."""
+    def abort(self) -> None:
+        """End all waits of all ranks, now and from now on."""

@@ -23,6 +23,7 @@ from memserve.options import (
     check_ranges,
     option,
 )
+from memserve.parallel import Parallel
 from memserve.tiers import AS_COMPUTED, check_lower_dtype, check_tiers, hbm_blocks, lower_block_bytes
 from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode
 from memserve.units import MIB, NS_PER_MS, NS_PER_S
@@ -347,6 +348,8 @@ class EngineOptions:
     """Share KV with engines that ask for it, through a store. False: Share no KV with other engines through a store."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Batching of the engine."""
+    parallel: Parallel = field(default_factory=Parallel)
+    """Workers of the engine."""
     max_model_tokens: int | None = option(None, least=1, vllm="max_model_len")
     """Context limit: tokens of a prompt and its answer together. None: the model's own."""
     block_tokens: int = option(32, least=1, vllm="block_size")
@@ -356,8 +359,6 @@ class EngineOptions:
 
     VLLM_REFUSED: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "gpu_memory_utilization": (None, "give the KV cache a size: --kv-memory 8GiB, or kv_memory='8GiB'"),
-        "tensor_parallel_size": (1, "a model runs on one device; several instances: --colocated 2"),
-        "pipeline_parallel_size": (1, "a model runs on one device; several instances: --colocated 2"),
     }
     """Options of vLLM that mean nothing here: the value that asks for nothing, and what to say instead."""
 

@@ -24,6 +24,11 @@ size_t arena_bytes(int64_t nbytes) {
   return static_cast<size_t>(nbytes);
 }
 
+SharedArena* attach(int fd, int64_t nbytes) {
+  constexpr uint64_t unnamed[2] = {0, 0};
+  return new SharedArena(fd, arena_bytes(nbytes), unnamed, false);
+}
+
 size_t collapse(SharedArena& self, int64_t offset, int64_t count) {
   if (offset < 0 || count < 0 || static_cast<uint64_t>(offset) + static_cast<uint64_t>(count) > self.nbytes()) {
     throw nb::value_error("offset and count must lie inside the arena");
@@ -43,8 +48,11 @@ nb::class_<A> arena_class(nb::module_& m, const char* name, const char* doc) {
 
 void bind_shared_arena(nb::module_& m) {
   arena_class<SharedArena>(m, "SharedArena", "Zeroed memory that other processes of this host can read.")
-      .def("__init__", [](SharedArena* self, int64_t nbytes) { new (self) SharedArena(arena_bytes(nbytes)); },
-           nb::arg("nbytes"))
+      .def("__init__",
+           [](SharedArena* self, int64_t nbytes, bool sealed) { new (self) SharedArena(arena_bytes(nbytes), sealed); },
+           nb::arg("nbytes"), nb::arg("sealed") = true)
+      .def_static("attach", &attach, nb::arg("fd"), nb::arg("nbytes"))
+      .def("seal", &SharedArena::seal)
       .def_prop_ro("fd", &SharedArena::fd)
       .def("collapse", &collapse, nb::arg("offset"), nb::arg("count"))
       .def_prop_rw("generation", &SharedArena::generation, &SharedArena::set_generation);

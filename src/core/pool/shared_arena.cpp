@@ -96,7 +96,7 @@ SharedArena::SharedArena(int fd, size_t bytes, const uint64_t id[2], bool fresh)
   fd_ = fd;
 }
 
-SharedArena::SharedArena(size_t bytes) : nbytes_(bytes), mapped_(file_bytes(bytes)) {
+SharedArena::SharedArena(size_t bytes, bool sealed) : nbytes_(bytes), mapped_(file_bytes(bytes)) {
   Descriptor file(memfd_create("memserve-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.get() < 0) fail(errno, "no shared memory (memfd_create)");
   if (ftruncate(file.get(), static_cast<off_t>(mapped_)) != 0) fail(errno, "a shared arena cannot have this size");
@@ -104,11 +104,15 @@ SharedArena::SharedArena(size_t bytes) : nbytes_(bytes), mapped_(file_bytes(byte
   madvise(start_, mapped_, MADV_HUGEPAGE);  // advice: most machines have it off for shared memory
   auto* const head = new (start_) SharedHeader{kMagic, bytes, {}, {}};
   head->generation.store(0);
-  const int size_seals = F_SEAL_SHRINK | F_SEAL_GROW;
-  if (fcntl(file.get(), F_ADD_SEALS, size_seals | F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) != 0) {
-    fcntl(file.get(), F_ADD_SEALS, size_seals | F_SEAL_SEAL);  // an older kernel
-  }
   fd_ = file.keep();
+  fcntl(fd_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
+  if (sealed) seal();
+}
+
+void SharedArena::seal() {
+  if (fcntl(fd_, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) != 0) {
+    fcntl(fd_, F_ADD_SEALS, F_SEAL_SEAL);  // an older kernel
+  }
 }
 
 SharedArena::~SharedArena() {

@@ -20,8 +20,8 @@ struct SharedHeader;
 class SharedArena {
  public:
   // Throws std::system_error. The file is sealed: its size never changes, and on kernels from 5.1 on
-  // no other process can map it writable.
-  explicit SharedArena(size_t bytes);
+  // no other process can map it writable from then on: at once, or when the owner's workers have (`seal`).
+  explicit SharedArena(size_t bytes, bool sealed = true);
   // A named file of `file_bytes(bytes)` in memory, whose descriptor it closes at the end. `fresh`: it is all zeros, else
   // it was an arena of this size and `id` before, and keeps its bytes and its generation. On a throw `fd` is the caller's.
   SharedArena(int fd, size_t bytes, const uint64_t id[2], bool fresh);
@@ -36,6 +36,7 @@ class SharedArena {
   size_t nbytes() const { return nbytes_; }
   uint64_t generation() const;
   void set_generation(uint64_t generation);
+  void seal();
 
   // Puts the huge-page stretches that [offset, offset + bytes) touches on huge pages, and commits their memory. Most
   // machines use no huge pages for shared memory unless asked (MADV_COLLAPSE, Linux 6.1). May take a millisecond per

@@ -18,7 +18,7 @@ from memserve.cli import options as opt
 from memserve.config import DRAIN_S, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.links.devices import own_address
-from memserve.runtime.process import ignore_terminal
+from memserve.runtime.process import die_with, ignore_terminal
 from memserve.types import Role
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, lin
     greeting = json.loads(sys.stdin.readline())
     try:
         ignore_terminal()
-        from memserve.runtime.instance_host import MemberOptions, die_with, run_instance
+        from memserve.runtime.instance_host import MemberOptions, run_instance
 
         outlive = Path(greeting["folder"]) if "folder" in greeting else None
         if outlive is None:

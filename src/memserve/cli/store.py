@@ -137,7 +137,7 @@ def _run_supervised(
     greeting = json.loads(sys.stdin.readline())
     try:
         ignore_terminal()
-        from memserve.runtime.instance_host import die_with
+        from memserve.runtime.process import die_with
         from memserve.runtime.store_host import run_store
 
         outlive = Path(greeting["folder"]) if "folder" in greeting else None

@@ -49,7 +49,9 @@ class KvArenas:
         *,
         shared: bool = False,
         lower: _core.LowerPages | None = None,
+        hbm: _core.SharedArena | None = None,
     ) -> None:
+        """``hbm``: memory that the workers of an instance share, for the tier of that name. None: its own."""
         self.block_bytes = block_bytes
         self._lower = lower
         #: the tiers that peers can read; only with ``shared``, only those that have blocks
@@ -57,12 +59,14 @@ class KvArenas:
         self._pages = block_bytes // lower.page_bytes if lower is not None else 1  # of a block
         lower_bytes = self._pages * lower.lower_page_bytes if lower is not None else block_bytes
         self._huge_bytes = 0  # of the HBM arena, from its start: requested to be on huge pages
+        self._hbm_arena = hbm
         if device.type == "cpu" and shared:
-            self.hbm = self._share(Tier.HBM, hbm_blocks)
+            self.hbm = self._share(Tier.HBM, hbm_blocks, hbm)
+            self._hbm_arena = self.shared[Tier.HBM]
             # peers know of one kind of page: with ``lower`` nothing of DRAM is offered to them
             self.dram = self._share(Tier.DRAM, dram_blocks) if lower is None else _mapped(dram_blocks, lower_bytes)
         elif device.type == "cpu":
-            self.hbm = _mapped(hbm_blocks, block_bytes)
+            self.hbm = _mapped(hbm_blocks, block_bytes) if hbm is None else _blocks(hbm, hbm_blocks, block_bytes)
             self.dram = _mapped(dram_blocks, lower_bytes)
         else:
             check(lower is None, "a lower tier with a dtype of its own is for CPUs so far")
@@ -80,7 +84,7 @@ class KvArenas:
         Shared memory comes in small pages, which cost attention a few per cent; so the used part of the arena is moved
         to huge ones (the pool hands out low blocks first), where the operating system can do that.
         """
-        arena = self.shared.get(Tier.HBM)
+        arena = self._hbm_arena
         if arena is None or not blocks:
             return
         used_bytes = (max(blocks) + 1) * self.block_bytes
@@ -111,11 +115,11 @@ class KvArenas:
         firsts: Int32s = np.repeat(blocks, self._pages) * np.int32(self._pages)
         return firsts + np.tile(np.arange(self._pages, dtype=np.int32), len(blocks))
 
-    def _share(self, tier: Tier, blocks: int) -> Tensor:
+    def _share(self, tier: Tier, blocks: int, arena: _core.SharedArena | None = None) -> Tensor:
         if blocks == 0:
             return _mapped(0, self.block_bytes)
-        arena = self.shared[tier] = _core.SharedArena(blocks * self.block_bytes)
-        return torch.frombuffer(arena, dtype=torch.uint8).view(blocks, self.block_bytes)
+        self.shared[tier] = arena or _core.SharedArena(blocks * self.block_bytes)
+        return _blocks(self.shared[tier], blocks, self.block_bytes)
 
     def _tier(self, tier: Tier) -> Tensor:
         return self.hbm if tier is Tier.HBM else self.dram
@@ -134,5 +138,8 @@ class KvArenas:
 def _mapped(blocks: int, block_bytes: int) -> Tensor:
     if blocks == 0:
         return torch.empty((0, block_bytes), dtype=torch.uint8)
-    arena = _core.Arena(blocks * block_bytes)
+    return _blocks(_core.Arena(blocks * block_bytes), blocks, block_bytes)
+
+
+def _blocks(arena: _core.Arena | _core.SharedArena, blocks: int, block_bytes: int) -> Tensor:
     return torch.frombuffer(arena, dtype=torch.uint8).view(blocks, block_bytes)  # keeps the arena alive

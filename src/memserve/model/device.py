@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +21,7 @@ from memserve.model.attention.backends import AttentionFactory, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers
 from memserve.model.copier import Copy, PageCopier
+from memserve.model.crew import Crew, exchanging
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.sampling import Drawn, report_logprobs, sample
@@ -28,6 +29,11 @@ from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotTabl
 from memserve.runtime.memory import trim_heap
 from memserve.runtime.ports import OnLayer
 from memserve.types import Tier, TokenLogprobs
+
+Drawing = tuple[Int64s, Int64s]
+"""Slots, and a token for each."""
+
+NOTHING_DRAWN: Drawing = np.empty(0, np.int64), np.empty(0, np.int64)
 
 
 class ModelDevice:
@@ -42,23 +48,27 @@ class ModelDevice:
         *,
         shared: bool = False,
         link_bytes_s: float | None = None,
+        crew: Crew | None = None,
+        hbm: _core.SharedArena | None = None,
     ) -> None:
         """``forward`` defaults to the module as it is, ``attention`` to the best for the model's device. ``shared``
         puts the KV where other processes of this host can read it. ``link_bytes_s``: emulate a link of this rate for
-        KV that lies by layer."""
+        KV that lies by layer. ``crew``: the other workers of the instance, which share the memory ``hbm``."""
         geometry, scheduler, pool = model.geometry, config.scheduler, config.pool
         self._device = model.device
         lower = lower_pages(geometry, pool.lower_dtype)
         sizes = geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks
-        self._arenas = KvArenas(model.device, *sizes, shared=shared, lower=lower)
+        self._arenas = KvArenas(model.device, *sizes, shared=shared, lower=lower, hbm=hbm)
+        self._crew, self._drawn = crew, NOTHING_DRAWN
         # a step under way may sample one token beyond the last that the machine will use
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
         self._vocab_size = model.vocab_size
         self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size)
         self._forward = forward or EagerForward(model.module)
-        self._attention = attention or choose_attention(self._arenas.hbm, geometry)
+        share = None if crew is None else crew.share
+        self._attention = attention or choose_attention(self._arenas.hbm, geometry, share)
         #: of pages, as blocks of a model with one layer
-        self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1))
+        self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1), share)
         addresses = self._arenas.base, self._arenas.dram.data_ptr()
         self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
         self._copier = PageCopier(link_bytes_s)
@@ -93,6 +103,19 @@ class ModelDevice:
         link = self._copier.take_used()
         return replace(finished, device_ns=time.perf_counter_ns() - started_ns, link=link)
 
+    def take_drawn(self) -> Drawing:
+        """What was drawn since the last call."""
+        drawn, self._drawn = self._drawn, NOTHING_DRAWN
+        return drawn
+
+    def follow(self, drawn: Drawing, plan: StepPlan) -> None:
+        """This worker's part of a step that another one leads, and what that one has ``drawn`` since the last step."""
+        self._slots.append(*drawn)
+        self._prepare(plan)
+        if plan.slots:
+            with torch.inference_mode():
+                self._logits(plan)
+
     def close(self) -> None:
         """Release the arenas (with the last reference to this device)."""
         self._copier.close()
@@ -103,26 +126,43 @@ class ModelDevice:
             self._slots.close_all()
         for slot in plan.close:
             self._slots.close(slot)
-        for order in plan.copies:
-            self._arenas.copy(order)
+        if self._leads:
+            for order in plan.copies:
+                self._arenas.copy(order)
+        if plan.copies:
+            self._meet()
         for sequence in plan.open:
-            self._arenas.will_use(sequence.blocks)
+            self._will_use(sequence.blocks)
             self._slots.open(sequence)
         for slot, blocks in plan.grow:
-            self._arenas.will_use(blocks)
+            self._will_use(blocks)
             self._slots.grow(slot, blocks)
         for slot, position, block in plan.replace:
             self._slots.replace(slot, position, block)
         for placement in plan.place:
             self._place(placement)
 
+    @property
+    def _leads(self) -> bool:
+        """Whether this worker makes the copies: the only one does."""
+        return self._crew is None or self._crew.leads
+
+    def _meet(self) -> None:
+        if self._crew is not None:
+            self._crew.whole.meet()
+
+    def _will_use(self, blocks: Sequence[int]) -> None:
+        if self._leads:
+            self._arenas.will_use(blocks)
+
     def _place(self, order: PlaceByLayer) -> None:
         check(self._device.type == "cpu", "KV by layer is for CPUs so far")
         frames = [*order.kept.values(), *order.staging]
         for some in frames:
-            self._arenas.will_use(some)
+            self._will_use(some)
             self._arenas.check_blocks(Tier.HBM, np.array(some, np.int32))
-        self._arenas.check_blocks(Tier.DRAM, np.array(order.dram_blocks, np.int32))
+        if self._leads:
+            self._arenas.check_blocks(Tier.DRAM, np.array(order.dram_blocks, np.int32))
         self._slots.place(order.slot, PlacedRange(order, self._tiers))
 
     def _move(self, orders: list[MovePages]) -> list[Copy]:
@@ -144,6 +184,16 @@ class ModelDevice:
         return begun
 
     def _compute(self, plan: StepPlan) -> StepFinished:
+        logits, drawing = self._logits(plan)
+        failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
+        prompt_logprobs = self._prompt_logprobs(plan, logits[len(drawing) :], failed)
+        drawn = self._draw(plan, drawing, logits[: len(drawing)], failed)
+        return StepFinished(
+            plan.step_id, drawn.tokens.tolist(), 0, drawn.logprobs, prompt_logprobs, drawn.candidates, failed
+        )
+
+    def _logits(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
+        """``[rows, vocab]`` float32 of the rows that draw, whose numbers they are, then of prompts' tokens."""
         slots, starts = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
         counts = np.array(plan.counts, np.int64)
         self._slots.check_rows(slots, starts, counts)
@@ -154,20 +204,15 @@ class ModelDevice:
         logits_rows += [np.arange(q_starts[row], q_starts[row + 1]) for row in plan.prompt_logprob_rows]
 
         attention = self._attention_of(slots, q_starts, (starts + counts).astype(np.int32))
-        with attending(self._reporting(plan, attention)):
+        with attending(self._reporting(plan, attention)), exchanging(self._crew):
             logits = self._forward(
                 *self._inputs(slots, starts, counts, q_starts), self._send(np.concatenate(logits_rows, dtype=np.int64))
             )
         if isinstance(attention, LayeredAttention):
             attention.finish()
-
-        logits = logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size]
-        failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
-        prompt_logprobs = self._prompt_logprobs(plan, logits[len(drawing) :], failed)
-        drawn = self._draw(plan, drawing, logits[: len(drawing)], failed)
-        return StepFinished(
-            plan.step_id, drawn.tokens.tolist(), 0, drawn.logprobs, prompt_logprobs, drawn.candidates, failed
-        )
+        if self._crew is not None:
+            logits = self._crew.gather(logits)
+        return logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size], drawing
 
     def _attention_of(self, slots: Int64s, q_starts: Int32s, contexts: Int32s) -> StepAttention:
         placed = self._slots.placed
@@ -178,13 +223,19 @@ class ModelDevice:
         entries = max(-(-int(contexts.max()) // self._slots.block_tokens), *places)
         tables = self._slots.tables[slots, :entries]
         shape = self._tiers.num_layers, self._slots.block_tokens
-        return LayeredAttention(self._page_attention(), self._copier, *shape, ranges, tables, q_starts, contexts)
+        copier = self._copier if self._leads else None
+        return LayeredAttention(self._page_attention(), copier, *shape, ranges, tables, q_starts, contexts, self._meet)
 
     def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
         """On CUDA a layer's kernels have not run when its call returns: there the end of the step reports them all."""
-        if not plan.report_layers or self.on_layer is None or self._device.type != "cpu":
+        follows, stages = (False, 1) if self._crew is None else (not self._crew.leads, self._crew.share.stages)
+        if not plan.report_layers or self._device.type != "cpu" or stages > 1:  # no worker sees all layers of stages
             return attention
-        return ReportingAttention(attention, partial(self.on_layer, plan.step_id), plan.report_layers)
+        if follows:
+            return ReportingAttention(attention, lambda layer: None, plan.report_layers, self._meet)
+        if self.on_layer is None:
+            return attention
+        return ReportingAttention(attention, partial(self.on_layer, plan.step_id), plan.report_layers, self._meet)
 
     def _inputs(self, slots: Int64s, starts: Int64s, counts: Int64s, q_starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Token ids and positions of the ragged batch, both ``[T]`` int64."""
@@ -208,6 +259,7 @@ class ModelDevice:
         for slot, why in drawn.failed.items():
             failed.setdefault(slot, why)
         self._slots.append(slots, drawn.tokens)
+        self._drawn = slots, drawn.tokens
         return drawn
 
     def _prompt_logprobs(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
     from memserve.policy.costs import CostModel
     from memserve.runtime.engine import Engine
+    from memserve.runtime.workers import Divided
 
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class Parts:
 
     model: LoadedModel
     config: InstanceConfig
-    device: ModelDevice
+    device: ModelDevice | Divided
     machine: Instance
     costs: CostModel
     """Measured on this machine, or the defaults."""
@@ -53,12 +54,12 @@ def build_parts(
     from memserve.model.loading.loader import load_model, model_sizes
     from memserve.policy.capacity import context_note
     from memserve.policy.reuse import PreemptionCosts
-    from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes
+    from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes, usable_cores
     from memserve.runtime.profile_store import load_profile
 
-    model = load_model(
-        options.model, options.dtype, options.device, block_tokens=options.block_tokens, threads=options.threads
-    )
+    workers = options.parallel.workers
+    threads = options.threads if workers == 1 else options.parallel.threads_each(options.threads or usable_cores())
+    model = load_model(options.model, options.dtype, options.device, block_tokens=options.block_tokens, threads=threads)
     on_gpu = model.device.type != "cpu"
     if on_gpu and role in (Role.PREFILL, Role.DECODE):
         hint = "use --colocated 1, or --device cpu"
@@ -71,7 +72,7 @@ def build_parts(
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
     config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool)
     check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
-    costs = load_profile(model.fingerprint, geometry, model.device.type, options.threads)
+    costs = load_profile(model.fingerprint, geometry, model.device.type + options.parallel.text, options.threads)
     known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
     machine = Instance(config, geometry.block_tokens, known, me=me, geometry=geometry)
     note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
@@ -85,7 +86,14 @@ def build_parts(
     )
     bound = memory_bound(model_sizes(model), geometry, config, in_cluster=me is not None)  # with its weights
     link_bytes_s = config.scheduler.link_bytes_s
-    device = ModelDevice(served, config, best_forward(model.module), shared=me is not None, link_bytes_s=link_bytes_s)
+    device: ModelDevice | Divided
+    if workers > 1:
+        from memserve.runtime.workers import build_divided
+
+        device = build_divided(served, options, config, shared=me is not None, link_bytes_s=link_bytes_s)
+    else:
+        forward = best_forward(model.module)
+        device = ModelDevice(served, config, forward, shared=me is not None, link_bytes_s=link_bytes_s)
     if not on_gpu:
         device.bound_bytes = bound.total_bytes
         log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)

@@ -185,6 +185,8 @@ class HostedInstance:
         self.post = self._loop.post
         self.ask = self._loop.ask
         device.on_layer = self._layer_finished
+        if hasattr(device, "on_broken"):  # one of several workers
+            device.on_broken = lambda: self._loop.call(on_broken)
 
     def start(self) -> None:
         """Begin to work."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -34,8 +32,6 @@ WAITING_TOLD_S = (1.0, 2.0, 4.0, 8.0)
 
 KNOCK_S = 1.0
 """How long it may take to find that out."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +142,6 @@ def _no_router(found: Mapping[str, Knock]) -> UserError:
         return UserError(f"the router at {places} refuses the secret", hint=hint, param="join")
     hint = "is `memserve serve --cluster-port` running there, and can this host reach it?"
     return UserError(f"no router answers at {places}", hint=hint, param="join")
-
-
-def die_with(parent_pid: int) -> None:
-    """From now on this process is killed when its parent ends, however that ends, and even while it is stopped.
-
-    The kernel watches the parent's *thread*: a parent keeps the thread that started instances.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it has ended already
-        os._exit(1)
 
 
 def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:

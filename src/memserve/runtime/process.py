@@ -3,6 +3,7 @@ cores."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -191,3 +192,16 @@ def _own_ticks() -> int:
         own |= more
         grown = bool(more)
     return sum(ticks.get(pid, 0) for pid in own)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent_pid: int) -> None:
+    """From now on this process is killed when its parent ends, however that ends, and even while it is stopped.
+
+    The kernel watches the parent's *thread*: a parent keeps the thread that started instances.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it has ended already
+        os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memserve.errors import UserError
 from memserve.model.attention.context import StepAttention
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
+from memserve.parallel import Share
 from memserve.types import KVGeometry
 
 log = logging.getLogger(__name__)
@@ -28,13 +31,20 @@ class KernelAttention:
     """The CPU kernel of ``memserve._kernels`` over one step's batch."""
 
     def __init__(
-        self, base: int, geometry: KVGeometry, tables: Int32s, table_rows: Int32s, q_starts: Int32s, contexts: Int32s
+        self,
+        base: int,
+        geometry: KVGeometry,
+        page_heads: int,
+        tables: Int32s,
+        table_rows: Int32s,
+        q_starts: Int32s,
+        contexts: Int32s,
     ) -> None:
-        """``base``: address of the arena."""
+        """``base``: address of the arena, from the first head of ``geometry`` on; whole pages have ``page_heads``."""
         kernels = _kernels()
         g = geometry
         shape = (g.num_layers, g.num_kv_heads, g.head_dim_k, g.head_dim_v, g.block_tokens, g.dtype)
-        self.batch = kernels.PagedBatch(base, shape, tables, table_rows, q_starts, contexts)
+        self.batch = kernels.PagedBatch(base, shape, tables, table_rows, q_starts, contexts, None, page_heads)
         self._attend = kernels.attend
         self._head_dim_v = g.head_dim_v
 
@@ -112,11 +122,20 @@ class TritonAttention:
         return out[None]
 
 
-def choose_attention(arena: Tensor, geometry: KVGeometry) -> AttentionFactory:
-    """The fastest attention for the device of ``arena`` (uint8, blocks) and for the geometry."""
+def choose_attention(arena: Tensor, geometry: KVGeometry, share: Share | None = None) -> AttentionFactory:
+    """The fastest attention for the device of ``arena`` (uint8, blocks) and for the geometry.
+
+    ``share``: only the heads of one worker; the others of every page are other workers'. Raises :class:`UserError`
+    where only whole pages can be attended."""
     flat = arena.view(-1)
     if flat.device.type == "cpu" and _kernel_supports(geometry):
-        return partial(KernelAttention, flat.data_ptr(), geometry)
+        whole = geometry.num_kv_heads
+        first, own = (0, whole) if share is None else (share.first_head, share.heads[share.part])
+        base = flat.data_ptr() + first * (geometry.page_bytes // whole)
+        return partial(KernelAttention, base, replace(geometry, num_kv_heads=own), whole)
+    if share is not None and share.parts > 1:
+        hint = "use --tensor-parallel 1; --pipeline-parallel works"
+        raise UserError(f"no kernel attends to some heads of a page of {geometry}", hint=hint, param="tensor")
     if flat.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         return partial(TritonAttention, flat, geometry)
     log.warning("attention runs in plain torch: no kernel for device %s and %s", flat.device.type, geometry)

@@ -85,16 +85,25 @@ class ReportingAttention:
     """A step's attention that reports when the K and V of a layer are written, so that they can be sent while the next
     layers are computed (MemServe 5.2, by layer). For a CPU, where they are written when ``attend`` returns."""
 
-    def __init__(self, attention: StepAttention, written: Callable[[int], None], every: int = 1) -> None:
-        """``every``: tell of each Nth layer; what comes behind the last of them the end of the step tells."""
+    def __init__(
+        self,
+        attention: StepAttention,
+        written: Callable[[int], None],
+        every: int = 1,
+        meet: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``every``: tell of each Nth layer; what comes behind the last of them the end of the step tells. ``meet``
+        returns when all workers of the instance have written theirs."""
         self._attention = attention
         self._written = written
         self._every = every
+        self._meet = meet
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """See :meth:`StepAttention.attend`."""
         mixed = self._attention.attend(layer, q, k, v, **options)
         if (layer + 1) % self._every == 0:
+            self._meet()
             self._written(layer)
         return mixed
 

@@ -12,7 +12,7 @@ nothing of it: a page is a block of a model with one layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,16 +103,19 @@ class LayeredAttention:
     def __init__(
         self,
         make: AttentionFactory,
-        copier: PageCopier,
+        copier: PageCopier | None,
         num_layers: int,
         block_tokens: int,
         placed: dict[int, PlacedRange],
         tables: Int32s,
         q_starts: Int32s,
         contexts: Int32s,
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
-        """``make``: of pages as blocks of one layer. ``tables [rows, entries]``: blocks. ``placed``: by row."""
-        self._make = make
+        """``make``: of pages as blocks of one layer. ``tables [rows, entries]``: blocks. ``placed``: by row.
+
+        ``copier`` None: another worker of the instance makes the copies. ``meet`` returns when all have come."""
+        self._make, self._meet = make, meet
         self._copier = copier
         self._tables = tables * num_layers
         self._numbers = np.arange(len(tables), dtype=np.int32)
@@ -129,7 +132,7 @@ class LayeredAttention:
 
     def _fetch(self, row: int, turn: int) -> None:
         entries = self._rows[row].read
-        if entries:
+        if entries and self._copier is not None:
             copy = self._coming[row, turn] = self._rows[row].placed.fetch(turn, entries)
             self._copier.begin(copy, urgent=True)
 
@@ -143,7 +146,11 @@ class LayeredAttention:
             if layer in placed.passing:
                 turn = turns[number] = placed.passing.index(layer)
                 self._await_buffer(number, placed, turn)
+        self._meet()  # what was to be read is there, for all workers
         mixed = self._make(table, self._numbers, self._q_starts, self._contexts).attend(0, q, k, v, **options)
+        self._meet()  # all have read it, and written theirs
+        if self._copier is None:
+            return mixed
         for number, row in self._rows.items():
             if row.written_end > row.written_first:
                 copy = self._leaving[number, layer] = row.placed.write_back(layer, row.written_first, row.written_end)
@@ -157,10 +164,11 @@ class LayeredAttention:
         """The buffer of a layer has what is to be read, and no longer what another layer has left there."""
         left = self._leaving.pop((number, placed.passing[turn - 2]), None) if turn >= 2 else None
         for copy in (left, self._coming.pop((number, turn), None)):
-            if copy is not None:
+            if copy is not None and self._copier is not None:
                 self._copier.wait(copy)
 
     def finish(self) -> None:
         """All layers are computed: wait for what leaves."""
-        for copy in self._leaving.values():
-            self._copier.wait(copy)
+        if self._copier is not None:
+            for copy in self._leaving.values():
+                self._copier.wait(copy)

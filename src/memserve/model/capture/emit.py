@@ -129,6 +129,10 @@ class NativeStep:
         self._alive = lowered  # the program knows weights by address only
         self._views: dict[tuple[int, int], list[Tensor]] = {}
 
+    def join(self, group: _kernels.Group) -> None:
+        """Take sums over the workers of ``group`` from now on."""
+        self._program.join(group)
+
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """See :class:`memserve.model.forward.Forward`; the result may lie in the workspace until the next step."""
         sizes = (input_ids.shape[0], logits_rows.shape[0])

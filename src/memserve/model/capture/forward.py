@@ -31,6 +31,7 @@ from memserve.model.capture.passes_fuse import (
 )
 from memserve.model.capture.passes_simplify import has_mutation, simplify
 from memserve.model.capture.record import CaptureRefused, generalise, record
+from memserve.model.crew import Crew
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
 from memserve.model.loading.probe import DenseAttention
@@ -54,7 +55,8 @@ class CapturedForward:
         self.source = program.source
         self.native = _native_step(graph, dtype)
         linears = [node.args[1] for node in graph.nodes if node.target is fused.linear]
-        self._fills_up = ROWS_NATIVE_MAX if all(linear.is_ours for linear in linears) else 0
+        #: up to this many tokens rows are not padded
+        self.fills_up = ROWS_NATIVE_MAX if all(linear.is_ours for linear in linears) else 0
         self.operations = sum(node.op == "call_function" for node in graph.nodes)
         _forget_values(graph.nodes)
 
@@ -64,7 +66,7 @@ class CapturedForward:
         with torch.inference_mode():
             # Padded once here, so that no linear has to copy its input. Rows mix only in attention, which computes
             # those of its batch.
-            missing = bucket_rows(len(input_ids)) - len(input_ids) if len(input_ids) > self._fills_up else 0
+            missing = bucket_rows(len(input_ids)) - len(input_ids) if len(input_ids) > self.fills_up else 0
             if missing:
                 input_ids, positions = pad(input_ids, (0, missing)), pad(positions, (0, missing))
             if native is not None and len(input_ids) <= native.rows_max and len(logits_rows) <= native.rows_max:
@@ -72,11 +74,16 @@ class CapturedForward:
             return self._run(input_ids, positions, logits_rows)
 
 
-def best_forward(module: Any) -> Forward:
-    """The captured forward if ``module`` can be captured (its weights are freed then), else the module itself."""
+def best_forward(module: Any, crew: Crew | None = None) -> Forward:
+    """The captured forward if ``module`` can be captured (its weights are freed then), else the module itself.
+
+    ``crew``: the workers of the instance, all of which must compute the same rows, padding included."""
     captured = capture_forward(module)
-    if captured is None:
+    agreed = crew is None or crew.agree(0 if captured is None else 1 + captured.fills_up)
+    if captured is None or not agreed:
         return EagerForward(module)
+    if crew is not None and captured.native is not None:
+        captured.native.join(crew.stage)
     release_weights(module)
     return captured
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from memserve.model import crew
 from memserve.model.capture import fused
 from memserve.model.capture.passes_simplify import Node, constant_of, value_of
 from memserve.model.capture.places import Buffer, Dim, External, Place, dense_place, row_shape
@@ -63,6 +64,7 @@ class Lowering:
             fused.add_rms_norm: self._add_rms_norm,
             fused.gated: self._gated,
             fused.rotary: self._rotary,
+            crew.all_reduce: self._reduce,
         }
 
     def run(self) -> Lowered:
@@ -191,6 +193,19 @@ class Lowering:
             )  # fmt: skip
 
         return NativeOp(node, [gate, up], [y], add)
+
+    def _reduce(self, node: Node) -> NativeOp | None:
+        x = self._input(node.args[0])
+        rows = self._rows_of(x)
+        y = None if x is None else self._output(value_of(node), x)
+        if x is None or y is None or rows is None or rows[0].stride != rows[1].size:
+            return None
+        width, code = rows[1].size, fused.DTYPE_CODES[self._result.dtype]
+
+        def add(program: Any, at: Callable[[Place | None], int]) -> None:
+            program.reduce(at(x), at(y), width, code, x.count)
+
+        return NativeOp(node, [x], [y], add)
 
     def _rotary(self, node: Node) -> NativeOp | None:
         x, cosine, sine = (self._input(arg) for arg in node.args[:3])

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from memserve.model import crew
 from memserve.model.attention.context import attending, current_attention
 
 
@@ -71,6 +72,25 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self._record(attend, (q, k, v, layer, options), {}, mixed)
         return mixed
 
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Stands in for the other workers of the instance, as the next two do: one node, and a value of that shape."""
+        return self._exchanged(crew.all_reduce, x)
+
+    def receive(self, x: Tensor) -> Tensor:
+        """See :meth:`all_reduce`."""
+        return self._exchanged(crew.receive, x)
+
+    def send(self, x: Tensor) -> Tensor:
+        """See :meth:`all_reduce`."""
+        return self._exchanged(crew.send, x)
+
+    def _exchanged(self, target: Any, x: Tensor) -> Tensor:
+        self._paused = True
+        result = x.clone()
+        self._paused = False
+        self._record(target, (x,), {}, result)
+        return result
+
     def node_of(self, value: Any) -> Any:
         """The node that made a tensor; one that no node made is a constant (weight, buffer, lifted number)."""
         if not isinstance(value, Tensor):
@@ -108,7 +128,7 @@ def record(forward: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Trace:
     """Run ``forward(**inputs)`` and record it. Raises :class:`CaptureRefused`."""
     with torch.inference_mode():
         recorder = _Recorder(inputs)
-        with attending(recorder), recorder:
+        with attending(recorder), crew.exchanging(recorder), recorder:
             result = forward(**inputs)
         recorder.graph.output(recorder.node_of(result))
     return Trace(recorder.graph, recorder.inputs)

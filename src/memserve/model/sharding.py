@@ -1,0 +1,247 @@
+"""Cuts a model for one worker, by the plan that transformers gives for it: nothing here knows a family.
+
+Columns of ``q``, ``k``, ``v`` and of the MLP's first linears stay with the heads and columns that a worker has; rows of
+the linears behind them too, and their results are summed over the workers. The vocabulary is cut as well: each worker
+embeds its own tokens, and computes their logits. Layers of other stages are left out; where they begin and end, hidden
+states are handed on.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memserve.errors import UserError
+from memserve.model import crew
+from memserve.parallel import COLUMN_UNIT, Share, balanced, even
+from memserve.types import KVGeometry
+
+_HEADS_OF = {"q_proj": "queries", "k_proj": "keys", "v_proj": "values", "o_proj": "queries"}
+_SIMPLE = ("colwise", "rowwise")
+_FEW = 8
+"""Values that stand in for logits: enough to compare forwards by."""
+
+_HARMLESS = ("replicated_with_grad_allreduce",)
+
+
+def shard(module: Any, share: Share, geometry: KVGeometry) -> tuple[int, ...]:
+    """Leave of ``module`` what ``share`` has; returns how many tokens of the vocabulary each part has.
+
+    Raises :class:`UserError` for a model whose plan asks for more than cutting columns and rows.
+    """
+    text = module.config.get_text_config()
+    layers = _layers_of(module, text.num_hidden_layers)
+    vocabularies = _cut_vocabulary(module, share)
+    if share.parts > 1:
+        plan = _plan_of(module, layers)
+        for layer in (layers[index] for index in share.own_layers):
+            _cut_layer(layer, plan, share, geometry)
+    if share.stages > 1:
+        _leave_out(layers, share)
+        if not share.is_last_stage:
+            module.set_output_embeddings(_NoLogits())
+    return vocabularies
+
+
+def _refuse(module: Any, why: str) -> UserError:
+    hint = "use --tensor-parallel 1; --pipeline-parallel needs no plan"
+    return UserError(f"a {module.config.model_type} model cannot be divided among workers: {why}", hint=hint)
+
+
+def _layers_of(module: Any, count: int) -> nn.ModuleList:
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    if len(lists) != 1:
+        raise _refuse(module, "its layers are not one list")
+    return lists[0]
+
+
+def _plan_of(module: Any, layers: nn.ModuleList) -> dict[str, str]:
+    """Style by a linear's name inside a layer."""
+    plan = dict(getattr(module, "tp_plan", None) or {})
+    prefix = next(name for name, part in module.named_modules() if part is layers) + ".*."
+    styles = {name.removeprefix(prefix): style for name, style in plan.items() if name.startswith(prefix)}
+    if not styles:
+        raise _refuse(module, "transformers has no plan for it")
+    other = sorted({style for style in styles.values() if style not in (*_SIMPLE, *_HARMLESS)})
+    if other:
+        raise _refuse(module, f"its plan asks for {', '.join(other)}")
+    linears = [name for name, part in layers[0].named_modules() if isinstance(part, nn.Linear)]
+    unknown = [name for name in linears if _style(styles, name) not in _SIMPLE]
+    if unknown:
+        raise _refuse(module, f"its plan leaves out {', '.join(unknown)}")
+    return styles
+
+
+def _style(styles: dict[str, str], name: str) -> str:
+    return next((style for pattern, style in styles.items() if fnmatch.fnmatchcase(name, pattern)), "")
+
+
+# -- columns and rows
+
+
+def _cut_layer(layer: Any, styles: dict[str, str], share: Share, geometry: KVGeometry) -> None:
+    linears = {name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
+    for name, linear in linears.items():
+        first, count = _range_of(name, linear, linears, styles, share, geometry)
+        parent, _, own = name.rpartition(".")
+        holder = layer.get_submodule(parent)
+        if _style(styles, name) == "colwise":
+            setattr(holder, own, _columns(linear, first, count))
+        else:
+            setattr(holder, own, _Summed(_rows(linear, first, count, keeps_bias=share.part == 0)))
+
+
+def _range_of(
+    name: str, linear: nn.Linear, linears: dict[str, nn.Linear], styles: dict[str, str], share: Share, g: KVGeometry
+) -> tuple[int, int]:
+    """Which columns (or rows, of a ``rowwise`` linear) this worker has: first and count."""
+    size = linear.out_features if _style(styles, name) == "colwise" else linear.in_features
+    kind = _HEADS_OF.get(name.rpartition(".")[2])
+    if kind is not None:
+        of_a_head = size // g.num_kv_heads
+        return share.first_head * of_a_head, share.heads[share.part] * of_a_head
+    columns = balanced(size, share.heads, *_costs(linears, g))
+    return sum(columns[: share.part]), columns[share.part]
+
+
+def _costs(linears: dict[str, nn.Linear], g: KVGeometry) -> tuple[float, float]:
+    """Weights of a KV head with its queries, and of a column of the MLP."""
+    heads = [part for name, part in linears.items() if name.rpartition(".")[2] in _HEADS_OF]
+    others = [part for name, part in linears.items() if name.rpartition(".")[2] not in _HEADS_OF]
+    of_heads = sum(part.in_features * part.out_features for part in heads) / g.num_kv_heads
+    inner = max((max(part.in_features, part.out_features) for part in others), default=1)
+    return of_heads, sum(part.in_features * part.out_features for part in others) / inner
+
+
+def _columns(linear: nn.Linear, first: int, count: int) -> nn.Linear:
+    bias = None if linear.bias is None else linear.bias.detach()[first : first + count]
+    return _linear(linear.weight.detach()[first : first + count], bias)
+
+
+def _rows(linear: nn.Linear, first: int, count: int, *, keeps_bias: bool) -> nn.Linear:
+    bias = None if linear.bias is None or not keeps_bias else linear.bias.detach()
+    return _linear(linear.weight.detach()[:, first : first + count], bias)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
+    made.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias.clone(), requires_grad=False)
+    return made
+
+
+class _Summed(nn.Module):
+    """A linear over some of its inputs: the workers' results are summed."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return crew.all_reduce(self.linear(x))
+
+
+# -- the vocabulary
+
+
+def _cut_vocabulary(module: Any, share: Share) -> tuple[int, ...]:
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Embedding):
+        raise _refuse(module, "its embedding or its head is of an unknown kind")
+    counts = even(head.out_features, share.parts, COLUMN_UNIT)
+    if share.parts > 1:
+        first, count = sum(counts[: share.part]), counts[share.part]
+        own = _columns(head, first, count)
+        is_tied = embedding.weight.data_ptr() == head.weight.data_ptr()
+        rows = own.weight if is_tied else nn.Parameter(
+            embedding.weight.detach()[first : first + count].clone(), requires_grad=False
+        )  # fmt: skip
+        embedding.weight, embedding.padding_idx = rows, None
+        module.set_output_embeddings(own)
+        if share.stage == 0:
+            module.set_input_embeddings(_SomeTokens(embedding, first, count))
+    if share.stage > 0:
+        module.set_input_embeddings(_NoTokens(head.in_features, head.weight.dtype))
+    return counts
+
+
+class _SomeTokens(nn.Module):
+    """An embedding of some of the vocabulary: the other workers have the others."""
+
+    def __init__(self, embedding: nn.Embedding, first: int, count: int) -> None:
+        super().__init__()
+        self.embedding, self._first, self._count = embedding, first, count
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows of this worker."""
+        return self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        own = ids - self._first
+        inside = (own >= 0) & (own < self._count)
+        rows = self.embedding(own.clamp(0, self._count - 1))
+        return crew.all_reduce(rows * inside[..., None].to(rows.dtype))
+
+
+# -- stages
+
+
+class _NoTokens(nn.Module):
+    """Stands in for the embedding where hidden states come from the stage before."""
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.empty((0, hidden), dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids[..., None].to(self.weight.dtype) * self.weight.new_zeros(self.weight.shape[1])
+
+
+class _NoLogits(nn.Module):
+    """Stands in for the head where the next stage computes logits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :_FEW]
+
+
+class _Passing(nn.Module):
+    """Stands in for a layer of another stage."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        for name in ("attention_type", "layer_type"):  # what some models ask their layers for
+            if hasattr(layer, name):
+                setattr(self, name, getattr(layer, name))
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+
+class _Receiving(_Passing):
+    """The last layer before this stage: its result comes from there."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return crew.receive(hidden_states)
+
+
+class _Sending(_Passing):
+    """The first layer behind this stage."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return crew.send(hidden_states)
+
+
+def _leave_out(layers: nn.ModuleList, share: Share) -> None:
+    own = share.own_layers
+    for index in range(len(layers)):
+        if index == own.start - 1:
+            layers[index] = _Receiving(layers[index])
+        elif index == own.stop:
+            layers[index] = _Sending(layers[index])
+        elif index not in own:
+            layers[index] = _Passing(layers[index])

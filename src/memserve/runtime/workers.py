@@ -1,0 +1,292 @@
+"""An instance of several workers: the processes beside the one that leads, and the device that they are together.
+
+    leader (this process)                      worker 1, 2, ...
+    plan k, what k - 1 has drawn  --socket-->  the same step with other heads, columns, layers
+    copies, forward, draw         <=memory=>   forward: parts of sums, hidden states, logits
+
+The KV of all workers is one memory: each writes and reads its heads and layers of every page. So nothing outside knows
+that an instance has workers: pool, swapping, transfers between instances of other degrees, stores.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+
+from memserve import _core, _kernels
+from memserve.config import EngineOptions, InstanceConfig
+from memserve.errors import UserError, check
+from memserve.instance.events import StepFinished, StepPlan
+from memserve.model.capture.forward import best_forward
+from memserve.model.crew import Crew
+from memserve.model.device import ModelDevice
+from memserve.model.loading.loader import LoadedModel, load_model
+from memserve.model.sharding import shard
+from memserve.parallel import Share, shares
+from memserve.runtime.memory import keep_heap_small, leave_triton_out, objects_that_stay, usable_cores
+from memserve.runtime.ports import OnLayer
+from memserve.runtime.process import die_with, ignore_terminal, set_thread_environment
+from memserve.types import KVGeometry, Tier
+from memserve.units import MIB
+
+log = logging.getLogger(__name__)
+
+SLOT_BYTES = MIB
+"""A worker's part of one operation; longer ones go in pieces."""
+
+STEP_S = 120.0
+"""How long a worker waits for another within a step."""
+
+LOAD_S = 600.0
+"""How long workers may take to load their parts."""
+
+_END_S = 5.0
+
+
+class WorkersBroken(Exception):
+    """No step can be computed any more: a worker has ended, or they have lost one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What a worker is told when it starts. Descriptors are inherited."""
+
+    share: Share
+    options: EngineOptions
+    config: InstanceConfig
+    threads: int
+    parent_pid: int
+    hbm: tuple[int, int]
+    """Descriptor and bytes of the memory of KV."""
+    regions: tuple[tuple[int, int], ...]
+    """Of the group of each stage, then of all workers."""
+
+
+class Workers:
+    """The processes beside the leader."""
+
+    def __init__(self, options: EngineOptions, config: InstanceConfig, geometry: KVGeometry) -> None:
+        """Start them; they load their parts meanwhile. Raises :class:`UserError` for a model that cannot be divided."""
+        self.shares = shares(options.parallel, geometry)
+        if config.scheduler.layerwise != "off" and options.parallel.pipeline > 1:
+            hint = "use --tensor-parallel, or leave out --layerwise"
+            raise UserError("layers of several stages cannot be placed by layer", hint=hint, param="layerwise")
+        self.hbm = _core.SharedArena(config.pool.hbm_blocks * geometry.block_bytes, sealed=False)
+        first = self.shares[0]
+        sizes = [*[first.parts] * first.stages, first.ranks]
+        bytes_each = [_kernels.Group.region_bytes(size, SLOT_BYTES) for size in sizes]
+        self._regions = [_core.SharedArena(nbytes, sealed=False) for nbytes in bytes_each]
+        described = tuple((region.fd, region.nbytes) for region in self._regions)
+        hbm = self.hbm.fd, self.hbm.nbytes
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lines: list[Connection] = []
+        self._ending = False
+        threads = options.parallel.threads_each(options.threads or usable_cores())
+        for share in self.shares[1:]:
+            order = _Order(share, options, config, threads, os.getpid(), hbm, described)
+            self._start(order, [hbm[0], *(fd for fd, _ in described)])
+
+    def _start(self, order: _Order, inherited: list[int]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "memserve.runtime.workers", str(theirs.fileno())]
+            environment = {**os.environ, "OMP_NUM_THREADS": str(order.threads)}
+            process = subprocess.Popen(command, pass_fds=[*inherited, theirs.fileno()], env=environment)
+        line = Connection(ours.detach())
+        self._processes.append(process)
+        self._lines.append(line)
+        line.send(order)
+
+    def wait_loaded(self) -> None:
+        """Return when all have loaded their parts. Raises :class:`UserError` with what went wrong in one of them."""
+        for rank, line in enumerate(self._lines, 1):
+            try:
+                said = line.recv() if line.poll(LOAD_S) else f"it did not load its part within {LOAD_S:.0f} s"
+            except (EOFError, OSError):
+                said = f"it has ended with status {self._processes[rank - 1].wait(_END_S)}"
+            if said:
+                self.close()
+                raise UserError(f"worker {rank} of this instance cannot start: {said}", hint="its log says more")
+        self.hbm.seal()
+
+    def crew(self, vocabularies: tuple[int, ...]) -> Crew:
+        """The leader's connection to them."""
+        stage, whole = self._regions[0], self._regions[-1]
+        return _crew(self.shares[0], stage.address, whole.address, vocabularies)
+
+    def watch(self, crew: Crew, device: Divided) -> None:
+        """From now on a worker that ends ends the waits of all."""
+        for rank, process in enumerate(self._processes, 1):
+            args = (rank, process, crew, device)
+            threading.Thread(target=self._watch, args=args, name=f"memserve-worker-{rank}", daemon=True).start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], crew: Crew, device: Divided) -> None:
+        status = process.wait()
+        if self._ending:
+            return
+        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"has ended with status {status}"
+        log.error("worker %d of this instance %s: the instance cannot go on", rank, how)
+        crew.abandon(f"worker {rank} {how}")
+        device.broke()
+
+    def tell(self, drawn: object, plan: StepPlan) -> None:
+        """Give a step to all of them."""
+        letter = pickle.dumps((drawn, plan), pickle.HIGHEST_PROTOCOL)
+        for line in self._lines:
+            line.send_bytes(letter)
+
+    def close(self) -> None:
+        """End them."""
+        self._ending = True
+        for line in self._lines:
+            with suppress(OSError):
+                line.close()  # the end of its orders
+        for process in self._processes:
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class Divided:
+    """The device of an instance with workers (:class:`memserve.runtime.ports.Device`)."""
+
+    def __init__(self, own: ModelDevice, workers: Workers, crew: Crew) -> None:
+        """``own``: the leader's part."""
+        self._own, self._workers, self._crew = own, workers, crew
+        self.on_broken: Callable[[], object] = lambda: None
+        """Called once when no further step can be computed."""
+        self.bound_bytes = own.bound_bytes
+        workers.watch(crew, self)
+
+    @property
+    def on_layer(self) -> OnLayer | None:
+        """See :class:`memserve.runtime.ports.Device`."""
+        return self._own.on_layer
+
+    @on_layer.setter
+    def on_layer(self, on_layer: OnLayer | None) -> None:
+        self._own.on_layer = on_layer
+
+    @property
+    def shared_arenas(self) -> Mapping[Tier, _core.SharedArena]:
+        """What peers can read, tier by tier."""
+        return self._own.shared_arenas
+
+    @property
+    def waited_ns(self) -> int:
+        """How long the leader has waited for the others so far."""
+        return self._crew.waited_ns
+
+    def execute(self, plan: StepPlan) -> StepFinished:
+        """One step of all workers. Raises :class:`WorkersBroken` from the first failure on."""
+        if self._crew.broken:
+            raise WorkersBroken(self._crew.broken)
+        try:
+            self._workers.tell(self._own.take_drawn(), plan)
+            return self._own.execute(plan)
+        except BaseException as error:
+            # the workers may be at different operations now, and could not be brought together again
+            self._crew.abandon(f"a step failed: {type(error).__name__}: {error}")
+            self.broke()
+            raise WorkersBroken(self._crew.broken) from error
+
+    def broke(self) -> None:
+        """Say so, once."""
+        tell, self.on_broken = self.on_broken, lambda: None
+        tell()
+
+    def close(self) -> None:
+        """End the workers; release the arenas with the last reference."""
+        self._workers.close()
+        self._own.close()
+
+
+def build_divided(
+    model: LoadedModel, options: EngineOptions, config: InstanceConfig, *, shared: bool, link_bytes_s: float | None
+) -> Divided:
+    """A device of several workers. Raises :class:`UserError` for what cannot be divided."""
+    if model.device.type != "cpu":
+        hint = "use --device cpu, or leave out --tensor-parallel and --pipeline-parallel"
+        raise UserError("instances of several workers run on a CPU so far", hint=hint, param="tensor")
+    workers = Workers(options, config, model.geometry)
+    try:
+        vocabularies = shard(model.module, workers.shares[0], model.geometry)
+        workers.wait_loaded()
+        crew = workers.crew(vocabularies)
+        forward = best_forward(model.module, crew)
+        own = ModelDevice(model, config, forward, shared=shared, link_bytes_s=link_bytes_s, crew=crew, hbm=workers.hbm)
+    except BaseException:
+        workers.close()
+        raise
+    return Divided(own, workers, crew)
+
+
+def _crew(share: Share, stage: int, whole: int, vocabularies: tuple[int, ...]) -> Crew:
+    return Crew(
+        share,
+        _kernels.Group(stage, share.part, share.parts, SLOT_BYTES, STEP_S),
+        _kernels.Group(whole, share.rank, share.ranks, SLOT_BYTES, STEP_S),
+        vocabularies,
+    )
+
+
+# -- a worker
+
+
+def main(descriptor: int) -> None:
+    """The process of one worker: loads its part, then follows the leader until that closes the line, or is gone."""
+    ignore_terminal()
+    line = Connection(descriptor)
+    order: _Order = line.recv()
+    die_with(order.parent_pid)
+    set_thread_environment()
+    keep_heap_small()
+    try:
+        with objects_that_stay():
+            leave_triton_out(order.options.device)
+            device = _load(order, line)
+    except UserError as error:
+        line.send(error.message)
+        return
+    while True:
+        try:
+            drawn, plan = pickle.loads(line.recv_bytes())
+        except (EOFError, OSError):
+            return
+        device.follow(drawn, plan)
+
+
+def _load(order: _Order, line: Connection) -> ModelDevice:
+    options, share = order.options, order.share
+    model = load_model(options.model, options.dtype, "cpu", block_tokens=options.block_tokens, threads=order.threads)
+    vocabularies = shard(model.module, share, model.geometry)
+    stage, whole = (_core.SharedArena.attach(*order.regions[at]) for at in (share.stage, -1))
+    hbm = _core.SharedArena.attach(*order.hbm)
+    check(hbm.nbytes == order.config.pool.hbm_blocks * model.geometry.block_bytes, "the arena has another size")
+    line.send("")
+    crew = _crew(share, stage.address, whole.address, vocabularies)
+    forward = best_forward(model.module, crew)
+    config = replace(order.config, pool=replace(order.config.pool, dram_blocks=0))
+    device = ModelDevice(model, config, forward, crew=crew, hbm=hbm)
+    _kept.append((stage, whole, hbm))
+    return device
+
+
+_kept: list[object] = []
+"""Memory that the crew knows by address."""
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
