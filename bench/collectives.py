@@ -60,7 +60,9 @@ def rank_main(rank: int, ranks: int, fd: int, port: int, rounds: int) -> None:
                     add()
                 found[rows][name].append((time.perf_counter() - begin) / count * 1e6)
     if rank == 0:
-        print(json.dumps({rows: {name: statistics.median(us) for name, us in by.items()} for rows, by in found.items()}))
+        print(
+            json.dumps({rows: {name: statistics.median(us) for name, us in by.items()} for rows, by in found.items()})
+        )
     dist.destroy_process_group()
 
 
@@ -88,7 +90,10 @@ def main() -> None:
     command = [sys.executable, __file__, "--ranks", str(args.ranks), "--rounds", str(args.rounds), "--port", str(port)]
     processes = [
         subprocess.Popen(
-            [*command, "--rank", str(rank), "--fd", str(region.fd)], pass_fds=[region.fd], stdout=subprocess.PIPE, text=True
+            [*command, "--rank", str(rank), "--fd", str(region.fd)],
+            pass_fds=[region.fd],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(args.ranks)
     ]

@@ -24,6 +24,13 @@ from chats import read
 
 TIE_LOGITS = 1e-4
 MIB = 1 << 20
+WORKERS: list[tuple[str, dict[str, Any]]] = [
+    ("TP 2", {"tensor_parallel": 2}),
+    ("TP 3", {"tensor_parallel": 3}),
+    ("PP 2", {"pipeline_parallel": 2}),
+    ("TP 2 x PP 2", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+]
+"""Instances of several workers: SmolLM2-135M has 3 KV heads, so that two parts are not alike."""
 
 
 @dataclass
@@ -82,6 +89,17 @@ def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
             must=("cached_tokens", "layers.begun"),
         ),
         Setting("by layer, n = 4", {**tight, "layerwise": "auto"}, n=4),
+        *(Setting(f"{text}, warm", {**roomy, **words}, warm=True, must=("cached_tokens",)) for text, words in WORKERS),
+        *(
+            Setting(f"{text}, tiny pool, swap", {**tight, **words, "preemption": "swap"}, must=("preemptions_swap",))
+            for text, words in WORKERS[:1] + WORKERS[-1:]
+        ),
+        Setting("TP 2, n = 4", {**roomy, "tensor_parallel": 2}, n=4),
+        Setting(
+            "TP 2, by layer",
+            {**tight, "tensor_parallel": 2, "layerwise": "auto", "caching": False},
+            must=("layers.begun", "layers.link.up_bytes"),
+        ),
     ]
 
 

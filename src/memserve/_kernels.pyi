@@ -190,6 +190,12 @@ class Program:
     ) -> None:
         """Append :func:`rms_norm`."""
 
+    def reduce(self, x: int, y: int, width: int, dtype: int, count: int) -> None:
+        """Append the sum of dense rows over the workers of :meth:`join`'s group."""
+
+    def join(self, group: Group) -> None:
+        """Take sums over ``group`` from now on; before, made-up values stand in for the others'."""
+
     def gated(
         self,
         gate: int,

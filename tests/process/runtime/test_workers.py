@@ -1,0 +1,123 @@
+"""Instances of several workers: the same answers, alone and in clusters of other degrees; workers that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from memserve import LLM
+from memserve.errors import UserError
+from memserve.types import SamplingParams
+from served_cluster import Server, eventually
+from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
+
+OPTIONS = {"dtype": "float32", "threads": 1, "kv_memory": "4MiB"}
+KINDS = {"TP 2": (2, 1), "PP 2": (1, 2), "TP 2 x PP 3": (2, 3)}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_folder(tiny_module("llama"), tmp_path_factory.mktemp("models") / "tiny")
+
+
+def workers_of(pid: int) -> list[int]:
+    """The processes of workers that ``pid`` leads."""
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            try:
+                if "memserve.runtime.workers" in Path(f"/proc/{child}/cmdline").read_text():
+                    found.append(child)
+            except OSError:
+                continue
+    return found
+
+
+def answers(llm: LLM) -> list[tuple[int, ...]]:
+    """Greedy tokens of twelve prompts, asked side by side, some with common beginnings; then drawn ones."""
+    asked = [[int(token) for token in [*prompt(60, at % 3), *prompt(10 + 9 * at, 50 + at)]] for at in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        greedy = SamplingParams(temperature=0)
+        found = pool.map(lambda one: llm.generate([one], greedy, max_tokens=25)[0], asked)
+        drawn = llm.generate(asked[:2], max_tokens=20, temperature=1.0, seed=5, n=2, top_p=0.9, logprobs=2)
+        return [tuple(choice.tokens) for one in [*found, *drawn] for choice in one.outputs]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_give_the_answers_of_one(model: Path, kind: str) -> None:
+    tensor, pipeline = KINDS[kind]
+    small = {**OPTIONS, "kv_memory": "400KiB", "dram_memory": "4MiB", "preemption": "swap", "max_step_tokens": 64}
+    with LLM(str(model), **small) as llm:
+        expected = answers(llm)
+    with LLM(str(model), **small, tensor_parallel=tensor, pipeline_parallel=pipeline) as llm:
+        assert len(workers_of(os.getpid())) == tensor * pipeline - 1
+        assert answers(llm) == expected
+        assert llm._engine.stats().instance.preemptions_swap or llm._engine.stats().instance.dram_tokens_reused
+    assert not workers_of(os.getpid()), "they end with the engine"
+
+
+def test_kv_by_layer_lies_in_the_pages_of_all_workers(model: Path) -> None:
+    options = {**OPTIONS, "max_step_tokens": 64, "enable_prefix_caching": False}
+    asked = [[int(token) for token in prompt(150, at)] for at in range(8)]
+    greedy = SamplingParams(temperature=0)
+
+    def tokens(llm: LLM) -> list[tuple[int, ...]]:
+        with ThreadPoolExecutor(8) as pool:
+            found = pool.map(lambda one: llm.generate([one], greedy, max_tokens=30)[0], asked)
+            return [tuple(one.outputs[0].tokens) for one in found]
+
+    with LLM(str(model), **options) as llm:
+        expected = tokens(llm)
+    by_layer = {**options, "kv_memory": "200KiB", "dram_memory": "4MiB", "layerwise": "auto", "link_gbps": 1.0}
+    with LLM(str(model), **by_layer, tensor_parallel=2) as llm:
+        assert tokens(llm) == expected
+        assert llm._engine.stats().instance.layers.begun
+
+
+def test_what_cannot_be_divided_is_refused_before_it_starts(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="3 workers cannot share the 2 KV heads"):
+        LLM(str(model), **OPTIONS, tensor_parallel=3)
+    with pytest.raises(UserError, match="4 stages cannot share the 3 layers"):
+        LLM(str(model), **OPTIONS, pipeline_parallel=4)
+    with pytest.raises(UserError, match="several stages cannot be placed by layer"):
+        LLM(str(model), **OPTIONS, pipeline_parallel=2, dram_memory="4MiB", layerwise="auto")
+    with pytest.raises(UserError, match="some heads of a page"):
+        LLM(str(model), **OPTIONS, tensor_parallel=2, block_tokens=8)
+    other = save_folder(tiny_module("opt"), tmp_path / "opt")
+    with pytest.raises(UserError, match="cannot be divided among workers"):
+        LLM(str(other), **OPTIONS, tensor_parallel=2)
+    assert not workers_of(os.getpid())
+
+
+def test_a_worker_that_is_killed_ends_the_engine_with_its_requests(model: Path) -> None:
+    with LLM(str(model), **OPTIONS, tensor_parallel=2) as llm:
+        llm.generate([[5, 6, 7]], max_tokens=3)
+        (worker,) = workers_of(os.getpid())
+        os.kill(worker, signal.SIGKILL)
+        eventually(lambda: llm._engine.closing)
+        with pytest.raises(Exception, match="engine"):
+            llm.generate([[5, 6, 7]], max_tokens=3)
+
+
+def test_a_cluster_goes_on_without_a_token_lost_when_a_worker_is_killed(model: Path) -> None:
+    module = tiny_module("llama")
+    asked = [[int(token) for token in prompt(70, at)] for at in range(4)]
+    expected = [" ".join(f"w{token}" for token in greedy_tokens(module, prompt(70, at), 100)) for at in range(4)]
+    server = Server(model, "--prefill", "1", "--decode", "1", "--decode-tensor-parallel", "2", "--metadata", "none")
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lambda one: server.complete(one, 100).strip(), asked)) == expected
+            (worker,) = workers_of(server.children()["d1"])
+            assert not workers_of(server.children()["p1"])
+            futures = [pool.submit(server.complete, one, 100) for one in asked]
+            os.kill(worker, signal.SIGKILL)
+            assert [future.result().strip() for future in futures] == expected
+        eventually(lambda: "d1" in server.members() and workers_of(server.children().get("d1", 0)))
+        assert server.complete(asked[0], 100).strip() == expected[0]
+    finally:
+        server.process.terminate()
+        assert server.process.wait(60) == 0

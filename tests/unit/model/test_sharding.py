@@ -1,0 +1,111 @@
+"""Models cut for several workers compute what the whole model does, as they are and captured."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from memserve import _core, _kernels
+from memserve.errors import UserError
+from memserve.model.attention.context import attending
+from memserve.model.capture.forward import CapturedForward, best_forward
+from memserve.model.crew import Crew, exchanging
+from memserve.model.forward import EagerForward
+from memserve.model.loading.probe import DenseAttention, probe_model
+from memserve.model.sharding import shard
+from memserve.parallel import Parallel, Share, shares
+from tiny_models import VOCAB, tiny_module
+
+SLOT_BYTES = 4096
+TOKENS = (1, 5, 40)
+DIVIDED = ("llama", "qwen3", "gemma2")
+
+
+def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, positions, and the last two rows for logits."""
+    ids = torch.arange(tokens) * 17 % VOCAB
+    return ids, torch.arange(tokens), torch.arange(max(0, tokens - 2), tokens)
+
+
+def crews(found: list[Share], vocabularies: tuple[int, ...]) -> list[Crew]:
+    """Of all workers, as threads of this process."""
+    first = found[0]
+    sizes = [*[first.parts] * first.stages, first.ranks]
+    regions = [_core.SharedArena(_kernels.Group.region_bytes(size, SLOT_BYTES)) for size in sizes]
+    made = []
+    for share in found:
+        stage = _kernels.Group(regions[share.stage].address, share.part, share.parts, SLOT_BYTES, 30.0)
+        whole = _kernels.Group(regions[-1].address, share.rank, share.ranks, SLOT_BYTES, 30.0)
+        crew = Crew(share, stage, whole, vocabularies)
+        crew.regions = regions  # type: ignore[attr-defined]  # as long as the crew lives
+        made.append(crew)
+    return made
+
+
+def computed(module: Any, parallel: Parallel, *, capture: bool) -> list[torch.Tensor]:
+    """Logits of several batches by the workers together."""
+    geometry, _ = probe_model(module, "float32", 32)
+    found = shares(parallel, geometry)
+    modules = [copy.deepcopy(module) for _ in found]
+    vocabularies = {shard(part, share, geometry) for part, share in zip(modules, found, strict=True)}
+    assert len(vocabularies) == 1
+    results: list[list[torch.Tensor]] = [[] for _ in found]
+    errors: list[BaseException] = []
+
+    def work(crew: Crew, part: Any) -> None:
+        try:
+            forward = best_forward(part, crew) if capture else EagerForward(part, pack=False)
+            assert isinstance(forward, CapturedForward) == capture
+            for tokens in TOKENS:
+                with attending(DenseAttention()), exchanging(crew):
+                    results[crew.share.rank].append(crew.gather(forward(*inputs(tokens))))
+        except BaseException as error:
+            errors.append(error)
+            crew.abandon(str(error))
+
+    members = crews(found, next(iter(vocabularies)))
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(members, modules, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors, errors
+    return results[0]
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["as it is", "captured"])
+@pytest.mark.parametrize("parallel", [Parallel(2), Parallel(1, 3), Parallel(2, 2)], ids=lambda found: found.text)
+@pytest.mark.parametrize("family", DIVIDED)
+def test_workers_together_compute_what_the_whole_model_does(family: str, parallel: Parallel, capture: bool) -> None:
+    module = tiny_module(family)
+    results = computed(module, parallel, capture=capture)
+    whole = EagerForward(module, pack=False)
+    for got, tokens in zip(results, TOKENS, strict=True):
+        with attending(DenseAttention()):
+            expected = whole(*inputs(tokens))
+        assert got.shape == expected.shape
+        assert torch.allclose(got, expected, atol=2e-4, rtol=1e-4), float((got - expected).abs().max())
+
+
+def test_each_worker_keeps_only_its_part() -> None:
+    module = tiny_module("llama")
+    geometry, _ = probe_model(module, "float32", 32)
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    parts = [copy.deepcopy(module) for _ in range(4)]
+    for part, share in zip(parts, shares(Parallel(2, 2), geometry), strict=True):
+        shard(part, share, geometry)
+    sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in parts]
+    assert max(sizes) < 0.6 * whole
+
+
+@pytest.mark.parametrize(("family", "why"), [("opt", "no plan"), ("gpt_oss", "no plan")])
+def test_a_model_whose_plan_asks_for_more_is_refused(family: str, why: str) -> None:
+    module = tiny_module(family)
+    geometry, _ = probe_model(module, "float32", 32)
+    with pytest.raises(UserError, match=f"cannot be divided among workers: .*{why}") as refused:
+        shard(module, shares(Parallel(2), geometry)[0], geometry)
+    assert "--tensor-parallel 1" in refused.value.hint
