@@ -1,10 +1,10 @@
-"""What workers of one instance pay to add up their parts: our group in shared memory beside gloo.
+"""What workers of one instance pay to add up their parts: our collective in shared memory beside gloo.
 
     python bench/collectives.py [--ranks 2] [--rounds 5] [--json FILE]
 
-Each rank is a process with one thread, pinned to a core. In each round both add up the same float32 vectors, in turn: of
-one row of SmolLM2-135M (576), of 8 rows, of 64, and of 2,048. Printed: microseconds of one operation, the medians of the
-rounds, and how many times gloo takes as long. A decode step of that model has 60 of them.
+Each rank is a process with one thread, pinned to a core. In each round both add up the same float32 vectors, in turn:
+of one row of SmolLM2-135M (576), of 8 rows, of 64, and of 2,048. Printed: microseconds of one operation, the medians of
+the rounds, and how many times gloo takes as long. A decode step of that model has 60 of them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def rank_main(rank: int, ranks: int, fd: int, port: int, rounds: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    region = _core.SharedArena.attach(fd, _kernels.Group.region_bytes(ranks, SLOT_BYTES))
-    group = _kernels.Group(region.address, rank, ranks, SLOT_BYTES, 60.0)
+    region = _core.SharedArena.attach(fd, _kernels.Collective.region_bytes(ranks, SLOT_BYTES))
+    collective = _kernels.Collective(region.address, rank, ranks, SLOT_BYTES, 60.0)
     found: dict[int, dict[str, list[float]]] = {rows: {"ours": [], "gloo": []} for rows in SIZES}
     for turn in range(rounds):
         for rows, count in SIZES.items():
             x = torch.full((rows, HIDDEN), float(rank + 1))
 
             def ours(x: Any = x) -> None:
-                group.all_reduce(x.data_ptr(), x.data_ptr(), x.numel(), 0)
+                collective.all_reduce(x.data_ptr(), x.data_ptr(), x.numel(), 0)
 
             def gloo(x: Any = x) -> None:
                 dist.all_reduce(x)
@@ -54,7 +54,7 @@ def rank_main(rank: int, ranks: int, fd: int, port: int, rounds: int) -> None:
                 add()
                 if not bool((x == ranks * (ranks + 1) / 2).all()):
                     raise SystemExit(f"{name}: a wrong sum")
-                group.meet()
+                collective.meet()
                 begin = time.perf_counter()
                 for _ in range(count):
                     add()
@@ -83,7 +83,7 @@ def main() -> None:
 
     from memserve import _core, _kernels
 
-    region = _core.SharedArena(_kernels.Group.region_bytes(args.ranks, SLOT_BYTES), sealed=False)
+    region = _core.SharedArena(_kernels.Collective.region_bytes(args.ranks, SLOT_BYTES), sealed=False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

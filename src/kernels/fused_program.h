@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "fused.h"
-#include "group.h"
+#include "collective.h"
 
 namespace memserve::fused {
 
@@ -19,7 +19,7 @@ struct Place {
 
 enum class Count : int { tokens = 0, logits_rows = 1 };  // how many rows an operation has in this step
 
-// y = the sum of x over the workers of a group: dense rows of `width`.
+// y = the sum of x over the workers of a collective: dense rows of `width`.
 struct Reduce {
   const void* x;
   void* y;
@@ -74,12 +74,12 @@ class Program {
 
   void set_external(int index, void* address);
 
-  // From now on sums are taken over this group. Before, made-up values stand in for the other workers'.
-  void join(Group* group) { group_ = group; }
+  // From now on sums are taken over this collective. Before, made-up values stand in for the other workers'.
+  void join(Collective* collective) { collective_ = collective; }
 
   // Run the operations [begin, end). No Python state is touched. Not `good`: other workers have not come, and what was
   // computed means nothing.
-  Group::Ending run(int begin, int end);
+  Collective::Ending run(int begin, int end);
 
  private:
   void* resolve(const Place& place) const { return place.external < 0 ? place.address : externals_[place.external]; }
@@ -92,8 +92,8 @@ class Program {
   std::deque<Units> units_;  // of steps_; a deque, because units cannot be moved
   std::vector<void*> externals_;
   std::ptrdiff_t counts_[2] = {0, 0};
-  Group* group_ = nullptr;
-  Group::Ending ending_ = Group::Ending::good;  // written by the one thread that runs a Reduce
+  Collective* collective_ = nullptr;
+  Collective::Ending ending_ = Collective::Ending::good;  // written by the one thread that runs a Reduce
 };
 
 }  // namespace memserve::fused

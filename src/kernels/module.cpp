@@ -14,7 +14,7 @@ namespace nb = nanobind;
 
 void bind_attention(nb::module_& m);
 void bind_fused(nb::module_& m);
-void bind_group(nb::module_& m);
+void bind_collective(nb::module_& m);
 void bind_sampling(nb::module_& m);
 
 namespace {
@@ -41,6 +41,6 @@ NB_MODULE(_kernels, m) {
   m.def("force_isa", &force_isa, nb::arg("name").none());
   bind_attention(m);
   bind_fused(m);
-  bind_group(m);
+  bind_collective(m);
   bind_sampling(m);
 }

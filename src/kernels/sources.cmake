@@ -12,8 +12,8 @@ nanobind_add_module(_kernels STABLE_ABI NB_STATIC
   src/kernels/fused.cpp
   src/kernels/fused_bind.cpp
   src/kernels/fused_program.cpp
-  src/kernels/group.cpp
-  src/kernels/group_bind.cpp
+  src/kernels/collective.cpp
+  src/kernels/collective_bind.cpp
   src/kernels/sampling_bind.cpp
 )
 find_package(OpenMP)

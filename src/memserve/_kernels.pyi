@@ -191,10 +191,10 @@ class Program:
         """Append :func:`rms_norm`."""
 
     def reduce(self, x: int, y: int, width: int, dtype: int, count: int) -> None:
-        """Append the sum of dense rows over the workers of :meth:`join`'s group."""
+        """Append the sum of dense rows over the workers of :meth:`join`'s collective."""
 
-    def join(self, group: Group) -> None:
-        """Take sums over ``group`` from now on; before, made-up values stand in for the others'."""
+    def join(self, collective: Collective) -> None:
+        """Take sums over ``collective`` from now on; before, made-up values stand in for the others'."""
 
     def gated(
         self,
@@ -248,9 +248,9 @@ class Program:
     def run(self, begin: int, end: int, first_external: int, addresses: list[int]) -> None:
         """Set externals ``first_external, first_external + 1, ...``, then run the operations ``[begin, end)``."""
 
-class Group:
+class Collective:
     """The workers of one instance, and what they exchange, through memory that all of them map; see
-    ``src/kernels/group.h``. Every rank calls the same operations in the same order.
+    ``src/kernels/collective.h``. Every rank calls the same operations in the same order.
 
     ``RuntimeError``: another worker has ended (``abort``), or has not come within ``timeout_s``.
     """

@@ -12,17 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from memserve.errors import UserError
-from memserve.options import (
-    GIBIBYTES,
-    GIGABITS_S,
-    MILLISECONDS,
-    NEGATED,
-    SECONDS,
-    SIZE,
-    Form,
-    check_ranges,
-    option,
-)
+from memserve.options import GIBIBYTES, GIGABITS_S, MILLISECONDS, NEGATED, SECONDS, SIZE, Form, check_ranges, option
 from memserve.parallel import Parallel
 from memserve.tiers import AS_COMPUTED, check_lower_dtype, check_tiers, hbm_blocks, lower_block_bytes
 from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memserve.errors import UserError
 from memserve.options import check_ranges, option
-from memserve.types import KVGeometry
+from memserve.types import KVGeometry, Role
 
 COLUMN_UNIT = 64
 """Columns and vocabularies are cut at multiples of this: packed weights lie in blocks of 32 or 64 outputs."""
@@ -22,9 +21,18 @@ class Parallel:
     """Workers of an instance that share each layer: heads, columns of the MLP and the vocabulary."""
     pipeline: int = option(1, "--pipeline-parallel", least=1, most=64, vllm="pipeline_parallel_size")
     """Stages of an instance that share the layers. Each has ``--tensor-parallel`` workers."""
+    prefill_tensor: int | None = option(None, "--prefill-tensor-parallel", least=1, most=64)
+    """``--tensor-parallel`` of prefill instances. None: that of all."""
+    decode_tensor: int | None = option(None, "--decode-tensor-parallel", least=1, most=64)
+    """``--tensor-parallel`` of decode instances. None: that of all."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
+
+    def of(self, role: Role) -> Parallel:
+        """Of an instance with ``role``."""
+        own = {Role.PREFILL: self.prefill_tensor, Role.DECODE: self.decode_tensor}.get(role)
+        return Parallel(self.tensor if own is None else own, self.pipeline)
 
     @property
     def workers(self) -> int:
@@ -103,20 +111,4 @@ def even(count: int, parts: int, unit: int = 1) -> tuple[int, ...]:
     """``count`` in ``parts``, at multiples of ``unit`` and as alike as can be, the larger ones first."""
     units = -(-count // unit)
     cuts = [min(count, (units * part + parts - 1) // parts * unit) for part in range(parts + 1)]
-    return tuple(end - start for start, end in itertools.pairwise(cuts))
-
-
-def balanced(columns: int, heads: Sequence[int], head_cost: float, column_cost: float) -> tuple[int, ...]:
-    """``columns`` of an MLP in as many parts as ``heads`` has. A part with fewer heads gets more of them, so that all
-    parts cost about the same. Every part gets some; cut at multiples of ``COLUMN_UNIT`` where they suffice."""
-    parts = len(heads)
-    unit = COLUMN_UNIT if columns >= 4 * parts * COLUMN_UNIT else 1
-    target = (sum(heads) * head_cost + columns * column_cost) / parts
-    wanted = [max(float(unit), (target - count * head_cost) / column_cost) for count in heads]
-    scale, done, cuts = columns / sum(wanted), 0.0, [0]
-    for part in range(parts - 1):
-        done += wanted[part] * scale
-        least, most = cuts[-1] + unit, columns - (parts - 1 - part) * unit
-        cuts.append(min(max(round(done / unit) * unit, least), most))
-    cuts.append(columns)
     return tuple(end - start for start, end in itertools.pairwise(cuts))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from memserve.errors import UserError
-from memserve.parallel import COLUMN_UNIT, Parallel, balanced, even, shares
+from memserve.parallel import COLUMN_UNIT, Parallel, even, shares
 from memserve.types import KVGeometry
 
 SMOL = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16", block_tokens=32)
@@ -24,26 +24,8 @@ def test_parts_are_whole_and_alike(seed: int) -> None:
     assert all(size % unit == 0 for size in cut if size and size is not cut[-1]) or unit == 1 or count % unit
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_columns_make_up_for_heads(seed: int) -> None:
-    rng = random.Random(7600 + seed)
-    parts = rng.randrange(1, 7)
-    heads = even(rng.randrange(parts, 24), parts)
-    columns = rng.randrange(parts, 4000)
-    head_cost, column_cost = rng.uniform(1, 2000), rng.uniform(1, 30)
-    cut = balanced(columns, heads, head_cost, column_cost)
-    assert sum(cut) == columns and min(cut) >= 1 and len(cut) == parts
-    costs = [own * head_cost + some * column_cost for own, some in zip(heads, cut, strict=True)]
-    unit = COLUMN_UNIT if columns >= 4 * parts * COLUMN_UNIT else 1
-    fewest = min(cut)
-    assert max(costs) - min(costs) <= 2 * unit * column_cost + 1e-6 or fewest <= 2 * unit, (
-        "else heads alone are unequal"
-    )
-
-
-def test_smollm2_among_two_is_balanced() -> None:
-    first, second = balanced(1536, (2, 1), 576 * 64 * 8, 576 * 3)
-    assert (first, second) == (704, 832)
+def test_the_mlp_of_smollm2_is_cut_in_the_middle() -> None:
+    assert even(1536, 2, COLUMN_UNIT) == (768, 768) and even(1536, 5, COLUMN_UNIT) == (320, 320, 320, 320, 256)
 
 
 def test_shares_cover_the_model_once() -> None:

@@ -76,7 +76,7 @@ class Crew:
     """One worker's connection to the others."""
 
     def __init__(
-        self, share: Share, stage: _kernels.Group, whole: _kernels.Group, vocabularies: tuple[int, ...]
+        self, share: Share, stage: _kernels.Collective, whole: _kernels.Collective, vocabularies: tuple[int, ...]
     ) -> None:
         """``stage``: the workers of its stage; ``whole``: all. ``vocabularies``: tokens whose logits each part has."""
         self.share = share
@@ -121,7 +121,7 @@ class Crew:
         return x
 
     def _hand_on(self, x: Tensor, stage: int) -> None:
-        """All workers take part, each with its own buffer: operations of a group are the same for all."""
+        """All workers take part, each with its own buffer: operations of a collective are the same for all."""
         self.whole.broadcast(x.data_ptr(), x.numel() * x.element_size(), stage * self.share.parts)
 
     def gather(self, logits: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from memserve.errors import UserError
 from memserve.model import crew
-from memserve.parallel import COLUMN_UNIT, Share, balanced, even
+from memserve.parallel import COLUMN_UNIT, Share, even
 from memserve.types import KVGeometry
 
 _HEADS_OF = {"q_proj": "queries", "k_proj": "keys", "v_proj": "values", "o_proj": "queries"}
@@ -85,7 +85,7 @@ def _style(styles: dict[str, str], name: str) -> str:
 def _cut_layer(layer: Any, styles: dict[str, str], share: Share, geometry: KVGeometry) -> None:
     linears = {name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
     for name, linear in linears.items():
-        first, count = _range_of(name, linear, linears, styles, share, geometry)
+        first, count = _range_of(name, linear, styles, share, geometry)
         parent, _, own = name.rpartition(".")
         holder = layer.get_submodule(parent)
         if _style(styles, name) == "colwise":
@@ -94,26 +94,15 @@ def _cut_layer(layer: Any, styles: dict[str, str], share: Share, geometry: KVGeo
             setattr(holder, own, _Summed(_rows(linear, first, count, keeps_bias=share.part == 0)))
 
 
-def _range_of(
-    name: str, linear: nn.Linear, linears: dict[str, nn.Linear], styles: dict[str, str], share: Share, g: KVGeometry
-) -> tuple[int, int]:
+def _range_of(name: str, linear: nn.Linear, styles: dict[str, str], share: Share, g: KVGeometry) -> tuple[int, int]:
     """Which columns (or rows, of a ``rowwise`` linear) this worker has: first and count."""
     size = linear.out_features if _style(styles, name) == "colwise" else linear.in_features
     kind = _HEADS_OF.get(name.rpartition(".")[2])
     if kind is not None:
         of_a_head = size // g.num_kv_heads
         return share.first_head * of_a_head, share.heads[share.part] * of_a_head
-    columns = balanced(size, share.heads, *_costs(linears, g))
+    columns = even(size, share.parts, COLUMN_UNIT if size >= 4 * share.parts * COLUMN_UNIT else 1)
     return sum(columns[: share.part]), columns[share.part]
-
-
-def _costs(linears: dict[str, nn.Linear], g: KVGeometry) -> tuple[float, float]:
-    """Weights of a KV head with its queries, and of a column of the MLP."""
-    heads = [part for name, part in linears.items() if name.rpartition(".")[2] in _HEADS_OF]
-    others = [part for name, part in linears.items() if name.rpartition(".")[2] not in _HEADS_OF]
-    of_heads = sum(part.in_features * part.out_features for part in heads) / g.num_kv_heads
-    inner = max((max(part.in_features, part.out_features) for part in others), default=1)
-    return of_heads, sum(part.in_features * part.out_features for part in others) / inner
 
 
 def _columns(linear: nn.Linear, first: int, count: int) -> nn.Linear:

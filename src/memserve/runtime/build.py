@@ -57,6 +57,7 @@ def build_parts(
     from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes, usable_cores
     from memserve.runtime.profile_store import load_profile
 
+    options = dataclasses.replace(options, parallel=options.parallel.of(role))
     workers = options.parallel.workers
     threads = options.threads if workers == 1 else options.parallel.threads_each(options.threads or usable_cores())
     model = load_model(options.model, options.dtype, options.device, block_tokens=options.block_tokens, threads=threads)
@@ -76,12 +77,11 @@ def build_parts(
     known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
     machine = Instance(config, geometry.block_tokens, known, me=me, geometry=geometry)
     note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
-    kv_tokens = config.pool.hbm_blocks * geometry.block_tokens
     served = dataclasses.replace(
         model,
         max_model_tokens=machine.context_tokens,
         context_note=note,
-        kv_tokens=kv_tokens,
+        kv_tokens=config.pool.hbm_blocks * geometry.block_tokens,
         kv_lower_dtype=options.kv_lower_dtype,
     )
     bound = memory_bound(model_sizes(model), geometry, config, in_cluster=me is not None)  # with its weights

@@ -69,7 +69,7 @@ class _Order:
     hbm: tuple[int, int]
     """Descriptor and bytes of the memory of KV."""
     regions: tuple[tuple[int, int], ...]
-    """Of the group of each stage, then of all workers."""
+    """Of the collective of each stage, then of all workers."""
 
 
 class Workers:
@@ -84,7 +84,7 @@ class Workers:
         self.hbm = _core.SharedArena(config.pool.hbm_blocks * geometry.block_bytes, sealed=False)
         first = self.shares[0]
         sizes = [*[first.parts] * first.stages, first.ranks]
-        bytes_each = [_kernels.Group.region_bytes(size, SLOT_BYTES) for size in sizes]
+        bytes_each = [_kernels.Collective.region_bytes(size, SLOT_BYTES) for size in sizes]
         self._regions = [_core.SharedArena(nbytes, sealed=False) for nbytes in bytes_each]
         described = tuple((region.fd, region.nbytes) for region in self._regions)
         hbm = self.hbm.fd, self.hbm.nbytes
@@ -236,8 +236,8 @@ def build_divided(
 def _crew(share: Share, stage: int, whole: int, vocabularies: tuple[int, ...]) -> Crew:
     return Crew(
         share,
-        _kernels.Group(stage, share.part, share.parts, SLOT_BYTES, STEP_S),
-        _kernels.Group(whole, share.rank, share.ranks, SLOT_BYTES, STEP_S),
+        _kernels.Collective(stage, share.part, share.parts, SLOT_BYTES, STEP_S),
+        _kernels.Collective(whole, share.rank, share.ranks, SLOT_BYTES, STEP_S),
         vocabularies,
     )
 

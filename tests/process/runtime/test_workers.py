@@ -11,6 +11,7 @@ import pytest
 
 from memserve import LLM
 from memserve.errors import UserError
+from memserve.runtime import workers
 from memserve.types import SamplingParams
 from served_cluster import Server, eventually
 from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
@@ -30,7 +31,7 @@ def workers_of(pid: int) -> list[int]:
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, children.read_text().split()):
             try:
-                if "memserve.runtime.workers" in Path(f"/proc/{child}/cmdline").read_text():
+                if workers.__name__ in Path(f"/proc/{child}/cmdline").read_text():
                     found.append(child)
             except OSError:
                 continue
@@ -106,7 +107,8 @@ def test_a_worker_that_is_killed_ends_the_engine_with_its_requests(model: Path) 
 def test_a_cluster_goes_on_without_a_token_lost_when_a_worker_is_killed(model: Path) -> None:
     module = tiny_module("llama")
     asked = [[int(token) for token in prompt(70, at)] for at in range(4)]
-    expected = [" ".join(f"w{token}" for token in greedy_tokens(module, prompt(70, at), 100)) for at in range(4)]
+    right = [greedy_tokens(module, prompt(70, at), 100) for at in range(4)]
+    expected = [" ".join(f"w{token}" for token in tokens if token not in (0, 2)) for tokens in right]  # special
     server = Server(model, "--prefill", "1", "--decode", "1", "--decode-tensor-parallel", "2", "--metadata", "none")
     try:
         with ThreadPoolExecutor(4) as pool:

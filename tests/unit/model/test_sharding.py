@@ -31,19 +31,17 @@ def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, torch.arange(tokens), torch.arange(max(0, tokens - 2), tokens)
 
 
-def crews(found: list[Share], vocabularies: tuple[int, ...]) -> list[Crew]:
-    """Of all workers, as threads of this process."""
+def crews(found: list[Share], vocabularies: tuple[int, ...]) -> tuple[list[Crew], list[_core.SharedArena]]:
+    """Of all workers, as threads of this process; and the memory in which they meet."""
     first = found[0]
     sizes = [*[first.parts] * first.stages, first.ranks]
-    regions = [_core.SharedArena(_kernels.Group.region_bytes(size, SLOT_BYTES)) for size in sizes]
+    regions = [_core.SharedArena(_kernels.Collective.region_bytes(size, SLOT_BYTES)) for size in sizes]
     made = []
     for share in found:
-        stage = _kernels.Group(regions[share.stage].address, share.part, share.parts, SLOT_BYTES, 30.0)
-        whole = _kernels.Group(regions[-1].address, share.rank, share.ranks, SLOT_BYTES, 30.0)
-        crew = Crew(share, stage, whole, vocabularies)
-        crew.regions = regions  # type: ignore[attr-defined]  # as long as the crew lives
-        made.append(crew)
-    return made
+        stage = _kernels.Collective(regions[share.stage].address, share.part, share.parts, SLOT_BYTES, 30.0)
+        whole = _kernels.Collective(regions[-1].address, share.rank, share.ranks, SLOT_BYTES, 30.0)
+        made.append(Crew(share, stage, whole, vocabularies))
+    return made, regions
 
 
 def computed(module: Any, parallel: Parallel, *, capture: bool) -> list[torch.Tensor]:
@@ -67,7 +65,7 @@ def computed(module: Any, parallel: Parallel, *, capture: bool) -> list[torch.Te
             errors.append(error)
             crew.abandon(str(error))
 
-    members = crews(found, next(iter(vocabularies)))
+    members, _regions = crews(found, next(iter(vocabularies)))
     threads = [threading.Thread(target=work, args=pair) for pair in zip(members, modules, strict=True)]
     for thread in threads:
         thread.start()

@@ -129,9 +129,9 @@ class NativeStep:
         self._alive = lowered  # the program knows weights by address only
         self._views: dict[tuple[int, int], list[Tensor]] = {}
 
-    def join(self, group: _kernels.Group) -> None:
-        """Take sums over the workers of ``group`` from now on."""
-        self._program.join(group)
+    def join(self, collective: _kernels.Collective) -> None:
+        """Take sums over the workers of ``collective`` from now on."""
+        self._program.join(collective)
 
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """See :class:`memserve.model.forward.Forward`; the result may lie in the workspace until the next step."""

@@ -19,14 +19,14 @@ namespace memserve {
 // y[at] = x[at] + value, rounded to the dtype.
 void add_to(const void* x, void* y, ptrdiff_t at, float value, Dtype dtype);
 
-class Group {
+class Collective {
  public:
   static constexpr int kRanksMax = 64;
   // Bytes of a region for `size` ranks, with `slot_bytes` (a multiple of 64) for a rank's part of one operation.
   static size_t region_bytes(int size, size_t slot_bytes);
 
   // `region`: zeroed before the first rank comes, aligned to 64 bytes. Waits end after `timeout_ns`.
-  Group(void* region, int rank, int size, size_t slot_bytes, int64_t timeout_ns);
+  Collective(void* region, int rank, int size, size_t slot_bytes, int64_t timeout_ns);
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -65,6 +65,6 @@ class Group {
 };
 
 // Throws std::runtime_error unless `ending` is good.
-void check(Group::Ending ending);
+void check(Collective::Ending ending);
 
 }  // namespace memserve

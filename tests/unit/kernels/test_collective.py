@@ -17,14 +17,14 @@ SLOT_BYTES = 256
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-def together(size: int, work: Callable[[_kernels.Group], Any], timeout_s: float = 20.0) -> list[Any]:
+def together(size: int, work: Callable[[_kernels.Collective], Any], timeout_s: float = 20.0) -> list[Any]:
     """``work`` of every rank in a thread of its own: what it returned, or its error."""
-    region = _core.SharedArena(_kernels.Group.region_bytes(size, SLOT_BYTES))
+    region = _core.SharedArena(_kernels.Collective.region_bytes(size, SLOT_BYTES))
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(_kernels.Group(region.address, rank, size, SLOT_BYTES, timeout_s))
+            results[rank] = work(_kernels.Collective(region.address, rank, size, SLOT_BYTES, timeout_s))
         except Exception as error:
             results[rank] = error
 
@@ -63,24 +63,24 @@ def script(size: int, seed: int) -> list[tuple[Any, ...]]:
     return found
 
 
-def perform(group: _kernels.Group, steps: list[tuple[Any, ...]]) -> int:
+def perform(collective: _kernels.Collective, steps: list[tuple[Any, ...]]) -> int:
     for kind, parts, expected in steps:
-        mine = parts[group.rank]
+        mine = parts[collective.rank]
         if kind == "all_reduce":
             out = torch.empty_like(mine)
-            group.all_reduce(mine.data_ptr(), out.data_ptr(), len(mine), CODES[mine.dtype])
+            collective.all_reduce(mine.data_ptr(), out.data_ptr(), len(mine), CODES[mine.dtype])
             assert torch.equal(out, expected)
         elif kind == "gather":
             out = torch.empty_like(expected)
             widths = [4 * part.shape[1] for part in parts]
-            group.gather(mine.data_ptr(), len(mine), widths, out.data_ptr())
-            assert group.rank != 0 or torch.equal(out, expected)
+            collective.gather(mine.data_ptr(), len(mine), widths, out.data_ptr())
+            assert collective.rank != 0 or torch.equal(out, expected)
         elif kind == "broadcast":
             data = mine.clone()
-            group.broadcast(data.data_ptr(), len(data), expected)
+            collective.broadcast(data.data_ptr(), len(data), expected)
             assert torch.equal(data, parts[expected])
         else:
-            group.meet()
+            collective.meet()
     return len(steps)
 
 
@@ -88,26 +88,26 @@ def perform(group: _kernels.Group, steps: list[tuple[Any, ...]]) -> int:
 def test_any_operations_in_any_order_give_what_the_twin_gives(seed: int) -> None:
     size = 1 + seed % 4
     steps = script(size, 5100 + seed)
-    assert together(size, lambda group: perform(group, steps)) == [len(steps)] * size
+    assert together(size, lambda collective: perform(collective, steps)) == [len(steps)] * size
 
 
 def test_all_ranks_have_the_same_bits() -> None:
     parts = [torch.randn(5000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
 
-    def add(group: _kernels.Group) -> bytes:
+    def add(collective: _kernels.Collective) -> bytes:
         out = torch.empty(5000)
-        group.all_reduce(parts[group.rank].data_ptr(), out.data_ptr(), 5000, 0)
+        collective.all_reduce(parts[collective.rank].data_ptr(), out.data_ptr(), 5000, 0)
         return out.numpy().tobytes()
 
     assert len(set(together(3, add))) == 1
 
 
 def test_a_rank_that_ends_ends_the_waits_of_all() -> None:
-    def work(group: _kernels.Group) -> None:
-        if group.rank == 2:
-            group.abort()
+    def work(collective: _kernels.Collective) -> None:
+        if collective.rank == 2:
+            collective.abort()
             return
-        group.meet()
+        collective.meet()
 
     first, second, third = together(3, work)
     assert third is None
@@ -116,18 +116,18 @@ def test_a_rank_that_ends_ends_the_waits_of_all() -> None:
 
 
 def test_a_rank_that_does_not_come_is_late() -> None:
-    first, second = together(2, lambda group: group.rank or group.meet(), timeout_s=0.05)
+    first, second = together(2, lambda collective: collective.rank or collective.meet(), timeout_s=0.05)
     assert isinstance(first, RuntimeError) and "does not answer" in str(first) and second == 1
 
 
 def test_what_is_no_group_is_refused() -> None:
     with pytest.raises(ValueError, match="1 to 64 ranks"):
-        _kernels.Group(64, 2, 2, 256, 1.0)
+        _kernels.Collective(64, 2, 2, 256, 1.0)
     with pytest.raises(ValueError, match="multiples of 64"):
-        _kernels.Group(64, 0, 2, 100, 1.0)
-    region = _core.SharedArena(_kernels.Group.region_bytes(2, SLOT_BYTES))
-    group = _kernels.Group(region.address, 0, 2, SLOT_BYTES, 1.0)
+        _kernels.Collective(64, 0, 2, 100, 1.0)
+    region = _core.SharedArena(_kernels.Collective.region_bytes(2, SLOT_BYTES))
+    collective = _kernels.Collective(region.address, 0, 2, SLOT_BYTES, 1.0)
     with pytest.raises(ValueError, match="one width for each rank"):
-        group.gather(0, 0, [1], 0)
-    with pytest.raises(ValueError, match="a rank of the group"):
-        group.broadcast(0, 1, 2)
+        collective.gather(0, 0, [1], 0)
+    with pytest.raises(ValueError, match="a rank of the collective"):
+        collective.broadcast(0, 1, 2)

@@ -1,4 +1,4 @@
-#include "group.h"
+#include "collective.h"
 
 #include <sched.h>
 #include <time.h>
@@ -14,7 +14,7 @@
 namespace memserve {
 
 // Each rank's number lies on a cache line of its own: the others read it in a loop.
-struct Group::Control {
+struct Collective::Control {
   struct alignas(64) Arrived {
     std::atomic<uint32_t> number;    // of the last operation that this rank has arrived at
     std::atomic<uint32_t> sleepers;  // ranks that sleep until it changes
@@ -28,7 +28,7 @@ namespace {
 
 constexpr int kSpins = 2048;                      // some 25 us: about as long as ranks differ in a layer
 constexpr int kYields = 200;                      // then others may run; a sleep costs more than most waits
-constexpr int64_t kSleepNs = 10 * 1000 * 1000;    // then sleep, and look now and then whether the group is aborted
+constexpr int64_t kSleepNs = 10 * 1000 * 1000;    // then sleep, and look now and then whether the collective is aborted
 
 int64_t now_ns() {
   timespec now{};
@@ -110,22 +110,22 @@ void add_to(const void* x, void* y, ptrdiff_t at, float value, Dtype dtype) {
   else add(static_cast<const _Float16*>(x), static_cast<_Float16*>(y));
 }
 
-size_t Group::region_bytes(int size, size_t slot_bytes) { return sizeof(Control) + 2 * size_t(size) * slot_bytes; }
+size_t Collective::region_bytes(int size, size_t slot_bytes) { return sizeof(Control) + 2 * size_t(size) * slot_bytes; }
 
-Group::Group(void* region, int rank, int size, size_t slot_bytes, int64_t timeout_ns)
+Collective::Collective(void* region, int rank, int size, size_t slot_bytes, int64_t timeout_ns)
     : control_(static_cast<Control*>(region)), slots_(static_cast<uint8_t*>(region) + sizeof(Control)), rank_(rank),
       size_(size), slot_bytes_(slot_bytes), timeout_ns_(timeout_ns) {}
 
-uint8_t* Group::slot(int rank) const { return slots_ + (size_t(number_ % 2) * size_ + rank) * slot_bytes_; }
+uint8_t* Collective::slot(int rank) const { return slots_ + (size_t(number_ % 2) * size_ + rank) * slot_bytes_; }
 
-void Group::abort() {
+void Collective::abort() {
   control_->aborted.store(1, std::memory_order_release);
   for (int rank = 0; rank < size_; ++rank) wake(control_->arrived[rank].number);
 }
 
-bool Group::aborted() const { return control_->aborted.load(std::memory_order_acquire) != 0; }
+bool Collective::aborted() const { return control_->aborted.load(std::memory_order_acquire) != 0; }
 
-Group::Ending Group::wait_for(int rank, uint32_t number) {
+Collective::Ending Collective::wait_for(int rank, uint32_t number) {
   Control::Arrived& other = control_->arrived[rank];
   for (int i = 0; i < kSpins; ++i) {
     if (reached(other.number.load(std::memory_order_acquire), number)) return Ending::good;
@@ -151,7 +151,7 @@ Group::Ending Group::wait_for(int rank, uint32_t number) {
 }
 
 // The others have read what this rank wrote two operations ago, if they have arrived at the one before this.
-Group::Ending Group::begin() {
+Collective::Ending Collective::begin() {
   if (aborted()) return Ending::aborted;
   ++number_;
   for (int rank = 0; rank < size_; ++rank) {
@@ -161,13 +161,13 @@ Group::Ending Group::begin() {
   return Ending::good;
 }
 
-void Group::say_arrived() {
+void Collective::say_arrived() {
   Control::Arrived& mine = control_->arrived[rank_];
   mine.number.store(number_, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) > 0) wake(mine.number);
 }
 
-Group::Ending Group::arrive() {
+Collective::Ending Collective::arrive() {
   say_arrived();
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
@@ -176,7 +176,7 @@ Group::Ending Group::arrive() {
   return Ending::good;
 }
 
-Group::Ending Group::all_reduce(const void* x, void* out, size_t count, Dtype dtype) {
+Collective::Ending Collective::all_reduce(const void* x, void* out, size_t count, Dtype dtype) {
   const size_t item = dtype == Dtype::float32 ? 4 : 2, most = slot_bytes_ / item;
   std::vector<const uint8_t*> parts(size_);
   for (size_t at = 0; at < count; at += most) {
@@ -193,7 +193,7 @@ Group::Ending Group::all_reduce(const void* x, void* out, size_t count, Dtype dt
   return Ending::good;
 }
 
-Group::Ending Group::gather(const void* x, size_t rows, const std::vector<size_t>& widths, void* out) {
+Collective::Ending Collective::gather(const void* x, size_t rows, const std::vector<size_t>& widths, void* out) {
   size_t widest = 1, whole = 0;
   for (const size_t width : widths) widest = std::max(widest, width), whole += width;
   const size_t most = std::max<size_t>(1, slot_bytes_ / widest), mine = widths[rank_];
@@ -219,7 +219,7 @@ Group::Ending Group::gather(const void* x, size_t rows, const std::vector<size_t
   return Ending::good;
 }
 
-Group::Ending Group::broadcast(void* data, size_t bytes, int root) {
+Collective::Ending Collective::broadcast(void* data, size_t bytes, int root) {
   for (size_t at = 0; at < bytes; at += slot_bytes_) {
     const size_t n = std::min(slot_bytes_, bytes - at);
     if (const Ending ending = begin(); ending != Ending::good) return ending;
@@ -232,7 +232,7 @@ Group::Ending Group::broadcast(void* data, size_t bytes, int root) {
   return Ending::good;
 }
 
-Group::Ending Group::meet() {
+Collective::Ending Collective::meet() {
   if (const Ending ending = begin(); ending != Ending::good) return ending;
   return arrive();
 }
