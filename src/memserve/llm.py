@@ -38,7 +38,7 @@ from memserve.types import FinishReason, Request, SamplingParams, TokenLogprobs,
 BUSY_WAIT_S = 0.05
 """How long a call without a running request waits before it submits to a full engine again."""
 
-ELSEWHERE = ("prompt_logprobs", "logit_bias")
+ELSEWHERE = ("logit_bias", "prompt_logprobs", "prompt_top_logprobs", "grammar")
 """Fields of ``SamplingParams`` that the HTTP API does not have, or has in another form."""
 
 Prompt = str | Sequence[int]
@@ -229,8 +229,9 @@ class LLM:
         call = Call(self._engine, self._encoder.tokenizer, plans)
         for plan in plans:
             (request,) = plan.requests
-            if sampling is not None and sampling.prompt_logprobs:  # not an HTTP option: there ``echo`` asks for it
-                request = structs.replace(request, sampling=replace(request.sampling, prompt_logprobs=True))
+            if sampling is not None:
+                changed = replace(request.sampling, **{name: getattr(sampling, name) for name in ELSEWHERE[1:]})
+                request = structs.replace(request, sampling=changed)
             call.add(request)
         return call.wait(on_progress)
 

@@ -99,6 +99,10 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None  # how many alternatives to report beside the chosen token; None = no logprobs
     prompt_logprobs: bool = False  # report logprobs of the prompt too (``echo`` with ``logprobs``)
+    prompt_top_logprobs: int | None = None  # alternatives to each token of the prompt; None = as many as ``logprobs``
+    logprob_token_ids: tuple[int, ...] = ()  # report these instead of the best alternatives
+    allowed_token_ids: tuple[int, ...] = ()  # draw from these alone; empty = from all
+    grammar: str = ""  # draw what this grammar allows (:mod:`memserve.model.grammars`); empty = anything
 
 
 @dataclass(frozen=True, slots=True)

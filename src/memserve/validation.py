@@ -99,6 +99,9 @@ def check_request(request: Request, vocab_size: int) -> None:
         _check_numbers.__wrapped__(*numbers)
     if not _is_integer(sampling.seed):
         raise UserError(f"seed must be an integer, got {_shown(sampling.seed)}", param="seed")
+    for name in ("logprob_token_ids", "allowed_token_ids"):
+        if ids := getattr(sampling, name):
+            _check_ids(ids, vocab_size, name)
     if sampling.logit_bias:
         _check_ids([token for token, _ in sampling.logit_bias], vocab_size, "logit_bias")
         for _, bias in sampling.logit_bias:

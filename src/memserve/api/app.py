@@ -16,12 +16,13 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from memserve.api.auth import KeyRing
-from memserve.api.config import EdgeConfig
+from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.api.documents import Documents
 from memserve.api.edge import Edge
-from memserve.api.endpoints import ChatPlanner, CompletionPlanner, GenerationEndpoint, Shared
+from memserve.api.endpoints import ChatPlanner, CompletionPlanner, GenerationEndpoint, InvocationsEndpoint, Shared
 from memserve.api.errors import model_not_found, shutting_down
 from memserve.api.guard import Cors, Guard, LineWriter, RequestLog, on_http_error
 from memserve.api.hub import Hub
@@ -29,8 +30,10 @@ from memserve.api.metrics import ApiMetrics
 from memserve.api.openapi import openapi
 from memserve.api.prefix_routes import DocumentRoutes, SessionRoutes
 from memserve.api.prompts import PromptEncoder
-from memserve.api.respond import ChatShape, CompletionShape
+from memserve.api.responses.endpoint import ResponsesRoutes
 from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
+from memserve.api.shapes import ChatShape, CompletionShape
+from memserve.api.tokens import TokenRoutes
 from memserve.runtime.loop import EngineStopped
 from memserve.types import RequestLogFormat
 
@@ -45,18 +48,19 @@ class _Pages:
         self._metrics_keys = metrics_keys
         self._created_s = int(time.time())
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str | None = None) -> dict[str, Any]:
         return {
-            "id": self._model.name,
+            "id": name or self._model.name,
             "object": "model",
             "created": self._created_s,
             "owned_by": "memserve",
+            "root": self._model.name,
             "max_model_len": self._model.max_model_tokens,
         }
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        return _json({"object": "list", "data": [self._card()]})
+        return _json({"object": "list", "data": [self._card(name) for name in self._names.shown]})
 
     async def model(self, request: Request) -> Response:
         """``GET /v1/models/{id}``; names may contain slashes."""
@@ -93,6 +97,18 @@ class _Pages:
             return None
 
 
+class BelowRoot:
+    """Serves every path below ``root`` as well."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app, self._root = app, root
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
+            scope = {**scope, "path": scope["path"][len(self._root) :]}
+        await self._app(scope, receive, send)
+
+
 def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
@@ -123,26 +139,30 @@ def create_app(
     model: ServedModel,
     *,
     aliases: Sequence[str] = (),
+    further_names: Sequence[str] = (),
     api_keys: Sequence[str] = (),
     metrics_key: str | None = None,
     limits: EdgeConfig | None = None,
+    config: ApiConfig | None = None,
 ) -> Starlette:
     """The OpenAI API in front of ``engine``. A server drains ``app.state.hub`` and applies ``app.state.edge``'s limits.
 
-    Clients may ask for ``model`` by its name or one of ``aliases``; answers carry its name.
+    Clients may ask for ``model`` by its name, by one of ``further_names``, which are listed as well, or by one of
+    ``aliases``; answers carry its name.
     ``metrics_key``: ``GET /metrics`` requires it, and names tenants; ``None``: it is open and names none.
     Raises :class:`UserError` for malformed keys.
     """
-    limits = limits or EdgeConfig()
+    limits, config = limits or EdgeConfig(), config or ApiConfig()
     metrics, encoder = ApiMetrics(), PromptEncoder(model)
     hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
-    tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases)
+    tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names)
     pages = _Pages(hub, model, names, metrics, KeyRing(() if metrics_key is None else (metrics_key,)))
     shared = Shared(hub, model, encoder, metrics, edge)
     documents = Documents()
-    planner = CompletionPlanner(model, names, encoder, documents)
+    planner = CompletionPlanner(model, names, encoder, documents, config)
     completions = GenerationEndpoint(shared, planner, CompletionShape(tokens))
-    chat = GenerationEndpoint(shared, ChatPlanner(model, names, encoder, documents), ChatShape(tokens))
+    chats = ChatPlanner(model, names, encoder, documents, config)
+    chat = GenerationEndpoint(shared, chats, ChatShape(tokens))
 
     closing = ExitStack()
     closing.callback(encoder.close)
@@ -156,6 +176,9 @@ def create_app(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/invocations", InvocationsEndpoint(edge, chat, completions), methods=["POST"]),
+            *TokenRoutes(shared, names).routes(),
+            *ResponsesRoutes(shared, chats, names, ChatShape(tokens)).routes(),
             Route("/v1/models", pages.models),
             Route("/v1/models/{name:path}", pages.model),
             *_named_prefixes(shared, documents),
@@ -164,6 +187,7 @@ def create_app(
             Route("/openapi.json", pages.openapi),
         ],
         middleware=[
+            *([Middleware(BelowRoot, root=config.root_path)] if config.root_path else []),
             *request_log(limits.log_requests, model.name, closing),
             Middleware(Cors, origins=limits.cors_origins),
             Middleware(Guard, keys=KeyRing(api_keys), metrics=metrics),

@@ -14,6 +14,34 @@ _ORIGIN = re.compile(
     r"[A-Za-z][A-Za-z0-9+.-]*://[A-Za-z0-9._~-]+(:[0-9]{1,5})?|[a-z-]+://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?"
 )
 """Scheme, host and port; host names or addresses."""
+_ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+TOOL_CALL_PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiConfig:
+    """How the HTTP API reads requests and writes answers."""
+
+    lenient: bool = option(False)
+    """Leave out fields of requests that memserve does not know, with a warning. Without it, only those that vLLM knows;
+    any other is refused."""
+    root_path: str = option("")
+    """Serve below this path as well, e.g. ``/llm``: for a proxy that passes it on."""
+    tool_call_parser: str = option("auto")
+    """How the model writes tool calls: auto (as its chat template says), hermes, qwen, llama3 or mistral."""
+    enable_force_include_usage: bool = option(False)
+    """Each chunk of each stream carries the usage, as if ``stream_options`` asked for it."""
+    return_tokens_as_token_ids: bool = option(False)
+    """Logprobs name tokens ``token_id:N``, as if each request asked for it."""
+
+    def __post_init__(self) -> None:
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            hint = f"use one of {', '.join(TOOL_CALL_PARSERS)}"
+            raise UserError(
+                f"unknown tool call parser {self.tool_call_parser[:100]!r}", hint=hint, param="tool_call_parser"
+            )
+        if self.root_path and not _ROOT.fullmatch(self.root_path):
+            raise UserError(f"{self.root_path[:200]!r} is no path", hint="give one like /llm", param="root_path")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from memserve.api.config import ApiConfig
 from memserve.api.documents import Document, Documents, size_of
 from memserve.api.edge import TENANT_KEY, Edge, json_body
 from memserve.api.errors import bad_request, model_not_found
 from memserve.api.guard import REPLY_KEY
 from memserve.api.hub import Hub
+from memserve.api.lenient import Leniency
 from memserve.api.messages import check_messages
 from memserve.api.metrics import ApiMetrics
 from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
 from memserve.api.prompts import CHECKING, PARSING, Prompt, PromptEncoder, is_token_list
 from memserve.api.reply import Reply
-from memserve.api.respond import Shape, answer, new_envelope
-from memserve.api.schema import ChatBody, CompletionBody, GenerationBody, parse_body
+from memserve.api.respond import answer, new_envelope
+from memserve.api.schema import ChatBody, CompletionBody, GenerationBody, parse_leniently
 from memserve.api.served import ModelNames, PinningEngine, ServedModel, ServingEngine
+from memserve.api.shapes import Shape
+from memserve.api.tools.plan import CallPlan, call_plan, style_of
 
 EXPLAIN_HEADER = "x-memserve-explain"
 
@@ -48,21 +52,26 @@ class CompletionPlanner:
 
     id_prefix = "cmpl-"
 
-    def __init__(self, model: ServedModel, names: ModelNames, encoder: PromptEncoder, documents: Documents) -> None:
+    def __init__(
+        self, model: ServedModel, names: ModelNames, encoder: PromptEncoder, documents: Documents, config: ApiConfig
+    ) -> None:
         self._model, self._names, self._encoder, self._documents = model, names, encoder, documents
+        self._config, self.leniency = config, Leniency(all_fields=config.lenient)
 
     async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine requests for a body, one per prompt."""
         workers = self._encoder.workers
         await workers.turn(caller.tenant)
-        body = await workers.run(caller.tenant, len(data) // PARSING, lambda: parse_body(data, CompletionBody))
+        parsed = workers.run(caller.tenant, len(data) // PARSING, lambda: parse_leniently(data, CompletionBody, self.leniency))
+        body, ignored = await parsed
         _check_model(body.model, self._names)
         if not isinstance(body.prompt, (str, list)):
             raise bad_request("'prompt' is required: text or token ids", "prompt", "missing_required_parameter")
         document = _document(body, caller, self._documents, "completions")
 
         def planned() -> Generation:
-            return plan_completion(body, self._prompts(body, document), self._model, caller, response_id)
+            plan = plan_completion(body, self._prompts(body, document), self._model, caller, response_id)
+            return _as_configured(plan, self._config, ignored)
 
         text_bytes = len(data) // (CHECKING if is_token_list(body.prompt) and not body.echo else 1)
         return await workers.run(caller.tenant, text_bytes + size_of(document), planned)
@@ -79,25 +88,44 @@ class ChatPlanner:
 
     id_prefix = "chatcmpl-"
 
-    def __init__(self, model: ServedModel, names: ModelNames, encoder: PromptEncoder, documents: Documents) -> None:
+    def __init__(
+        self, model: ServedModel, names: ModelNames, encoder: PromptEncoder, documents: Documents, config: ApiConfig
+    ) -> None:
         self._model, self._names, self._encoder, self._documents = model, names, encoder, documents
+        self._config, self.leniency = config, Leniency(all_fields=config.lenient)
 
     async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine request for a body: one prompt, through the chat template."""
         workers = self._encoder.workers
         await workers.turn(caller.tenant)
-        body = await workers.run(caller.tenant, len(data) // PARSING, lambda: parse_body(data, ChatBody))
+        parsed = workers.run(caller.tenant, len(data) // PARSING, lambda: parse_leniently(data, ChatBody, self.leniency))
+        body, ignored = await parsed
         _check_model(body.model, self._names)
         document = _document(body, caller, self._documents, "chat")
 
         def planned() -> Generation:
-            return plan_chat(body, self._prompt(body, document), self._model, caller, response_id)
+            return self.planned(body, document, caller, response_id, ignored)
 
         return await workers.run(caller.tenant, len(data) + size_of(document), planned)
+
+    def planned(
+        self, body: ChatBody, document: Document | None, caller: Caller, response_id: str, ignored: tuple[str, ...]
+    ) -> Generation:
+        """The engine request for a checked body. Raises :class:`ApiError` 400."""
+        calls = self._calls(body)
+        plan = plan_chat(body, self._prompt(body, document), self._model, caller, response_id, calls)
+        return _as_configured(plan, self._config, ignored)
 
     def _prompt(self, body: ChatBody, document: Document | None) -> Prompt:
         messages = check_messages(body.messages)
         return self._encoder.chat_prompt(body, messages if document is None else document.before_messages(messages))
+
+    def _calls(self, body: ChatBody) -> CallPlan | None:
+        style = self._config.tool_call_parser
+        if style == "auto":
+            style = style_of(str(getattr(self._model.tokenizer, "chat_template", None) or ""))
+        parallel = body.parallel_tool_calls is not False
+        return call_plan(body.tools, body.tool_choice, parallel=parallel, style=style)
 
 
 def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoint: str) -> Document | None:
@@ -112,6 +140,17 @@ def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoi
         message = f"The document {document.document_id!r} is for {document.endpoint}: none of its KV is cached for"
         raise bad_request(f'{message} {endpoint}; put one with "endpoint": "{endpoint}" under another id', "document")
     return document
+
+
+def _as_configured(plan: Generation, config: ApiConfig, ignored: tuple[str, ...]) -> Generation:
+    forced = config.enable_force_include_usage and plan.stream
+    return replace(
+        plan,
+        ignored=ignored,
+        include_usage=plan.include_usage or forced,
+        continuous_usage=plan.continuous_usage or forced,
+        names_token_ids=plan.names_token_ids or config.return_tokens_as_token_ids,
+    )
 
 
 def _check_model(name: str, names: ModelNames) -> None:
@@ -148,10 +187,10 @@ class GenerationEndpoint:
         scope[REPLY_KEY] = reply
         envelope = new_envelope(response_id, shared.model.name)
         await answer(shared.hub, reply, self._shape, envelope, receive, send)
-        _keep_session(shared.hub.engine, reply)
+        keep_session(shared.hub.engine, reply)
 
 
-def _keep_session(engine: ServingEngine, reply: Reply) -> None:
+def keep_session(engine: ServingEngine, reply: Reply) -> None:
     """Pin what the session's next request will begin with: the prompt, and the answer if there is just one."""
     plan = reply.plan
     if plan.session_ttl_ns is None or not isinstance(engine, PinningEngine):
@@ -161,3 +200,25 @@ def _keep_session(engine: ServingEngine, reply: Reply) -> None:
     if len(reply.sequences) == 1:
         tokens = np.concatenate((tokens, np.array(reply.sequences[0].stream.tokens, dtype=np.int32)))
     engine.pin(request.session, request.tenant, tokens, plan.session_ttl_ns, request.salt)
+
+
+class InvocationsEndpoint:
+    """``POST /invocations``: what Amazon SageMaker calls. A chat, or a completion, by the body's fields."""
+
+    def __init__(self, edge: Edge, chat: ASGIApp, completions: ASGIApp) -> None:
+        self._edge, self._chat, self._completions = edge, chat, completions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with json_body(scope, receive, self._edge) as data:
+            is_chat = b'"messages"' in data
+        await (self._chat if is_chat else self._completions)(scope, _again(data, receive), send)
+
+
+def _again(data: bytes, receive: Receive) -> Receive:
+    """A body that was read, to be read once more; what comes after it is ``receive``'s."""
+    left: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
+
+    async def received() -> Message:
+        return left.pop() if left else await receive()
+
+    return received

@@ -1,7 +1,6 @@
 """The messages of a chat: checked, and in the form that chat templates read.
 
-Tools need a template that supports them. Calls that a model writes come back as text, because each family has its own
-format; so a ``tool_choice`` that promises a parsed call is refused (:data:`memserve.api.schema.REFUSED`).
+Tools stand where the template has a place for them, else in the system message.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from typing import Any
 
 from memserve.api.errors import bad_request, unsupported
 from memserve.api.schema import ChatBody
+from memserve.api.tools.plan import as_instructions, check_tools
 
 Messages = list[dict[str, Any]]
 """As templates read them: ``role`` and ``content`` (a string) in each; tool calls with their arguments as objects."""
 
 MESSAGES_MAX = 10_000
-TOOLS_MAX = 128
+ROLE_CHARS_MAX = 64
 
 _ROLES = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
@@ -28,6 +28,8 @@ _TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 _IGNORED = ("refusal", "annotations")
 _FIELDS = {"role", "content", "tool_calls", "function_call", "audio", *_TEXTS, *_IGNORED}
+EXTRA_FIELDS_MAX = 32
+"""Further fields of one message: templates may read them."""
 _CALL_FIELDS = {"id", "type", "function", "index"}
 
 
@@ -43,8 +45,7 @@ def check_messages(messages: Any) -> Messages:
 def for_template(messages: Messages, body: ChatBody, template: str) -> tuple[Messages, list[Any] | None]:
     """``messages`` and the tools of ``body``, as this chat template can read them.
 
-    Tool calls become text where the template does not support them. Raises :class:`ApiError` 400 for tools when the
-    template has no place for them.
+    Tool calls become text where the template does not support them, and tools a part of the system message.
     """
     if not _knows(template, "tool_calls"):
         messages = [_with_calls_as_text(message) if "tool_calls" in message else message for message in messages]
@@ -52,24 +53,16 @@ def for_template(messages: Messages, body: ChatBody, template: str) -> tuple[Mes
     if not tools or body.tool_choice == "none":
         return messages, None
     if not _knows(template, "tools"):
-        raise unsupported(
-            "tools", "A list of tools with this model's chat template (leave it out, or set tool_choice to 'none')"
-        )
+        return _with_instructions(messages, as_instructions(tools, json.dumps)), None
     return messages, tools
 
 
-def check_tools(tools: Any) -> list[Any]:
-    """The tools of a request. Raises :class:`ApiError` 400 for what is no list of functions."""
-    if tools is None:
-        return []
-    if not isinstance(tools, list) or len(tools) > TOOLS_MAX:
-        raise bad_request(f"'tools' must be a list of at most {TOOLS_MAX} functions", "tools")
-    for at, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            message = f"'tools[{at}]' must be an object like {{'type': 'function', 'function': {{'name': ...}}}}"
-            raise bad_request(message, f"tools[{at}]")
-    return tools
+def _with_instructions(messages: Messages, instructions: str) -> Messages:
+    """In the system message: the first, or one of its own."""
+    first = messages[0]
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{instructions}"}, *messages[1:]]
+    return [{"role": "system", "content": instructions}, *messages]
 
 
 def check_rendered(messages: Messages, text: str) -> None:
@@ -97,16 +90,17 @@ def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
 def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise bad_request(f"'{where}' must be an object with role and content", where)
-    for key in message:
-        if key not in _FIELDS and message[key] is not None:
-            raise bad_request(f"Unknown field '{where}.{key}'", f"{where}.{key}", "unknown_field")
+    extra = {key: value for key, value in message.items() if key not in _FIELDS and value is not None}
+    if len(extra) > EXTRA_FIELDS_MAX:
+        raise bad_request(f"'{where}' has {len(extra)} unknown fields; the limit is {EXTRA_FIELDS_MAX}", where)
     role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise bad_request(f"'{where}.role' must be one of {', '.join(_ROLES)}", f"{where}.role")
+    if not isinstance(role, str) or not 0 < len(role) <= ROLE_CHARS_MAX:
+        raise bad_request(f"'{where}.role' must be a text, such as {', '.join(_ROLES)}", f"{where}.role")
     if message.get("audio"):
         raise unsupported(where, "Audio")
     checked: dict[str, Any] = {
-        "role": _ROLES[role],
+        **extra,
+        "role": _ROLES.get(role, role),
         "content": _content(message.get("content"), role, f"{where}.content"),
     }
     for name in _TEXTS:

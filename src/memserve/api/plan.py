@@ -8,6 +8,7 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 
+import numpy as np
 from msgspec import structs
 
 from memserve.api.documents import document_handle
@@ -15,6 +16,8 @@ from memserve.api.errors import bad_request
 from memserve.api.prompts import Prompt, context_exceeded
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
 from memserve.api.served import ServedModel, chosen_sampling
+from memserve.api.structure import structure_of
+from memserve.api.tools.plan import CallPlan
 from memserve.errors import UserError
 from memserve.tiers import AS_COMPUTED
 from memserve.types import Request, SamplingParams, StopParams
@@ -50,6 +53,13 @@ class Generation:
     include_usage: bool
     explain: bool
     session_ttl_ns: int | None = None  # how long the session's KV is kept after the answer
+    prompt_logprobs: bool = False  # reported beside the answer, in vLLM's form
+    token_ids: bool = False  # reported
+    names_token_ids: bool = False  # logprobs name tokens by their ids
+    logprob_token_ids: tuple[int, ...] = ()  # logprobs report these alone
+    continuous_usage: bool = False  # each chunk carries the usage
+    ignored: tuple[str, ...] = ()  # fields of the request without effect
+    calls: CallPlan | None = None  # of a chat with tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +75,8 @@ def plan_completion(
 ) -> Generation:
     """The engine requests of ``POST /v1/completions``."""
     echo = bool(body.echo)
+    if body.document is None:
+        prompts = [_truncated(prompt, body, model, body.max_tokens) for prompt in prompts]
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not echo:
         raise bad_request("max_tokens must be at least 1 (0 only together with echo)", "max_tokens")
@@ -80,17 +92,38 @@ def plan_completion(
     )  # fmt: skip
 
 
-def plan_chat(body: ChatBody, prompt: Prompt, model: ServedModel, caller: Caller, request_id: str) -> Generation:
+def plan_chat(
+    body: ChatBody, prompt: Prompt, model: ServedModel, caller: Caller, request_id: str, calls: CallPlan | None = None
+) -> Generation:
     """The engine request of ``POST /v1/chat/completions``."""
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     max_tokens = body.max_completion_tokens or body.max_tokens
+    prompt = _truncated(prompt, body, model, max_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     n = body.n or 1
     return _plan(
         body, [prompt], model, caller, request_id,
-        n=n, drawn=n, max_tokens=max_tokens, echo=False, logprobs=logprobs,
+        n=n, drawn=n, max_tokens=max_tokens, echo=bool(body.echo), logprobs=logprobs, calls=calls,
     )  # fmt: skip
+
+
+def _truncated(prompt: Prompt, body: GenerationBody, model: ServedModel, max_tokens: int | None) -> Prompt:
+    """Cut to ``truncate_prompt_tokens``; its text, for ``echo``, is left as it was."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        if body.truncation_side is not None:
+            raise bad_request("truncation_side needs truncate_prompt_tokens", "truncation_side")
+        return prompt
+    if most == -1:
+        most = max(1, model.max_model_tokens - max(max_tokens or 1, 1))
+    if most == 0:
+        raise bad_request("truncate_prompt_tokens must leave a token: give at least 1, or -1", "truncate_prompt_tokens")
+    if most > model.max_model_tokens:
+        message = f"truncate_prompt_tokens ({most}) is more than the context has ({model.max_model_tokens})"
+        raise bad_request(message, "truncate_prompt_tokens")
+    kept = prompt.tokens[:most] if body.truncation_side == "right" else prompt.tokens[-most:]
+    return replace(prompt, tokens=np.ascontiguousarray(kept))
 
 
 def _check_answer_size(requests: list[Request], logprobs: int | None, *, echo: bool, stream: bool) -> None:
@@ -108,17 +141,21 @@ def _check_answer_size(requests: list[Request], logprobs: int | None, *, echo: b
 
 def _plan(
     body: GenerationBody, prompts: list[Prompt], model: ServedModel, caller: Caller, request_id: str, *,
-    n: int, drawn: int, max_tokens: int | None, echo: bool, logprobs: int | None,
+    n: int, drawn: int, max_tokens: int | None, echo: bool, logprobs: int | None, calls: CallPlan | None = None,
 ) -> Generation:  # fmt: skip
     if body.exact and model.kv_lower_dtype != AS_COMPUTED:
         kept = f"KV may be rounded to {model.kv_lower_dtype} here (--kv-lower-dtype)"
         raise bad_request(f"{kept}, so no answer is exact: leave out exact, or ask another server", "exact")
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
+    _check_logprobs(body, logprobs, generates=max_tokens != 0)
     if len(prompts) * drawn > SEQUENCES_MAX:
         raise bad_request(f"{len(prompts)} prompts times {drawn} answers exceed {SEQUENCES_MAX} sequences", "n")
-    beam_width = _beam_width(body, n)
-    sampling = _sampling(body, model, rank=drawn > n, logprobs=logprobs, prompt_logprobs=echo and logprobs is not None)
+    beam_width, options = _beam_width(body, n), body.stream_options
+    echoes_logprobs = echo and logprobs is not None and isinstance(body, CompletionBody)
+    sampling = _sampling(body, model, rank=drawn > n, logprobs=logprobs, prompt_logprobs=echoes_logprobs)
+    if grammar := structure_of(body, calls):
+        sampling = replace(sampling, grammar=grammar)
     salt = _salt(body)
     deadline_ns = time.monotonic_ns() + ns_from_s(body.timeout_s) if body.timeout_s else None
     requests = [
@@ -143,7 +180,9 @@ def _plan(
     ]
     for request in requests:
         _check(request, model)
-    _check_answer_size(requests, logprobs, echo=echo, stream=bool(body.stream))
+    alternatives = max(logprobs or 0, body.prompt_logprobs or 0, len(body.logprob_token_ids or ()))
+    asked = None if logprobs is None and body.prompt_logprobs is None else alternatives
+    _check_answer_size(requests, asked, echo=sampling.prompt_logprobs, stream=bool(body.stream))
     return Generation(
         requests=requests,
         prompts=prompts,
@@ -155,10 +194,29 @@ def _plan(
         generates=max_tokens != 0,
         skip_special_tokens=body.skip_special_tokens is not False,
         stream=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        include_usage=bool(options and options.include_usage),
         explain=caller.explain or bool(body.explain),
         session_ttl_ns=_session_ttl_ns(body),
+        prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
+        names_token_ids=bool(body.return_tokens_as_token_ids),
+        logprob_token_ids=sampling.logprob_token_ids,
+        continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        calls=calls,
     )
+
+
+def _check_logprobs(body: GenerationBody, logprobs: int | None, *, generates: bool) -> None:
+    """Raises :class:`ApiError` 400 for logprobs that nothing would report."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("prompt_logprobs are reported with the whole answer: not with stream", "prompt_logprobs")
+    if not body.logprob_token_ids:
+        return
+    if logprobs is None:
+        raise bad_request("logprob_token_ids needs logprobs", "logprob_token_ids")
+    if body.use_beam_search or not generates:
+        why = "beam search" if body.use_beam_search else "max_tokens 0"
+        raise bad_request(f"logprob_token_ids and {why} exclude each other", "logprob_token_ids")
 
 
 def _ns_of_ms(ms: float | None) -> int | None:
@@ -261,12 +319,20 @@ def _sampling(
         seed=secrets.randbits(63) if body.seed is None else body.seed % (1 << 63),
         logit_bias=_logit_bias(body.logit_bias or {}),
         logprobs=0 if rank and logprobs is None else logprobs,  # best_of ranks by the drawn tokens' logprobs
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=prompt_logprobs or body.prompt_logprobs is not None,
+        prompt_top_logprobs=_most(body.prompt_logprobs, logprobs if prompt_logprobs else None),
+        logprob_token_ids=tuple(body.logprob_token_ids or ()),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
     )
 
 
+def _most(*counts: int | None) -> int | None:
+    return max((count for count in counts if count is not None), default=None)
+
+
 def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    for key in bias:
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise bad_request(f"logit_bias key {key[:20]!r} is not a token id", "logit_bias")
+    bad = [key for key in bias if not (key.isascii() and key.isdecimal() and len(key) <= 10)]
+    if bad:
+        named = ", ".join(repr(key[:20]) for key in bad[:8])
+        raise bad_request(f"logit_bias: not a token id: {named}", "logit_bias")
     return tuple((int(key), value) for key, value in bias.items())

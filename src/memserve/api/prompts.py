@@ -78,7 +78,12 @@ class PromptEncoder:
         """Checked messages through the model's chat template, with the options of ``body``."""
         if body.continue_final_message and body.add_generation_prompt:
             raise bad_request("continue_final_message and add_generation_prompt exclude each other")
-        return Prompt(self._encode(self._render(messages, body), False).tokens)
+        echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == "assistant" else None
+        return Prompt(self._encode(self._render(messages, body), False).tokens, echoed)
+
+    def chat_text(self, body: ChatBody, messages: Messages) -> str:
+        """Checked messages through the model's chat template, as text."""
+        return self._render(messages, body)
 
     @property
     def has_chat_template(self) -> bool:
@@ -135,6 +140,7 @@ class PromptEncoder:
         final = bool(body.continue_final_message)
         start_answer = body.add_generation_prompt if body.add_generation_prompt is not None else not final
         tokenizer = self._model.tokenizer
+        variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
         prepared, tools = for_template(messages, body, str(tokenizer.chat_template or ""))
         try:
             text = calls_bounded(
@@ -145,7 +151,7 @@ class PromptEncoder:
                     tokenize=False,
                     add_generation_prompt=start_answer,
                     continue_final_message=final,
-                    **{**(body.chat_template_kwargs or {}), "chat_template": None},
+                    **{**variables, **(body.chat_template_kwargs or {}), "chat_template": None},
                 ),
             )
         except Exception as error:  # templates raise to refuse messages that they do not support

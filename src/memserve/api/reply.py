@@ -12,6 +12,7 @@ from memserve.api.errors import ApiError, deadline_passed, internal, rejected, r
 from memserve.api.hub import Call
 from memserve.api.metrics import ApiMetrics
 from memserve.api.plan import Generation
+from memserve.api.tools.parse import CallReader, Piece, ToolCall
 from memserve.runtime.engine import Rejected
 from memserve.runtime.text import Stops, TextStream
 from memserve.types import FinishReason, TokenLogprobs, TokenOutput
@@ -32,6 +33,17 @@ class Sequence:
     shown_tokens: int = 0
     cumulative_logprob: float | None = None
     last_ns: int = 0
+    reader: CallReader | None = None  # of a chat with tools
+
+    @property
+    def content(self) -> str:
+        """The text so far, without calls."""
+        return "".join(self.texts)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls so far."""
+        return self.reader.calls if self.reader is not None else []
 
     @property
     def rank(self) -> float:
@@ -50,6 +62,22 @@ class Delta:
     finish_reason: FinishReason | None
     opens: bool
     """The first news of the sequence."""
+    pieces: tuple[Piece, ...] | None = None
+    """Of a chat with tools: the text as content and calls; ``text`` is then empty."""
+
+    @property
+    def deltas(self) -> list[dict[str, Any]]:
+        """The ``delta`` objects of a stream for :attr:`pieces`."""
+        return [_delta_of(piece) for piece in self.pieces or ()]
+
+
+def _delta_of(piece: Piece) -> dict[str, Any]:
+    call = piece.call
+    if call is None:
+        return {"content": piece.content}
+    named = {"id": call.call_id, "type": "function"} if piece.begins else {}
+    function = ({"name": call.name} if piece.begins else {}) | {"arguments": piece.arguments}
+    return {"tool_calls": [{"index": call.index, **named, "function": function}]}
 
 
 _SHOWN = TokenLogprobs(-1, 0.0)
@@ -85,7 +113,8 @@ class Reply:
             min_tokens=stop.min_tokens,
             skip_special_tokens=self.plan.skip_special_tokens,
         )
-        return Sequence(at, index, at * self.plan.n + index, stream)
+        reader = CallReader(self.plan.calls) if self.plan.calls is not None else None
+        return Sequence(at, index, at * self.plan.n + index, stream, reader=reader)
 
     @property
     def done(self) -> bool:
@@ -151,8 +180,12 @@ class Reply:
         logprobs = output.logprobs[:taken]
         sequence.logprobs.extend(logprobs)
         sequence.logprob_sum += sum(entry.logprob for entry in logprobs)
+        text, pieces = news.text, None
+        if (reader := sequence.reader) is not None:
+            pieces = tuple(reader.push(text) + (reader.finish() if news.finish_reason is not None else []))
+            text = ""
         if not self.plan.stream:
-            sequence.texts.append(news.text)
+            sequence.texts += [text] if pieces is None else [piece.content for piece in pieces]
         sequence.cumulative_logprob = output.cumulative_logprob
         first, sequence.shown_tokens = sequence.shown_tokens, sequence.shown_tokens + news.tokens_shown
         self._count(sequence, taken, opens)
@@ -160,7 +193,7 @@ class Reply:
             call.stop_sequence(sequence.at, sequence.index)
         if news.finish_reason is not None:
             self._unfinished -= 1
-        return Delta(sequence, news.text, first, sequence.shown_tokens, news.finish_reason, opens)
+        return Delta(sequence, text, first, sequence.shown_tokens, news.finish_reason, opens, pieces)
 
     def _count(self, sequence: Sequence, tokens: int, opens: bool) -> None:
         now_ns = time.monotonic_ns()
@@ -171,12 +204,13 @@ class Reply:
                 self._metrics.between_tokens.observe((now_ns - sequence.last_ns) / NS_PER_S / tokens)
         sequence.last_ns = now_ns
 
-    def usage(self) -> dict[str, Any]:
-        """The ``usage`` object."""
+    def usage(self, completion_tokens: int | None = None) -> dict[str, Any]:
+        """The ``usage`` object, with all tokens so far or with those that were shown."""
+        drawn = self.completion_tokens if completion_tokens is None else completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": drawn,
+            "total_tokens": self.prompt_tokens + drawn,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 

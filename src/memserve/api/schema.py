@@ -15,6 +15,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from memserve._core import json_shape
 from memserve.api.errors import ApiError, bad_request, unsupported
+from memserve.api.lenient import Leniency
 
 TokenCount = Annotated[int, Meta(ge=1)]
 TokenCountOrZero = Annotated[int, Meta(ge=0)]
@@ -38,7 +39,9 @@ BiasMap = Annotated[dict[str, Bias], Meta(max_length=1024)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
 Stops = StopText | Annotated[list[StopText], Meta(max_length=32)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
-StopIds = Annotated[list[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]], Meta(max_length=128)]
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+StopIds = Annotated[list[TokenId], Meta(max_length=128)]
+AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=1 << 17)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -48,6 +51,8 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Send one more chunk at the end, with `usage` and empty `choices`."""
     include_obfuscation: bool | None = None
     """Accepted, no effect: chunks are never padded."""
+    continuous_usage_stats: bool | None = None
+    """With `include_usage`: each chunk carries the `usage` so far."""
 
 
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -107,6 +112,27 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
     """Go on after the model's end-of-sequence token."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text. Default true."""
+    allowed_token_ids: AllowedIds | None = None
+    """Draw from these tokens alone."""
+    structured_outputs: dict[str, Any] | None = None
+    """The form of the answer: an object with one of `choice` (a list of texts), `regex`, `json` (a JSON schema),
+    `json_object` (true), or `grammar` (Lark, or GBNF)."""
+    response_format: dict[str, Any] | None = None
+    """`{"type": "json_schema", "json_schema": {"schema": ...}}`: an answer that the schema admits. `json_object`: any
+    JSON object. `text`: anything."""
+    logprob_token_ids: StopIds | None = None
+    """Report the log probabilities of these tokens instead of the most probable ones. Only with `logprobs`."""
+    prompt_logprobs: LogprobCount | None = None
+    """Report the log probabilities of the prompt's tokens, and of this many alternatives to each, as vLLM does. Not
+    with `stream`."""
+    return_token_ids: bool | None = None
+    """Report the token ids of prompt and answer: `prompt_token_ids` and `token_ids`."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens in logprobs `token_id:N` instead of by their text."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    """Cut each prompt to this many tokens. -1: to what the context has room for."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where `truncate_prompt_tokens` cuts. Default `left`."""
     use_beam_search: bool | None = None
     """Return the best `n` beams instead of drawing."""
     beam_width: Choices | None = None
@@ -188,6 +214,8 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
     """Alternatives to each token whose log probabilities are reported. Only with `logprobs`."""
 
     # Extensions.
+    echo: bool | None = None
+    """Begin the answer with the last message, if it is the assistant's."""
     add_generation_prompt: bool | None = None
     """End the prompt with the beginning of an answer. Default true."""
     continue_final_message: bool | None = None
@@ -202,29 +230,28 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
     """Accepted, no effect."""
     prediction: Any = None
     """Accepted, no effect."""
-    parallel_tool_calls: bool | None = None
-    """Accepted, no effect."""
 
     tools: Any = None
-    """Functions that the chat template describes to the model. Calls come back as text."""
+    """Functions that the model may call: calls come back as `tool_calls`."""
+    tool_choice: Any = None
+    """`none`: no call. `auto` (the default with `tools`): the model decides. `required`: at least one.
+    `{"type": "function", "function": {"name": ...}}`: this one."""
+    parallel_tool_calls: bool | None = None
+    """false: at most one call in an answer."""
 
     # Refused unless they ask for what happens anyway (see REFUSED).
-    tool_choice: Any = None
-    """`none` or `auto`; anything else is refused."""
     functions: Any = None
     """Refused unless empty: use `tools`."""
     function_call: Any = None
     """`none` or `auto`; anything else is refused."""
-    response_format: Any = None
-    """Refused unless `{"type": "text"}`."""
     modalities: Any = None
     """Refused unless `["text"]`."""
     audio: Any = None
     """Refused."""
     moderation: Any = None
     """Refused."""
-    reasoning_effort: Any = None
-    """Refused unless `none`."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable of the chat template; no effect where the template has no such variable."""
     verbosity: Any = None
     """Refused unless `medium`."""
     web_search_options: Any = None
@@ -233,14 +260,11 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "suffix": ("Inserting text before a suffix", ("",)),
-    "tool_choice": ("Forcing a tool call", ("none", "auto")),
     "functions": ("Function calling (use tools)", ([],)),
     "function_call": ("Function calling (use tools)", ("none", "auto")),
-    "response_format": ("Any response_format other than text", ({"type": "text"},)),
     "modalities": ("Any modality other than text", (["text"],)),
     "audio": ("Audio output", ()),
     "moderation": ("Moderation", ()),
-    "reasoning_effort": ("Choosing a reasoning effort", ("none",)),
     "verbosity": ("Choosing a verbosity", ("medium",)),
     "web_search_options": ("Web search", ()),
 }
@@ -256,7 +280,7 @@ VALUES_MAX = 1 << 18
 _MESSAGE_CHARS_MAX = 2000
 _NAME_CHARS_MAX = 64
 
-Body = TypeVar("Body", CompletionBody, ChatBody, DocumentBody)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
@@ -265,17 +289,27 @@ _MISSING = re.compile(r"missing required field `([^`]*)`")
 
 def parse_body(data: bytes, kind: type[Body]) -> Body:
     """``data`` as ``kind``. Raises :class:`ApiError` 400 that names the field at fault."""
-    _refuse_shape(data)
+    return parse_leniently(data, kind, None)[0]
+
+
+def parse_leniently(data: bytes, kind: type[Body], leniency: Leniency | None) -> tuple[Body, tuple[str, ...]]:
+    """``data`` as ``kind``, and the names of the fields that ``leniency`` has left out. Raises :class:`ApiError` 400
+    that names the field at fault."""
+    refuse_shape(data)
+    left_out: tuple[str, ...] = ()
     try:
         body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), kind) from None
+        if leniency is None or not _UNKNOWN.search(str(error)):
+            raise _explain(str(error), kind) from None
+        fields, left_out = leniency.without(msgspec.json.decode(data, type=dict[str, Any]), kind.__struct_fields__)
+        body = body_of(fields, kind)
     except msgspec.DecodeError as error:
         raise bad_request(f"The request body is not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
         raise bad_request(f"The request body is not valid UTF-8: {error.reason}") from None
     _refuse_unsupported(body)
-    return body
+    return body, left_out
 
 
 def body_of(fields: dict[str, Any], kind: type[Body]) -> Body:
@@ -288,7 +322,8 @@ def body_of(fields: dict[str, Any], kind: type[Body]) -> Body:
     return body
 
 
-def _refuse_shape(data: bytes) -> None:
+def refuse_shape(data: bytes) -> None:
+    """Raises :class:`ApiError` 400 for JSON that would take long to decode."""
     shape = json_shape(data)
     if shape.depth > DEPTH_MAX:
         raise bad_request(f"The request body is nested {shape.depth} deep; the limit is {DEPTH_MAX}")

@@ -129,10 +129,12 @@ class RememberingEngine(ServingEngine, Protocol):
 class ModelNames:
     """The names by which clients may ask for the served model."""
 
-    def __init__(self, served: str, aliases: Sequence[str] = ()) -> None:
-        """``served`` is the name that answers carry; letter case does not matter."""
+    def __init__(self, served: str, aliases: Sequence[str] = (), further: Sequence[str] = ()) -> None:
+        """``served`` is the name that answers carry; ``further`` ones are listed, ``aliases`` are not. Letter case does
+        not matter."""
         self.served = served
-        self._known = {name.casefold() for name in (served, *aliases)}
+        self.shown = tuple(dict.fromkeys((served, *further)))
+        self._known = {name.casefold() for name in (*self.shown, *aliases)}
 
     def __contains__(self, name: str) -> bool:
         return name.casefold() in self._known

@@ -22,7 +22,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from memserve.api.config import EdgeConfig
+from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.api.tls import Tls
 from memserve.config import EngineOptions
 from memserve.errors import UserError
@@ -48,12 +48,14 @@ class HttpOptions:
     metrics_key: str | None = field(repr=False)
     tls: Tls | None
     """None: plain HTTP."""
-    served_model_name: str | None
+    served_model_names: tuple[str, ...]
+    """The first stands in answers. Empty: the model's own."""
     generation_config: bool
     default_max_tokens: int
     drain_s: float
     limits: EdgeConfig
     log_level: str
+    api: ApiConfig = field(default_factory=ApiConfig)
 
     def url(self, port: int) -> str:
         """Where clients of this host find the API; ``port`` is the one that listens."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memserve.api.config import EdgeConfig
+from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, running_cluster, shape_text
@@ -63,7 +63,14 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = opt.DEFAULT_HOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one.")] = opt.DEFAULT_PORT,
     engine: EngineOptions,
-    served_model_name: ModelName = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Name under which clients ask for the model; repeatable, the first stands in answers. "
+            "Default: the model's own."
+        ),
+    ] = None,
+    api: ApiConfig,
     generation_config: Annotated[
         bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
     ] = True,
@@ -101,8 +108,8 @@ def serve(
     opt.set_up_logging(log_level)
     keys = credentials.api_keys(api_key, api_key_file)
     secrets = (keys, credentials.metrics_key(metrics_key), credentials.tls_of(tls_cert, tls_key))
-    answers = (served_model_name, generation_config, default_max_tokens)
-    http = opt.HttpOptions(host, port, *secrets, *answers, drain_s, edge, log_level)
+    answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
+    http = opt.HttpOptions(host, port, *secrets, *answers, drain_s, edge, log_level, api)
     if fleet.engines or fleet.admin_key_file is not None:
         own = in_process or any(count is not None for count in (prefill, decode, colocated, cluster_port))
         run_fleet(fleet, http, cluster, None if own else store)
@@ -211,15 +218,16 @@ def _serve_until_signal(
 
     model = served.model
     aliases = (source, model.name)  # as it was configured, and as it calls itself
-    if http.served_model_name is not None:
-        model = dataclasses.replace(model, name=http.served_model_name)
+    if http.served_model_names:
+        model = dataclasses.replace(model, name=http.served_model_names[0])
     if not http.generation_config:
         model = dataclasses.replace(model, generation_defaults={})
     model = dataclasses.replace(model, default_max_tokens=http.default_max_tokens or None)
     make_room_for_connections(http.limits.connections_max)
     app = create_app(
-        served.engine, model, aliases=aliases, api_keys=http.api_keys, metrics_key=http.metrics_key, limits=http.limits
-    )
+        served.engine, model, aliases=aliases, further_names=http.served_model_names[1:], api_keys=http.api_keys,
+        metrics_key=http.metrics_key, limits=http.limits, config=http.api,
+    )  # fmt: skip
     port = listener.getsockname()[1]
 
     def on_ready() -> None:

@@ -23,6 +23,7 @@ from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tier
 from memserve.model.copier import Copy, PageCopier
 from memserve.model.crew import Crew, exchanging
 from memserve.model.forward import EagerForward, Forward
+from memserve.model.grammars import Grammars
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.sampling import Drawn, report_logprobs, sample
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotTable, stage
@@ -63,7 +64,8 @@ class ModelDevice:
         # a step under way may sample one token beyond the last that the machine will use
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
         self._vocab_size = model.vocab_size
-        self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size)
+        grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size, grammars)
         self._forward = forward or EagerForward(model.module)
         share = None if crew is None else crew.share
         self._attention = attention or choose_attention(self._arenas.hbm, geometry, share)
@@ -276,7 +278,8 @@ class ModelDevice:
             known = max(0, min(count, int(self._slots.prompt_tokens[slot]) - start - 1))
             following = self._slots.tokens[slot, start + 1 : start + 1 + known].astype(np.int64)
             with stage(failed, slot, "reporting its prompt's logprobs"):
-                top = self._slots.sampling(slot).logprobs or 0
+                sampling = self._slots.sampling(slot)
+                top = (sampling.logprobs or 0) if sampling.prompt_top_logprobs is None else sampling.prompt_top_logprobs
                 found = report_logprobs(logits[first : first + known], self._send(following), top)
                 if any(entry.logprob != entry.logprob for entry in found):
                     failed.setdefault(slot, NOT_NUMBERS)

@@ -89,7 +89,7 @@ def _adjust(row: Tensor, slot: int, table: SlotTable, failed: Failures) -> tuple
     with stage(failed, slot, "changing its logits"):
         known, prompt_tokens = table.tokens[slot, : table.lengths[slot]], int(table.prompt_tokens[slot])
         sampling, stop = table.sampling(slot), table.stop(slot)
-        touched = touched_tokens(known, prompt_tokens, sampling, stop)
+        touched = touched_tokens(known, prompt_tokens, sampling, stop, len(row))
         if row.device.type == "cpu":
             before = torch.from_numpy(row.numpy()[touched])  # a third of torch's time
         else:
@@ -98,6 +98,8 @@ def _adjust(row: Tensor, slot: int, table: SlotTable, failed: Failures) -> tuple
             failed[slot] = NOT_NUMBERS
         else:
             adjust_logits(row, known, prompt_tokens, sampling, stop)
+            if table.grammars is not None and slot in table.grammars:
+                row[torch.from_numpy(~table.grammars.mask(slot)).to(row.device)] = -torch.inf
         return touched, before
     return None
 
@@ -138,13 +140,14 @@ def _draw(logits: Tensor, chosen: Int64s, slots: Int64s, table: SlotTable) -> In
 
 
 def _report(logits: Tensor, places: Int64s, slots: Int64s, table: SlotTable, drawn: Drawn) -> None:
-    asked = defaultdict(list)  # by number of alternatives: one pass for each
+    asked = defaultdict(list)  # by number of alternatives, and by named ones: one pass for each
     for position in places[table.reports[slots[places]]].tolist():
-        asked[table.sampling(int(slots[position])).logprobs or 0].append(position)
-    for top, positions in asked.items():
+        sampling = table.sampling(int(slots[position]))
+        asked[sampling.logprobs or 0, sampling.logprob_token_ids].append(position)
+    for (top, named), positions in asked.items():
         rows = logits if len(positions) == len(logits) else logits[positions]
         tokens = torch.from_numpy(drawn.tokens[positions]).to(logits.device)
-        drawn.logprobs.update(zip(positions, report_logprobs(rows, tokens, top), strict=True))
+        drawn.logprobs.update(zip(positions, report_logprobs(rows, tokens, top, named), strict=True))
     beams = places[table.beam_candidates[slots[places]] > 0]
     if len(beams):
         counts = table.beam_candidates[slots[beams]].tolist()
@@ -180,12 +183,19 @@ def adjust_logits(
         row.index_add_(0, torch.tensor(biased, device=row.device), torch.tensor(bias, device=row.device))
     if len(output) < stop.min_tokens and stop.stop_token_ids:
         row[torch.tensor(stop.stop_token_ids, device=row.device)] = -torch.inf
+    if sampling.allowed_token_ids:
+        allowed = torch.tensor(sampling.allowed_token_ids, device=row.device)
+        kept = row[allowed]
+        row.fill_(-torch.inf)
+        row[allowed] = kept
 
 
 def touched_tokens(
-    tokens: NDArray[np.int32], prompt_tokens: int, sampling: SamplingParams, stop: StopParams
+    tokens: NDArray[np.int32], prompt_tokens: int, sampling: SamplingParams, stop: StopParams, vocab_size: int
 ) -> NDArray[np.int64]:
     """The tokens of which :func:`adjust_logits` may change logits, some of them more than once."""
+    if sampling.allowed_token_ids or sampling.grammar:
+        return np.arange(vocab_size)
     known = tokens if sampling.repetition_penalty != 1.0 else tokens[prompt_tokens:]
     others = [token for token, _ in sampling.logit_bias]
     if stop.min_tokens:
@@ -217,16 +227,21 @@ def best_logits(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, tokens
 
 
-def report_logprobs(logits: Tensor, tokens: Tensor, top: int) -> list[TokenLogprobs]:
-    """Log probabilities of ``tokens [n]`` under ``logits [n, vocab]``, with the ``top`` best ones of each row."""
+def report_logprobs(logits: Tensor, tokens: Tensor, top: int, named: tuple[int, ...] = ()) -> list[TokenLogprobs]:
+    """Log probabilities of ``tokens [n]`` under ``logits [n, vocab]``, with the ``top`` best ones of each row, or with
+    the ``named`` ones."""
     reports: list[TokenLogprobs] = []
     for first in range(0, len(tokens), _SLICE_ROWS):
         rows, chosen = logits[first : first + _SLICE_ROWS], tokens[first : first + _SLICE_ROWS]
         normalisers = log_normalisers(rows)
         own = (rows.gather(1, chosen[:, None])[:, 0] - normalisers).tolist()
-        best = best_logprobs(rows, normalisers, top) if top else [[]] * len(own)
-        named = zip(chosen.tolist(), own, best, strict=True)
-        reports += [TokenLogprobs(token, logprob, tuple(others)) for token, logprob, others in named]
+        if named:
+            values = rows[:, torch.tensor(named, device=rows.device)] - normalisers[:, None]
+            best = [list(zip(named, row, strict=True)) for row in values.tolist()]
+        else:
+            best = best_logprobs(rows, normalisers, top) if top else [[]] * len(own)
+        entries = zip(chosen.tolist(), own, best, strict=True)
+        reports += [TokenLogprobs(token, logprob, tuple(others)) for token, logprob, others in entries]
     return reports
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from memserve.errors import InvariantError, check
 from memserve.instance.events import NO_TOKEN_LEFT, OpenSequence, RowFailed
 from memserve.model.attention.layered import PlacedRange
+from memserve.model.grammars import Grammars
 from memserve.types import VOCAB_MAX, SamplingParams, StopParams
 from memserve.units import ceil_div
 
@@ -48,7 +49,14 @@ NOTHING_LEFT = RowFailed(NO_TOKEN_LEFT)
 class SlotTable:
     """Slots ``0 .. slots - 1``. Tokens ``[0, lengths[s])`` of row ``s`` of ``tokens`` are known; blocks likewise."""
 
-    def __init__(self, slots: int, max_tokens: int, block_tokens: int, vocab_size: int = VOCAB_MAX) -> None:
+    def __init__(
+        self,
+        slots: int,
+        max_tokens: int,
+        block_tokens: int,
+        vocab_size: int = VOCAB_MAX,
+        grammars: Grammars | None = None,
+    ) -> None:
         self.block_tokens, self.vocab_size = block_tokens, vocab_size
         self.tokens: Int32s = np.zeros((slots, max_tokens), np.int32)
         self.lengths: Int64s = np.zeros(slots, np.int64)
@@ -68,6 +76,8 @@ class SlotTable:
         #: slots that report logprobs
         self.reports: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         self.opened: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        #: what may come next, where a grammar says so; None: no slot has one
+        self.grammars = grammars
         #: entries of tables that lie by layer, by slot
         self.placed: dict[int, PlacedRange] = {}
         #: open slots that failed: they compute like any other, and draw nothing
@@ -96,12 +106,15 @@ class SlotTable:
             self.failed[slot] = RowFailed("its tokens are not all in the model's vocabulary")
         with stage(self.failed, slot, "opening its slot"):
             self._set_sampling(slot, sequence.sampling, sequence.stop)
+            if self.grammars is not None and sequence.sampling.grammar:
+                self.grammars.open(slot, sequence.sampling.grammar, sequence.tokens[sequence.prompt_tokens :].tolist())
         if slot in self.failed:
             self.beam_candidates[slot] = 0
             self._set_sampling(slot, _HARMLESS, StopParams())
 
     def _set_sampling(self, slot: int, sampling: SamplingParams, stop: StopParams) -> None:
-        for ids in (stop.stop_token_ids, [token for token, _ in sampling.logit_bias]):
+        biased = [token for token, _ in sampling.logit_bias]
+        for ids in (stop.stop_token_ids, biased, sampling.allowed_token_ids, sampling.logprob_token_ids):
             if ids and not self._knows(np.array(ids)):
                 raise ValueError("a token id outside of the vocabulary")
         self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
@@ -117,12 +130,16 @@ class SlotTable:
         self.opened[slot] = False
         self.failed.pop(slot, None)
         self.placed.pop(slot, None)
+        if self.grammars is not None:
+            self.grammars.close(slot)
 
     def close_all(self) -> None:
         """Forget every slot: after a failed step it is unknown which of its orders were carried out."""
         self.opened[:] = False
         self.failed.clear()
         self.placed.clear()
+        if self.grammars is not None:
+            self.grammars.close_all()
 
     def _knows(self, ids: NDArray[np.integer]) -> bool:
         return not len(ids) or bool(ids.min() >= 0 and ids.max() < self.vocab_size)
@@ -150,6 +167,10 @@ class SlotTable:
         lengths = self.lengths[slots]
         self.tokens[slots, lengths] = tokens
         self.lengths[slots] = lengths + 1
+        if self.grammars:
+            for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+                if slot in self.grammars:
+                    self.grammars.drawn(slot, token)
 
     def sampling(self, slot: int) -> SamplingParams:
         """How tokens of ``slot`` are drawn."""
@@ -175,12 +196,14 @@ class SlotTable:
 
 
 def changes_logits(sampling: SamplingParams) -> bool:
-    """Whether penalties or a bias apply."""
+    """Whether penalties, a bias, a list of tokens or a grammar apply."""
     return bool(
         sampling.presence_penalty
         or sampling.frequency_penalty
         or sampling.repetition_penalty != 1.0
         or sampling.logit_bias
+        or sampling.allowed_token_ids
+        or sampling.grammar
     )
 
 

@@ -1,0 +1,333 @@
+"""vLLM's own tests of its OpenAI server, run against memserve or against vLLM itself.
+
+    .venv/bin/python scripts/vllm_server_tests.py --tests FOLDER --vllm PYTHON [--server vllm] [--json FILE] [FILE ...]
+
+FOLDER: the folder ``tests`` of vLLM's sources, of the version that PYTHON imports (``scripts/vllm_suite.py`` says
+where it comes from). PYTHON needs pytest, pytest-asyncio and openai as well; ``--path`` names a folder with those that it
+lacks. Nothing of the tests is changed: they are copied, and where they start a server (``RemoteOpenAIServer``), they get
+the address of one that serves the bundled model in float32 under all names that they ask for.
+
+Printed for each test: passed, skipped by the test itself, or FAILED with its last line. ``--beside FILE``: the results
+(``--json``) of the other server, for the table: passed by vLLM, passed by memserve, and why each remaining test is not.
+Many tests ask a language model for sense: what the bundled 135 million parameters answer is in neither server's hands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OPENAI = Path("entrypoints/openai")
+FILES = (
+    "completion/test_completion.py", "chat_completion/test_chat.py", "chat_completion/test_chat_echo.py",
+    "chat_completion/test_chat_logit_bias_validation.py", "chat_completion/test_completion_with_function_calling.py",
+    "chat_completion/test_logprob_token_ids.py", "models/test_models.py", "test_chunked_prompt.py",
+    "test_return_token_ids.py", "test_return_tokens_as_ids.py",
+    "responses/test_basic.py", "responses/test_errors.py", "responses/test_function_call.py",
+    "responses/test_parsable_context.py", "responses/test_protocol.py", "responses/test_sampling_params.py",
+    "responses/test_simple.py", "responses/test_stateful.py", "responses/test_streaming_events.py",
+    "responses/test_structured_output.py",
+)  # fmt: skip
+"""211 tests. More of the folder can be named on the command line."""
+NAMES = (
+    "Qwen/Qwen3-0.6B", "facebook/opt-125m", "HuggingFaceH4/zephyr-7b-beta", "zephyr-lora", "qwen3-lora",
+    "Qwen/Qwen2-1.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B",
+    "openai-community/gpt2",
+)  # fmt: skip
+"""Of models, as the tests ask for them."""
+FLAGS = {"--return-tokens-as-token-ids": 0, "--root-path": 1, "--enable-force-include-usage": 0}
+"""Of the tests' servers: what changes an answer's form, with the number of its values. Others are about memory."""
+PLAN = "MEMSERVE_VLLM_SERVER_TESTS"
+"""The environment variable that tells the part inside pytest what to use."""
+START_S, ANSWER_S, TEST_S, STOP_S = 300.0, 110.0, 400.0, 30.0
+TOKENS_MAX = 512
+"""Of an answer whose request names no limit: the bundled model does not always come to an end."""
+
+REASONS: dict[str, str] = {}
+"""Test -> why memserve does not pass it."""
+
+
+# -- within pytest
+
+
+class Servers:
+    """Servers by the flags that tests give them: started when first asked for, stopped at the end."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self._plan = plan
+        self._urls: dict[tuple[str, ...], str] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def url(self, flags: tuple[str, ...]) -> str:
+        if flags not in self._urls:
+            self.stop()  # memory for one at a time
+            self._urls = {flags: self._started(flags)}
+        return self._urls[flags]
+
+    def _started(self, flags: tuple[str, ...]) -> str:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [*self._plan["command"], "--port", str(port), *flags]
+        environment = dict(os.environ, **self._plan["environment"])
+        environment["PYTHONPATH"] = self._plan["path"]
+        with Path(self._plan["log"]).open("ab") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        self._processes.append(process)
+        url, end_s = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > end_s:
+                pytest.exit(f"the server does not start:\n{Path(self._plan['log']).read_text()[-3000:]}")
+            time.sleep(0.2)
+        return url
+
+    def stop(self) -> None:
+        """All of them."""
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+        self._processes.clear()
+        self._urls.clear()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+class StandIn:
+    """In place of vLLM's ``RemoteOpenAIServer``."""
+
+    DUMMY_API_KEY = "token-abc123"
+    servers: Servers
+
+    def __init__(self, model: str, arguments: list[str], *, env_dict: dict[str, str] | None = None, **_: Any) -> None:
+        flags: list[str] = []
+        for at, name in enumerate(arguments):
+            if name in FLAGS:
+                flags += arguments[at : at + 1 + FLAGS[name]]
+        if key := (env_dict or {}).get("VLLM_API_KEY"):
+            flags += ["--api-key", key]
+        self.url_root = self.servers.url(tuple(flags))
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """The next module may use the same server."""
+
+    def url_for(self, *parts: str) -> str:
+        return "/".join([self.url_root, *(part.strip("/") for part in parts if part)])
+
+    def get_client(self, **named: Any) -> Any:
+        import openai
+
+        named.setdefault("timeout", ANSWER_S)
+        return openai.OpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **named)
+
+    def get_async_client(self, **named: Any) -> Any:
+        import openai
+
+        named.setdefault("timeout", ANSWER_S)
+        return openai.AsyncOpenAI(base_url=self.url_for("v1"), api_key=self.DUMMY_API_KEY, max_retries=0, **named)
+
+
+class Plugin:
+    """Gives the tests the bundled model where they load one themselves, and writes down what came of them."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self._plan = plan
+        self._servers = StandIn.servers = Servers(plan)
+        self.results: dict[str, list[str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        import vllm.tokenizers
+        import vllm.transformers_utils.repo_utils as hub
+
+        tokenizer = vllm.tokenizers.get_tokenizer(self._plan["model"])
+        named = {
+            "get_tokenizer": lambda *_, **__: tokenizer,
+            "get_vocab_size": lambda _: len(tokenizer),
+            "download_weights_from_hf": lambda name, **_: name,
+        }
+        hub.hf_api = lambda: type("Hub", (), {"snapshot_download": staticmethod(lambda repo_id: repo_id)})
+        for module in {item.module for item in items}:
+            for name in named.keys() & vars(module).keys():
+                setattr(module, name, named[name])
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.results[_short(report.nodeid)] = ["not collected", _last_line(str(report.longrepr))]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        name = _short(report.nodeid)
+        if report.skipped:
+            why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            self.results[name] = ["skipped", why.removeprefix("Skipped: ")]
+        elif report.failed:
+            self.results.setdefault(name, ["FAILED", _last_line(str(report.longrepr))])
+        elif report.when == "call":
+            self.results[name] = ["passed", ""]
+
+    def pytest_sessionfinish(self) -> None:
+        self._servers.stop()
+        Path(self._plan["results"]).write_text(json.dumps(self.results, indent=1))
+
+
+def _short(nodeid: str) -> str:
+    return nodeid.partition(f"{OPENAI}/")[2] or nodeid
+
+
+def _last_line(error: str) -> str:
+    lines = [line for line in error.splitlines() if line.startswith("E ")]
+    return (lines[0] if lines else error[-200:])[:300].removeprefix("E").strip()
+
+
+def pytest_configure(config: Any) -> None:
+    """As a plugin of pytest's: ``-p vllm_server_tests``."""
+    if PLAN in os.environ:
+        config.pluginmanager.register(Plugin(json.loads(os.environ[PLAN])))
+
+
+# -- around it
+
+
+def copied(tests: Path, folder: Path, files: list[str]) -> list[str]:
+    """The package of tests, its helpers in ``tests.utils`` replaced. Returns the paths of ``files`` that are there."""
+    target = folder / "tests" / OPENAI
+    shutil.copytree(tests / OPENAI, target, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(tests / OPENAI.parent / "conftest.py", target.parent / "conftest.py")
+    for package in (target.parent, folder / "tests"):
+        (package / "__init__.py").touch()
+    (folder / "tests" / "utils.py").write_text(
+        "from vllm_server_tests import StandIn as RemoteOpenAIServer\nROCM_EXTRA_ARGS = []\nVLLM_PATH = None\n"
+    )
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n    skip_global_cleanup: of vLLM's\n    cpu_test: of vLLM's\n"
+    )
+    return [str(target / name) for name in files if (target / name).is_file()]
+
+
+def server_command(options: argparse.Namespace, model: str) -> tuple[list[str], dict[str, str]]:
+    """How one server is started, without its port, and its environment."""
+    if options.server == "memserve":
+        names = [word for name in NAMES for word in ("--served-model-name", name)]
+        command = [sys.executable, "-m", "memserve", "serve", "--model", model, "--dtype", "float32", *names]
+        command += ["--colocated", "1", "--metadata", "none", "--default-max-tokens", str(TOKENS_MAX)]
+        return command, {}
+    command = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32"]
+    command += ["--served-model-name", *NAMES, "--enforce-eager", "--block-size", "32"]
+    command += ["--override-generation-config", json.dumps({"max_new_tokens": TOKENS_MAX})]
+    command += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "2", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return command, {**threads, "VLLM_ENABLE_RESPONSES_API_STORE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def run(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
+    """The results by test."""
+    from memserve.config import DEFAULT_MODEL
+    from memserve.model.loading.sources import resolve_source
+
+    model = str(resolve_source(DEFAULT_MODEL, "float32").path)
+    command, environment = server_command(options, model)
+    results, log = folder / "results.json", folder / "server.log"
+    path = "" if options.server == "vllm" else os.environ.get("PYTHONPATH", "")
+    plan = {
+        "model": model, "command": command, "environment": environment, "path": path,
+        "log": str(log), "results": str(results),
+    }  # fmt: skip
+    files = copied(options.tests, folder, options.files or list(FILES))
+    paths = [str(folder), str(ROOT / "scripts"), *([str(options.path)] if options.path else [])]
+    environment = dict(
+        os.environ, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", OMP_NUM_THREADS="1",
+        PYTHONPATH=os.pathsep.join(paths), PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+    )  # fmt: skip
+    environment[PLAN] = json.dumps(plan)
+    pytest_command = [options.vllm, "-m", "pytest", "-q", "-p", "vllm_server_tests", "-p", "pytest_asyncio.plugin"]
+    pytest_command += ["-p", "pytest_timeout", "--timeout", str(TEST_S), "-p", "no:cacheprovider"]
+    pytest_command += ["--rootdir", str(folder), "-c", str(folder / "pytest.ini"), *options.pytest, *files]
+    told = (folder / "pytest.log").open("w+")
+    subprocess.run(pytest_command, env=environment, cwd=folder, stdout=told, stderr=told, timeout=options.timeout_s)
+    if options.logs:
+        options.logs.mkdir(parents=True, exist_ok=True)
+        for each in (folder / "pytest.log", log):
+            if each.exists():
+                shutil.copy(each, options.logs / f"{options.server}-{each.name}")
+    if not results.exists():
+        raise SystemExit(f"pytest did not come to its end:\n{(folder / 'pytest.log').read_text()[-3000:]}")
+    found: dict[str, list[str]] = json.loads(results.read_text())
+    return found
+
+
+def table(vllm: dict[str, list[str]], memserve: dict[str, list[str]]) -> str:
+    """Counts, and each test that vLLM passes and memserve does not."""
+    there = [name for name, (outcome, _) in vllm.items() if outcome == "passed"]
+    here = [name for name, (outcome, _) in memserve.items() if outcome == "passed"]
+    both = set(there) & set(here)
+    lines = ["| tests | passed by vLLM | passed by memserve | passed by both |", "| --- | --- | --- | --- |"]
+    lines.append(f"| {len(vllm.keys() | memserve.keys())} | {len(there)} | {len(here)} | {len(both)} |")
+    missed = sorted(set(there) - both)
+    if missed:
+        lines += ["", "| passed by vLLM alone | why |", "| --- | --- |"]
+        lines += [f"| {name} | {reason(name) or memserve.get(name, ['', 'not run'])[1]} |" for name in missed]
+    return "\n".join(lines)
+
+
+def reason(name: str) -> str:
+    """Why memserve does not pass a test; empty: not known."""
+    return REASONS.get(name) or REASONS.get(name.partition("[")[0], "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", type=Path, required=True, help="vLLM's folder of tests")
+    parser.add_argument("--vllm", default=sys.executable, help="a Python with vLLM of the same version, and pytest")
+    parser.add_argument("--server", choices=("memserve", "vllm"), default="memserve")
+    parser.add_argument("--path", type=Path, help="a folder with packages that PYTHON lacks")
+    parser.add_argument("--timeout-s", type=float, default=3600.0)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--beside", type=Path, help="the results of the other server")
+    parser.add_argument("--logs", type=Path, help="keep the logs of pytest and of the server in this folder")
+    parser.add_argument("--pytest", action="append", default=[], help="one more option of pytest's; repeatable")
+    parser.add_argument("files", nargs="*", help="instead of all of them")
+    options = parser.parse_args()
+    if not (options.tests / OPENAI).is_dir():
+        print(f"skipped: no {OPENAI} in {options.tests}; the text of scripts/vllm_suite.py says where to get it")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        results = run(options, Path(folder))
+    for name, (outcome, why) in sorted(results.items()):
+        print(f"{outcome:<14} {name}" + (f": {why}" if why else ""))
+    counts = Counter(outcome for outcome, _ in results.values())
+    print(", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.beside:
+        other = json.loads(options.beside.read_text())
+        print(table(*((results, other) if options.server == "vllm" else (other, results))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The form that a request asks of its answer, as a grammar (:mod:`memserve.model.grammars` draws by it)."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+from memserve.api.errors import bad_request, unsupported
+from memserve.api.schema import GenerationBody
+from memserve.api.tools.plan import CallPlan
+
+GRAMMAR_CHARS_MAX = 1 << 18
+CHOICES_MAX = 1000
+_KINDS = ("choice", "regex", "json", "json_object", "grammar")
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way to write JSON: with free whitespace a small model may write nothing else."""
+
+
+def structure_of(body: GenerationBody, calls: CallPlan | None) -> str:
+    """The grammar of the answer; empty: it may be anything. Raises :class:`ApiError` 400 naming the field at fault."""
+    asked = [name for name in ("structured_outputs", "response_format") if getattr(body, name) is not None]
+    forced = calls.schema() if calls is not None else None
+    found = ""
+    for name in asked:
+        made = _of_outputs(body.structured_outputs) if name == "structured_outputs" else _of_format(body)
+        if made and found:
+            raise bad_request("structured_outputs and response_format exclude each other", name)
+        found = made or found
+    if forced is not None:
+        found = json_grammar(forced, "tools", lenient=True)
+    if found and body.use_beam_search:
+        raise bad_request("structured output and use_beam_search exclude each other", "use_beam_search")
+    return found
+
+
+def _of_outputs(outputs: dict[str, Any] | None) -> str:
+    given = {name: value for name, value in (outputs or {}).items() if value is not None and value is not False}
+    if unknown := [name for name in given if name not in _KINDS]:
+        name = f"structured_outputs.{unknown[0]}"
+        raise bad_request(f"Unknown field '{name}'; known are {', '.join(_KINDS)}", name, "unknown_field")
+    if len(given) != 1:
+        raise bad_request(f"structured_outputs must have one of {', '.join(_KINDS)}", "structured_outputs")
+    ((kind, value),) = given.items()
+    field = f"structured_outputs.{kind}"
+    match kind:
+        case "json":
+            return json_grammar(_object(value, field), field)
+        case "json_object":
+            return json_grammar({"type": "object"}, field)
+        case "choice":
+            return _checked(_choices(value, field), field)
+    if not isinstance(value, str) or not value:
+        raise bad_request(f"'{field}' must be a text", field, "invalid_value")
+    if kind == "regex":
+        return _checked(_lark(f"start: {_regex(value)}"), field)
+    return _checked(_lark(_from_gbnf(value, field) if "::=" in value else value), field)
+
+
+def _of_format(body: GenerationBody) -> str:
+    form = body.response_format or {}
+    match form.get("type"):
+        case "text":
+            return ""
+        case "json_object":
+            return json_grammar({"type": "object"}, "response_format")
+        case "json_schema":
+            named = form.get("json_schema")
+            schema = named.get("schema") if isinstance(named, dict) else None
+            if not isinstance(schema, dict):
+                message = "response_format.json_schema must be an object with a schema"
+                raise bad_request(message, "response_format.json_schema", "missing_required_parameter")
+            return json_grammar(schema, "response_format.json_schema")
+    raise bad_request("response_format.type must be text, json_object or json_schema", "response_format")
+
+
+def json_grammar(schema: dict[str, Any], field: str, *, lenient: bool = False) -> str:
+    """The grammar of what ``schema`` admits. ``lenient``: parts that the engine does not know admit anything."""
+    options = {**_SPACING, **({"lenient": True} if lenient else {})}
+    return _checked(json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]}), field)
+
+
+def _object(value: Any, field: str) -> dict[str, Any]:
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise bad_request(f"'{field}' must be a JSON schema", field, "invalid_value")
+    return value
+
+
+def _choices(value: Any, field: str) -> str:
+    known = isinstance(value, list) and 0 < len(value) <= CHOICES_MAX
+    if not known or not all(isinstance(one, str) and one for one in value):
+        raise bad_request(f"'{field}' must be a list of 1 to {CHOICES_MAX} texts", field, "invalid_value")
+    return _lark("start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value))
+
+
+def _regex(value: str) -> str:
+    return "/" + value.replace("\\/", "/").replace("/", "\\/") + "/"
+
+
+def _lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _from_gbnf(text: str, field: str) -> str:
+    try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        return str(gbnf_to_lark(text))
+    except ImportError:
+        raise _missing(field) from None
+    except Exception as error:  # its parser raises what it meets
+        raise bad_request(f"'{field}' is no grammar: {str(error)[:200]}", field, "invalid_value") from None
+
+
+def _checked(grammar: str, field: str) -> str:
+    if len(grammar) > GRAMMAR_CHARS_MAX:
+        message = f"'{field}' has {len(grammar)} characters; the limit is {GRAMMAR_CHARS_MAX}"
+        raise bad_request(message, field, "invalid_value")
+    try:
+        why = _fault(grammar)
+    except ImportError:
+        raise _missing(field) from None
+    if why:
+        reason = next(iter(why.splitlines()), why)
+        raise bad_request(f"'{field}' cannot be used: {reason[:200]}", field, "invalid_value")
+    return grammar
+
+
+@lru_cache(256)
+def _fault(grammar: str) -> str:
+    from llguidance import LLMatcher
+
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None)
+    return messages[0] if is_error else ""
+
+
+def _missing(field: str) -> Exception:
+    return unsupported(field, "Structured output without the package llguidance (pip install llguidance)")
