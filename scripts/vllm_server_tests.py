@@ -3,9 +3,9 @@
     .venv/bin/python scripts/vllm_server_tests.py --tests FOLDER --vllm PYTHON [--server vllm] [--json FILE] [FILE ...]
 
 FOLDER: the folder ``tests`` of vLLM's sources, of the version that PYTHON imports (``scripts/vllm_suite.py`` says
-where it comes from). PYTHON needs pytest, pytest-asyncio and openai as well; ``--path`` names a folder with those that it
-lacks. Nothing of the tests is changed: they are copied, and where they start a server (``RemoteOpenAIServer``), they get
-the address of one that serves the bundled model in float32 under all names that they ask for.
+where it comes from). PYTHON needs pytest, pytest-asyncio and openai as well; ``--path`` names a folder with those that
+it lacks. Nothing of the tests is changed: they are copied, and where they start a server (``RemoteOpenAIServer``), they
+get the address of one that serves the bundled model in float32 under all names that they ask for.
 
 Printed for each test: passed, skipped by the test itself, or FAILED with its last line. ``--beside FILE``: the results
 (``--json``) of the other server, for the table: passed by vLLM, passed by memserve, and why each remaining test is not.

@@ -229,9 +229,8 @@ class LLM:
         call = Call(self._engine, self._encoder.tokenizer, plans)
         for plan in plans:
             (request,) = plan.requests
-            if sampling is not None:
-                changed = replace(request.sampling, **{name: getattr(sampling, name) for name in ELSEWHERE[1:]})
-                request = structs.replace(request, sampling=changed)
+            if sampling is not None and (more := {name: getattr(sampling, name) for name in ELSEWHERE[1:]}):
+                request = structs.replace(request, sampling=replace(request.sampling, **more))
             call.add(request)
         return call.wait(on_progress)
 
@@ -266,7 +265,7 @@ def _fields(options: Mapping[str, Any], sampling: SamplingParams | None, kind: t
         said = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling) if f.name not in ELSEWHERE}
         if twice := sorted({*said, *ELSEWHERE} & fields.keys()):
             raise UserError(f"{twice[0]} is given twice", hint="as a keyword or in sampling, not both", param=twice[0])
-        fields |= {name: _plain(value) for name, value in said.items() if value is not None}
+        fields |= {name: _plain(value) for name, value in said.items() if value not in (None, ())}
         fields["logit_bias"] = _bias_of(sampling)
     fields.setdefault("seed", 0)
     if fields.get("beam_width"):

@@ -36,10 +36,14 @@ from memserve.units import NS_PER_MS
 
 log = logging.getLogger(__name__)
 
-KNOWN_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json")
+WORK_ROUTES = ("/invocations", "/tokenize", "/detokenize")
+"""Outside of ``/v1/``, where clients of others look for them; they need a key as well."""
+KNOWN_ROUTES = (
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json", *WORK_ROUTES,
+)  # fmt: skip
 """Labels of the request counter: paths that clients invent must not add labels."""
 
-NAMED_ROUTES = ("/v1/documents", "/v1/sessions", "/engines")
+NAMED_ROUTES = ("/v1/documents", "/v1/responses", "/v1/sessions", "/engines")
 """Routes with names as paths below them."""
 
 
@@ -49,6 +53,11 @@ def route_of(path: str) -> str:
         if path == route or path.startswith(f"{route}/"):
             return route
     return path if path in KNOWN_ROUTES else "other"
+
+
+def is_work(path: str) -> bool:
+    """Whether requests for ``path`` need a key."""
+    return path.startswith("/v1/") or path in WORK_ROUTES
 
 
 class Guard:
@@ -81,7 +90,7 @@ class Guard:
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
         """Run the application. Returns the error that the client must get, unless an answer has begun."""
         try:
-            if scope["path"].startswith("/v1/"):
+            if is_work(scope["path"]):
                 scope[TENANT_KEY] = self._keys.tenant(Headers(scope=scope).get("authorization"))
             await self._app(scope, receive, send)
         except ApiError as error:
@@ -222,14 +231,14 @@ class LineWriter:
 
 
 class RequestLog:
-    """ASGI middleware around the whole application: a line for each request below ``/v1/``."""
+    """ASGI middleware around the whole application: a line for each request of a client (:func:`is_work`)."""
 
     def __init__(self, app: ASGIApp, kind: RequestLogFormat, model: str, writer: LineWriter) -> None:
         """``model``: its served name."""
         self._app, self._kind, self._model, self._writer = app, kind, model, writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
+        if scope["type"] != "http" or not is_work(scope["path"]):
             await self._app(scope, receive, send)
             return
         started_ns, status = time.monotonic_ns(), 0

@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 
 from memserve import __version__
+from memserve.api.responses.body import ResponsesBody
 from memserve.api.schema import ChatBody, CompletionBody, DocumentBody, StreamOptions
+from memserve.api.tokens import DetokenizeBody, TokenizeBody
 from memserve.options import field_docs
 
 Json = dict[str, Any]
 SCHEMA_PLACE = "#/components/schemas/{name}"
-BODIES = (CompletionBody, ChatBody, DocumentBody, StreamOptions)
+BODIES = (CompletionBody, ChatBody, ResponsesBody, DocumentBody, TokenizeBody, DetokenizeBody, StreamOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def _asks(**fields: Any) -> Json:
 
 _GENERATES = (400, 404, 408, 413, 415, 429, 500, 503, 504)
 _ANSWER = (
-    "`choices` with `text` or `message`, and `finish_reason` (`stop`, `length`); `usage` with "
+    "`choices` with `text` or `message`, and `finish_reason` (`stop`, `length`, `tool_calls`); `usage` with "
     "`prompt_tokens_details.cached_tokens`: prompt tokens with KV from the cache. With `stream`: server-sent "
     "events, each `data: {...}`, the last `data: [DONE]`; an error after the first token is an event with `error`."
 )
@@ -66,6 +68,11 @@ _DOCUMENT = (
     "`id`, `endpoint`, `tokens`, `pinned_tokens` (kept from eviction, in whole blocks; `null`: not known yet), "
     "`ttl_s`, `expires_in_s`"
 )
+_RESPONSE = (
+    "`id`, `status` (`queued`, `in_progress`, `completed`, `incomplete`, `failed`, `cancelled`), `output` (items: "
+    "`message`, `function_call`), `usage`, and what was asked"
+)
+_RESPONSE_ID = (("response_id", "the response's `id`"),)
 _DOCUMENT_ID = (("document_id", "1 to 128 letters, digits, or _ . : -"),)
 
 OPERATIONS = (
@@ -93,6 +100,39 @@ OPERATIONS = (
                 {"model": MODEL, "prompt": "The capital of France", "max_tokens": 0, "echo": True, "logprobs": 2},
             ),
         ),
+    ),
+    Operation(
+        "POST", "/v1/responses", "Answer a text or a list of items: OpenAI's Responses API.",
+        f"{_RESPONSE}. With `stream`: server-sent events, each with `type`, from `response.created` to "
+        "`response.completed` or `response.incomplete`.", body=ResponsesBody, errors=_GENERATES,
+        examples=(
+            Example("A question", {"model": MODEL, "input": "What is the capital of France?", "max_output_tokens": 16}),
+        ),
+    ),
+    Operation(
+        "GET", "/v1/responses/{response_id}", "A stored response; one in the background as it is now.", _RESPONSE,
+        errors=(404,), parameters=_RESPONSE_ID,
+    ),
+    Operation(
+        "DELETE", "/v1/responses/{response_id}", "Forget a response.", "`deleted`: true", errors=(404,),
+        parameters=_RESPONSE_ID,
+    ),
+    Operation(
+        "POST", "/v1/responses/{response_id}/cancel", "End a response in the background.", _RESPONSE, errors=(404,),
+        parameters=_RESPONSE_ID,
+    ),
+    Operation(
+        "POST", "/invocations", "A chat or a completion, by the body's fields: what Amazon SageMaker calls.", _ANSWER,
+        body=ChatBody, errors=_GENERATES, examples=(Example("A chat", _asks()),),
+    ),
+    Operation(
+        "POST", "/tokenize", "The token ids of a text, or of a conversation through the chat template.",
+        "`tokens`, `count`, `max_model_len`, `token_strs`", body=TokenizeBody, errors=_GENERATES,
+        examples=(Example("A text", {"model": MODEL, "prompt": "The capital of France", "return_token_strs": True}),),
+    ),
+    Operation(
+        "POST", "/detokenize", "The text of token ids.", "`prompt`", body=DetokenizeBody, errors=_GENERATES,
+        examples=(Example("Three tokens", {"model": MODEL, "tokens": [5, 6, 7]}),),
     ),
     Operation(
         "PUT", "/v1/documents/{document_id}",
@@ -170,6 +210,9 @@ ERRORS = (
     Error(401, "invalid_api_key", "no key, or a wrong one"),
     Error(403, "engines_are_fixed", "with `--engine`: servers join and leave with `--engine-admin-key-file` only"),
     Error(404, "model_not_found", "another model is served"),
+    Error(
+        404, "response_not_found", "never stored (`store`: false), deleted, forgotten for newer ones, or another key's"
+    ),
     Error(404, "document_not_found", "never put, deleted, expired, or another key's"),
     Error(404, "session_not_found", "kept no KV, was ended, has expired, or is another key's"),
     Error(404, "unknown_url", "no such path"),

@@ -90,6 +90,7 @@ def test_a_template_reads_calls_results_and_reasoning() -> None:
     assert text.startswith("<tools>") and "Is it hot in Rome?" in text and "Very." in text and "system\nBe" in text
     assert "<tools>" not in rendered(HERMES, HISTORY, tools=[TOOL], tool_choice="none")
     assert rendered(HERMES, HISTORY) == rendered(HERMES, HISTORY, tools=[])
+    assert "<tool_call></tool_call>" in rendered(PLAIN, HISTORY, tools=[TOOL])  # in the system message
 
 
 def test_calls_are_text_where_the_template_does_not_know_them() -> None:
@@ -105,7 +106,6 @@ def test_calls_are_text_where_the_template_does_not_know_them() -> None:
     [
         (STRICT, {}, "only user and assistant roles"),
         (DEAF, {}, "leaves out messages of role 'tool'"),
-        (PLAIN, {"tools": [TOOL]}, "not supported"),
         (HERMES, {"tools": [{"type": "function"}]}, "tools[0]"),
         (HERMES, {"tools": "weather"}, "'tools' must be a list"),
         (HERMES, {"tools": [TOOL] * 129}, "at most 128"),

@@ -57,7 +57,7 @@ def test_every_route_is_described_and_exists() -> None:
 
 def test_every_error_code_is_described() -> None:
     folder = Path(errors.__file__).parent
-    codes = {code for file in folder.glob("*.py") for code in re.findall(r'code="(\w+)"', file.read_text())}
+    codes = {code for file in folder.rglob("*.py") for code in re.findall(r'code="(\w+)"', file.read_text())}
     codes |= {"invalid_value", "unknown_field", "missing_required_parameter"}  # given by position
     assert codes <= {error.code for error in ERRORS}, "api/openapi.py lists them"
 

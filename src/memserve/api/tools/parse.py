@@ -83,7 +83,7 @@ class _Value:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_string = self._escaped = self._begun = False
+        self._in_string = self._escaped = False
 
     def end(self, text: str) -> int | None:
         """How much of ``text`` still belongs to the value; ``None``: all of it, and perhaps more."""
@@ -98,9 +98,9 @@ class _Value:
                     if not self._depth:
                         return at + 1
             elif char == '"':
-                self._in_string = self._begun = True
+                self._in_string = True
             elif char in "{[":
-                self._depth, self._begun = self._depth + 1, True
+                self._depth += 1
             elif char in "}]":
                 if not self._depth:
                     return at  # of the object around a bare value
@@ -218,6 +218,8 @@ class CallReader:
 
     def _take_arguments(self, pieces: list[Piece]) -> bool:
         assert self._value is not None
+        if not self.calls[-1].arguments:
+            self._text = self._text.lstrip()
         if not self._text:
             return False
         end = self._value.end(self._text)

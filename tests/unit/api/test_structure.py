@@ -1,0 +1,71 @@
+"""Which grammar a request asks for, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from memserve.api.errors import ApiError
+from memserve.api.schema import ChatBody, body_of
+from memserve.api.structure import structure_of
+from memserve.api.tools.plan import call_plan
+
+pytest.importorskip("llguidance")
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+GBNF = 'root ::= "yes" | "no"'
+
+
+def asked(**fields: Any) -> str:
+    body = body_of({"model": "m", "messages": [], **fields}, ChatBody)
+    return structure_of(body, call_plan(body.tools, body.tool_choice))
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [{"choice": ["a", 'b"/']}, {"regex": "a/b\\d+"}, {"json": SCHEMA}, {"json": json.dumps(SCHEMA)}, {"grammar": GBNF},
+     {"json_object": True}, {"grammar": 'start: "a" | "b"'}],
+)  # fmt: skip
+def test_each_kind_becomes_a_grammar(outputs: dict[str, Any]) -> None:
+    assert "grammars" in json.loads(asked(structured_outputs=outputs))
+
+
+def test_formats_of_openai() -> None:
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    assert asked(response_format=named) == asked(structured_outputs={"json": SCHEMA})
+    assert asked(response_format={"type": "json_object"}) == asked(structured_outputs={"json_object": True})
+    assert asked(response_format={"type": "text"}) == asked() == ""
+
+
+def test_a_forced_call_is_a_grammar_and_a_free_one_is_not() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    assert '"f"' in asked(tools=tools, tool_choice="required") and not asked(tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "[.*"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": {}}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": 1}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": {"properties": {"a": "b"}}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"grammar": "root ::= unknown"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammar": "start: /["}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json": SCHEMA}}, "structured_outputs"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}, "use_beam_search": True}, "use_beam_search"),
+        ({"structured_outputs": {"regex": "a" * (1 << 19)}}, "structured_outputs.regex"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_by_the_field_s_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        asked(**fields)
+    assert (refused.value.status, refused.value.param) == (400, param)
