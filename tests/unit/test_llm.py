@@ -225,3 +225,9 @@ def test_a_program_that_never_closes_ends_in_silence(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout) == (0, "1\n")
     assert "nanobind" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_only_allowed_tokens_are_drawn_and_named_ones_reported(llm: LLM) -> None:
+    sampling = SamplingParams(allowed_token_ids=(5, 7), logprobs=2, logprob_token_ids=(3, 5))
+    (completion,) = llm.generate([PROMPT], sampling, max_tokens=8, ignore_eos=True)
+    assert set(completion.outputs[0].tokens) <= {5, 7}

@@ -134,6 +134,22 @@ def _named_prefixes(shared: Shared, documents: Documents) -> list[Route]:
     ]
 
 
+def _generating(
+    shared: Shared, names: ModelNames, tokens: TokenNames, documents: Documents, config: ApiConfig
+) -> list[Route]:
+    of_model = (shared.model, names, shared.encoder, documents, config)
+    chats = ChatPlanner(*of_model)
+    chat = GenerationEndpoint(shared, chats, ChatShape(tokens))
+    completions = GenerationEndpoint(shared, CompletionPlanner(*of_model), CompletionShape(tokens))
+    return [
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/invocations", InvocationsEndpoint(shared.edge, chat, completions), methods=["POST"]),
+        *TokenRoutes(shared, names).routes(),
+        *ResponsesRoutes(shared, chats, names, ChatShape(tokens)).routes(),
+    ]
+
+
 def create_app(
     engine: ServingEngine,
     model: ServedModel,
@@ -158,12 +174,6 @@ def create_app(
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names)
     pages = _Pages(hub, model, names, metrics, KeyRing(() if metrics_key is None else (metrics_key,)))
     shared = Shared(hub, model, encoder, metrics, edge)
-    documents = Documents()
-    planner = CompletionPlanner(model, names, encoder, documents, config)
-    completions = GenerationEndpoint(shared, planner, CompletionShape(tokens))
-    chats = ChatPlanner(model, names, encoder, documents, config)
-    chat = GenerationEndpoint(shared, chats, ChatShape(tokens))
-
     closing = ExitStack()
     closing.callback(encoder.close)
 
@@ -174,11 +184,7 @@ def create_app(
 
     app = Starlette(
         routes=[
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/invocations", InvocationsEndpoint(edge, chat, completions), methods=["POST"]),
-            *TokenRoutes(shared, names).routes(),
-            *ResponsesRoutes(shared, chats, names, ChatShape(tokens)).routes(),
+            *_generating(shared, names, tokens, documents := Documents(), config),
             Route("/v1/models", pages.models),
             Route("/v1/models/{name:path}", pages.model),
             *_named_prefixes(shared, documents),

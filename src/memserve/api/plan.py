@@ -151,33 +151,14 @@ def _plan(
     _check_logprobs(body, logprobs, generates=max_tokens != 0)
     if len(prompts) * drawn > SEQUENCES_MAX:
         raise bad_request(f"{len(prompts)} prompts times {drawn} answers exceed {SEQUENCES_MAX} sequences", "n")
-    beam_width, options = _beam_width(body, n), body.stream_options
+    options = body.stream_options
     echoes_logprobs = echo and logprobs is not None and isinstance(body, CompletionBody)
     sampling = _sampling(body, model, rank=drawn > n, logprobs=logprobs, prompt_logprobs=echoes_logprobs)
-    if grammar := structure_of(body, calls):
-        sampling = replace(sampling, grammar=grammar)
-    salt = _salt(body)
-    deadline_ns = time.monotonic_ns() + ns_from_s(body.timeout_s) if body.timeout_s else None
-    requests = [
-        Request(
-            request_id=f"{request_id}-{at}",
-            prompt=prompt.tokens,
-            sampling=sampling,
-            stop=_stop(body, model, _answer_tokens(body, prompt, max_tokens, model)),
-            n=drawn,
-            beam_width=beam_width,
-            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
-            tenant=caller.tenant,
-            priority=body.priority or 0,
-            deadline_ns=deadline_ns,
-            use_cache=body.use_cache is not False,
-            session=_session(body, salt),
-            salt=salt,
-            slo_ttft_ns=_ns_of_ms(body.slo_ttft_ms),
-            slo_tpot_ns=_ns_of_ms(body.slo_tpot_ms),
-        )
-        for at, prompt in enumerate(prompts)
-    ]
+    sampling = replace(sampling, grammar=structure_of(body, calls))
+    stops = [_stop(body, model, _answer_tokens(body, prompt, max_tokens, model)) for prompt in prompts]
+    requests = _requests(
+        body, prompts, stops, sampling, caller, request_id, drawn=drawn, beam_width=_beam_width(body, n)
+    )
     for request in requests:
         _check(request, model)
     alternatives = max(logprobs or 0, body.prompt_logprobs or 0, len(body.logprob_token_ids or ()))
@@ -204,6 +185,35 @@ def _plan(
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         calls=calls,
     )
+
+
+def _requests(
+    body: GenerationBody, prompts: list[Prompt], stops: list[StopParams], sampling: SamplingParams, caller: Caller,
+    request_id: str, *, drawn: int, beam_width: int,
+) -> list[Request]:  # fmt: skip
+    """One for each prompt."""
+    salt = _salt(body)
+    deadline_ns = time.monotonic_ns() + ns_from_s(body.timeout_s) if body.timeout_s else None
+    return [
+        Request(
+            request_id=f"{request_id}-{at}",
+            prompt=prompt.tokens,
+            sampling=sampling,
+            stop=stop,
+            n=drawn,
+            beam_width=beam_width,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+            tenant=caller.tenant,
+            priority=body.priority or 0,
+            deadline_ns=deadline_ns,
+            use_cache=body.use_cache is not False,
+            session=_session(body, salt),
+            salt=salt,
+            slo_ttft_ns=_ns_of_ms(body.slo_ttft_ms),
+            slo_tpot_ns=_ns_of_ms(body.slo_tpot_ms),
+        )
+        for at, (prompt, stop) in enumerate(zip(prompts, stops, strict=True))
+    ]
 
 
 def _check_logprobs(body: GenerationBody, logprobs: int | None, *, generates: bool) -> None:

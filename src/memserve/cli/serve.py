@@ -46,8 +46,12 @@ MetadataOption = Annotated[
     str,
     typer.Option(help="Where the router keeps records: a folder, etcd://HOST:PORT or none; auto: a folder per --port."),
 ]
-ModelName = Annotated[
-    str | None, typer.Option(help="Name under which clients ask for the model. Default: the model's own.")
+ServedNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Name under which clients ask for the model; repeatable, the first stands in answers. "
+        "Default: the model's own."
+    ),
 ]
 ChatTokens = Annotated[
     int,
@@ -63,13 +67,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = opt.DEFAULT_HOST,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one.")] = opt.DEFAULT_PORT,
     engine: EngineOptions,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name under which clients ask for the model; repeatable, the first stands in answers. "
-            "Default: the model's own."
-        ),
-    ] = None,
+    served_model_name: ServedNames = None,
     api: ApiConfig,
     generation_config: Annotated[
         bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")

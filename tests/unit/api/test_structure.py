@@ -12,7 +12,7 @@ from memserve.api.schema import ChatBody, body_of
 from memserve.api.structure import structure_of
 from memserve.api.tools.plan import call_plan
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 GBNF = 'root ::= "yes" | "no"'
 

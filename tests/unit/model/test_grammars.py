@@ -6,11 +6,16 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from api_world import EOS, TinyModel, encode
+from memserve.instance.events import OpenSequence
 from memserve.model.grammars import Grammars
+from memserve.model.sampling import sample
+from memserve.model.slots import SlotTable
+from memserve.types import SamplingParams, StopParams
 
-pytest.importorskip("llguidance")
+pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
 
 
 def grammar(text: str) -> str:
@@ -58,3 +63,38 @@ def test_a_grammar_that_cannot_be_built_fails_its_own_slot(grammars: Grammars) -
         grammars.mask(0)
     grammars.drawn(0, 1)
     assert grammars.mask(1).any()
+
+
+def test_slots_with_a_grammar_draw_by_it_and_others_draw_freely(grammars: Grammars) -> None:
+    model = TinyModel()
+    table = SlotTable(4, 32, 4, model.vocab_size, grammars)
+    bound = SamplingParams(temperature=1.0, grammar=grammar('start: "hello" | "help"'))
+    prompt = np.array(encode("x"), np.int32)
+    for slot, sampling in enumerate((bound, SamplingParams(temperature=0.0), bound)):
+        table.open(OpenSequence(slot, prompt, len(prompt), slot, sampling, [0], 0, StopParams(16, 0, (EOS,))))
+    slots, rows = np.arange(3), np.arange(3)
+    generator = torch.Generator().manual_seed(1)
+    drawn: list[list[int]] = [[], [], []]
+    for _ in range(8):
+        logits = torch.randn(3, model.vocab_size, generator=generator)
+        free = int(logits[1].argmax())
+        tokens = sample(logits, rows, slots, table)
+        assert not tokens.failed and tokens.tokens[1] == free
+        table.append(slots, tokens.tokens)
+        for said, token in zip(drawn, tokens.tokens.tolist(), strict=True):
+            said.append(token)
+    for said in (drawn[0], drawn[2]):
+        text = model.tokenizer.decode(said[: said.index(EOS)])
+        assert text in ("hello", "help")
+        assert set(said[said.index(EOS) :]) == {EOS}  # rows that are one too many
+    table.close_all()
+    assert not grammars
+
+
+def test_a_slot_whose_grammar_is_no_grammar_fails_alone(grammars: Grammars) -> None:
+    table = SlotTable(2, 32, 4, TinyModel().vocab_size, grammars)
+    prompt = np.array(encode("x"), np.int32)
+    for slot, sampling in enumerate((SamplingParams(grammar=grammar("start: /[")), SamplingParams(temperature=0.0))):
+        table.open(OpenSequence(slot, prompt, len(prompt), 0, sampling, [0]))
+    drawn = sample(torch.randn(2, TinyModel().vocab_size), np.arange(2), np.arange(2), table)
+    assert list(drawn.failed) == [0]
