@@ -19,7 +19,7 @@ import typer.main
 
 from memserve import config, types
 from memserve.api import openapi
-from memserve.api.config import EdgeConfig
+from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.api.fleet_metrics import FleetSnapshot
 from memserve.api.metrics import ApiMetrics, Snapshot
 from memserve.cli.main import command_line
@@ -132,6 +132,7 @@ def page() -> str:
     options = [
         config.EngineOptions, config.InstanceConfig, config.PoolConfig, config.SchedulerConfig, config.ExchangeConfig,
         config.ClusterConfig, config.AdmissionConfig, config.MemberConfig, EdgeConfig,
+        ApiConfig,
     ]  # fmt: skip
     options += [types.Request, types.SamplingParams, types.StopParams, types.KVGeometry]
     sections = [HEAD.strip(), "## Commands", *command_sections(typer.main.get_command(command_line()), "memserve")]
@@ -151,10 +152,11 @@ HTTP_HEAD = """# The HTTP API
 Written by `make docs` from the code; do not edit. The same as an OpenAPI document: `GET /openapi.json`.
 
 Paths and fields are OpenAI's; fields from `top_k` on in the tables are extensions, under vLLM's names where it has
-them. A field that is unknown, malformed or not supported is an error that names it. With an API key every path under
-`/v1` requires `Authorization: Bearer KEY`. Every answer has an `x-request-id`: the client's own, if it sent one. The
-examples are for a server at `http://127.0.0.1:8000`; `MODEL` stands for the `id` that `/v1/models` shows. Tests run
-them.
+them. A field that is malformed or not supported is an error that names it; so is an unknown one, except where vLLM
+knows it (and with `--lenient`): then it has no effect, and `x-memserve-ignored` names it. With an API key every path
+under `/v1`, and `/invocations`, `/tokenize` and `/detokenize`, require `Authorization: Bearer KEY`. Every answer has an
+`x-request-id`: the client's own, if it sent one. The examples are for a server at `http://127.0.0.1:8000`; `MODEL`
+stands for the `id` that `/v1/models` shows. Tests run them.
 """
 
 

@@ -75,7 +75,7 @@ class Grammars:
         if self._vocabulary is None:
             text = self._tokenizer.backend_tokenizer.to_str()
             self._vocabulary = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos)
-        matcher = LLMatcher(self._vocabulary, grammar)
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0)
         for token in drawn:
             matcher.consume_token(token)
         return matcher, self._mask(matcher)
