@@ -22,7 +22,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -193,7 +192,7 @@ class Outlines:
         return bool(matcher.is_finished())
 
 
-ENGINES: tuple[Callable[[Any, int], Engine], ...] = (Llguidance, Xgrammar, Outlines)
+ENGINES: tuple[Any, ...] = (Llguidance, Xgrammar, Outlines)
 
 
 class Figures:
@@ -261,9 +260,9 @@ def main() -> None:
     engines: dict[str, tuple[Engine, Figures, Any]] = {}
     for kind in ENGINES:
         try:
-            engines[kind.package] = (kind(tokenizer, vocab_size), Figures(), kind)  # type: ignore[attr-defined]
+            engines[kind.package] = (kind(tokenizer, vocab_size), Figures(), kind)
         except ImportError as error:
-            print(f"skipped: {kind.package}: {error}")  # type: ignore[attr-defined]
+            print(f"skipped: {kind.package}: {error}")
     for _ in range(options.rounds):
         for case in CASES:
             for engine, figures, _kind in engines.values():

@@ -79,7 +79,10 @@ class CompletionPlanner:
     def _prompts(self, body: CompletionBody, document: Document | None) -> list[Prompt]:
         add_special_tokens = body.add_special_tokens is not False and document is None  # the document begins with them
         echo = bool(body.echo)
-        prompts = self._encoder.completion_prompts(body.prompt, add_special_tokens=add_special_tokens, echo=echo)
+        is_cut = body.truncate_prompt_tokens is not None
+        prompts = self._encoder.completion_prompts(
+            body.prompt, add_special_tokens=add_special_tokens, echo=echo, is_cut=is_cut
+        )
         return prompts if document is None else document.before_prompts(prompts)
 
 

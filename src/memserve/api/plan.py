@@ -75,6 +75,8 @@ def plan_completion(
 ) -> Generation:
     """The engine requests of ``POST /v1/completions``."""
     echo = bool(body.echo)
+    if echo and body.truncate_prompt_tokens is not None:
+        raise bad_request("echo and truncate_prompt_tokens exclude each other", "truncate_prompt_tokens")
     if body.document is None:
         prompts = [_truncated(prompt, body, model, body.max_tokens) for prompt in prompts]
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -109,7 +111,7 @@ def plan_chat(
 
 
 def _truncated(prompt: Prompt, body: GenerationBody, model: ServedModel, max_tokens: int | None) -> Prompt:
-    """Cut to ``truncate_prompt_tokens``; its text, for ``echo``, is left as it was."""
+    """Cut to ``truncate_prompt_tokens``."""
     most = body.truncate_prompt_tokens
     if most is None:
         if body.truncation_side is not None:

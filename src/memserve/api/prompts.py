@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Encoding, Tokenizer, pre_tokenizers
 
 from memserve.api.errors import bad_request
 from memserve.api.messages import Messages, check_messages, check_rendered, for_template
@@ -64,12 +64,15 @@ class PromptEncoder:
         """The text of a prompt that came as token ids."""
         return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
-    def completion_prompts(self, prompt: Any, *, add_special_tokens: bool, echo: bool) -> list[Prompt]:
-        """The prompts of a completion: a string, strings, token ids, or lists of token ids; with texts for ``echo``."""
-        return [self._completion_prompt(item, add_special_tokens, echo) for item in self._split(prompt)]
+    def completion_prompts(
+        self, prompt: Any, *, add_special_tokens: bool, echo: bool, is_cut: bool = False
+    ) -> list[Prompt]:
+        """The prompts of a completion: a string, strings, token ids, or lists of token ids; with texts for ``echo``.
+        ``is_cut``: they will be cut, and may be longer than the context."""
+        return [self._completion_prompt(item, add_special_tokens, echo, is_cut) for item in self._split(prompt)]
 
-    def _completion_prompt(self, item: str | list[int], add_special_tokens: bool, echo: bool) -> Prompt:
-        prompt = self._encode(item, add_special_tokens)
+    def _completion_prompt(self, item: str | list[int], add_special_tokens: bool, echo: bool, is_cut: bool) -> Prompt:
+        prompt = self._encode(item, add_special_tokens, is_cut)
         if not echo:
             return Prompt(prompt.tokens)
         return prompt if prompt.text is not None else Prompt(prompt.tokens, self.decode(prompt.tokens))
@@ -79,7 +82,8 @@ class PromptEncoder:
         if body.continue_final_message and body.add_generation_prompt:
             raise bad_request("continue_final_message and add_generation_prompt exclude each other")
         echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == "assistant" else None
-        return Prompt(self._encode(self._render(messages, body), False).tokens, echoed)
+        is_cut = body.truncate_prompt_tokens is not None
+        return Prompt(self._encode(self._render(messages, body), False, is_cut).tokens, echoed)
 
     def chat_text(self, body: ChatBody, messages: Messages) -> str:
         """Checked messages through the model's chat template, as text."""
@@ -111,24 +115,33 @@ class PromptEncoder:
             raise bad_request("'prompt' must be either all texts or all lists of token ids", "prompt")
         return prompt
 
-    def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
+    def token_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """However many they are. Raises :class:`ApiError` 400 for a text of which no part could be a prompt."""
+        return list(self._encoding(text, add_special_tokens).ids)
+
+    def _encode(self, prompt: str | list[int], add_special_tokens: bool, is_cut: bool = False) -> Prompt:
         if isinstance(prompt, str):
-            encoded = Prompt(self._tokenized(prompt, add_special_tokens), prompt)
+            encoded = Prompt(self._tokenized(prompt, add_special_tokens, is_cut), prompt)
         else:
-            self._refuse_more_than_fit(len(prompt))
+            if not is_cut:
+                self._refuse_more_than_fit(len(prompt))
             encoded = Prompt(self._checked(prompt))
         if not len(encoded.tokens):
             raise bad_request("The prompt is empty", "prompt")
         return encoded
 
-    def _tokenized(self, text: str, add_special_tokens: bool) -> TokenArray:
-        self._refuse_hopeless(text)
-        if len(text) <= SHORT_PROMPT_CHARS:
-            encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
+    def _tokenized(self, text: str, add_special_tokens: bool, is_cut: bool) -> TokenArray:
+        encoding = self._encoding(text, add_special_tokens)
+        if not is_cut and len(text) > SHORT_PROMPT_CHARS:
             self._refuse_more_than_fit(len(encoding))  # before each id becomes a Python object
         return np.array(encoding.ids, dtype=np.int32)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
+        self._refuse_hopeless(text)
+        if len(text) <= SHORT_PROMPT_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
+        return encoding
 
     def _checked(self, prompt: list[int]) -> TokenArray:
         try:

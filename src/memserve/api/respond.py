@@ -87,12 +87,13 @@ async def _answer_whole(call: Call, reply: Reply, shape: Shape, envelope: Envelo
     while not reply.done:
         for at, news in await call.news():
             reply.absorb(call, at, news)
-    rest = {**shape.beside(reply), "usage": reply.usage()}
+    rest = {"usage": reply.usage()}
     if reply.plan.explain:
         rest["memserve"] = reply.explanation()
     parts = [_encode(envelope.fields(shape.response_kind))[:-1] + b',"choices":[']
     await in_slices((piece for sequence in reply.best() for piece in _listed(shape.choice(reply, sequence))), parts)
     parts[-1] = b"],"  # instead of the last comma
+    await in_slices(shape.beside(reply), parts)
     await send_json(send, 200, b"".join([*parts, _encode(rest)[1:]]), ignored_header(reply))
 
 

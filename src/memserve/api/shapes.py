@@ -40,8 +40,8 @@ class Shape(Protocol):
     def choices(self, reply: Reply, delta: Delta) -> Iterator[bytes]:
         """The encoded ``choices`` of each chunk for ``delta``, usually one; ``b""``: a place to pause."""
 
-    def beside(self, reply: Reply) -> Json:
-        """What stands beside the ``choices`` of a whole response."""
+    def beside(self, reply: Reply) -> Iterator[bytes]:
+        """What stands beside the ``choices`` of a whole response, in pieces: fields, each with a comma behind it."""
 
     def beside_first(self, reply: Reply) -> Json:
         """What stands beside the ``choices`` of a stream's first chunk."""
@@ -60,13 +60,16 @@ def _prompt_ids(reply: Reply, at: int) -> list[int] | None:
     return reply.plan.prompts[at].tokens.tolist() if reply.plan.token_ids else None
 
 
-def _prompt_logprobs(names: TokenNames, reply: Reply, at: int) -> list[Json | None] | None:
+def _prompt_logprobs(names: TokenNames, reply: Reply, at: int) -> Iterator[bytes]:
     """In vLLM's form: an object by token id for each token; ``rank`` is known among those reported."""
     entries = reply.prompt_logprobs[at]
-    if not reply.plan.prompt_logprobs or entries is None:
-        return None
+    if not reply.plan.prompt_logprobs or not entries:
+        yield b"null"
+        return
     most = reply.plan.requests[at].sampling.prompt_top_logprobs or 0
-    return [None if entry is None else _by_token(names, entry, most) for entry in entries]
+    for place, entry in enumerate(entries):
+        yield (b"," if place else b"[") + _encode(None if entry is None else _by_token(names, entry, most))
+    yield b"]"
 
 
 def _by_token(names: TokenNames, entry: TokenLogprobs, most: int) -> Json:
@@ -134,9 +137,11 @@ class ChatShape:
             )
             yield b"".join([*pieces, b',"finish_reason":%b%b}]' % (_encode(reason), ids if at == 0 else b"")])
 
-    def beside(self, reply: Reply) -> Json:
+    def beside(self, reply: Reply) -> Iterator[bytes]:
         """Of the one prompt."""
-        return {"prompt_logprobs": _prompt_logprobs(self._names, reply, 0), "prompt_token_ids": _prompt_ids(reply, 0)}
+        yield b'"prompt_logprobs":'
+        yield from _prompt_logprobs(self._names, reply, 0)
+        yield b',"prompt_token_ids":%b,' % _encode(_prompt_ids(reply, 0))
 
     def beside_first(self, reply: Reply) -> Json:
         """The prompt's ids, where they are asked for."""
@@ -196,16 +201,18 @@ class CompletionShape:
         yield from self._logprobs(reply, sequence, 0, sequence.shown_tokens if generates else 0, opens=True)
         yield b',"finish_reason":%b,' % _encode(sequence.stream.finish_reason if generates else "length")
         ids = (sequence.stream.tokens if generates else []) if reply.plan.token_ids else None
-        prompt = {"prompt_logprobs": _prompt_logprobs(self._names, reply, sequence.at)}
-        yield _encode({**prompt, "token_ids": ids, "prompt_token_ids": _prompt_ids(reply, sequence.at)})[1:]
+        yield _encode({"token_ids": ids, "prompt_token_ids": _prompt_ids(reply, sequence.at)})[1:-1]
+        yield b',"prompt_logprobs":'
+        yield from _prompt_logprobs(self._names, reply, sequence.at)
+        yield b"}"
 
     def opening(self, reply: Reply, delta: Delta) -> bytes:
         """None."""
         return b""
 
-    def beside(self, reply: Reply) -> Json:
+    def beside(self, reply: Reply) -> Iterator[bytes]:
         """Nothing: each choice has its own."""
-        return {}
+        yield b""
 
     def beside_first(self, reply: Reply) -> Json:
         """Nothing."""

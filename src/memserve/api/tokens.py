@@ -70,12 +70,12 @@ class TokenRoutes:
             raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            tokens = encoder.tokenizer.encode(body.prompt, add_special_tokens=special).ids
+            tokens = encoder.token_ids(body.prompt, add_special_tokens=special)
         else:
             fields = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
             chat = ChatBody(model=self._names.served, **{name: getattr(body, name) for name in fields})
             text = encoder.chat_text(chat, check_messages(body.messages))
-            tokens = encoder.tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)).ids
+            tokens = encoder.token_ids(text, add_special_tokens=bool(body.add_special_tokens))
         named = [encoder.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
         longest = self._shared.model.max_model_tokens
         return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": named}

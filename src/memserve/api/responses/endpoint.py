@@ -139,7 +139,7 @@ class ResponsesRoutes:
 
         nbytes = len(data) + (before.nbytes if before is not None else 0)
         plan = await workers.run(tenant, nbytes, planned)
-        if before is not None:
+        if before is not None and body.store is not False:
             plan = replace(plan, session_ttl_ns=ns_from_s(SESSION_TTL_S))
         return _Asked(body, plan, messages, session, _begun(body, plan, response_id, self._names.served))
 
