@@ -106,6 +106,27 @@ def test_what_the_engine_is_told(world: World) -> None:
     assert (sampling.prompt_logprobs, sampling.prompt_top_logprobs) == (True, 2)
 
 
+def test_logprobs_of_the_prompt_are_reported_by_token_id(world: World, client: openai.OpenAI) -> None:
+    text = client.completions.create(
+        model=MODEL, prompt=["hello world", "hi"], max_tokens=1, extra_body={"prompt_logprobs": 1}
+    )
+    first, *rest = text.choices[0].prompt_logprobs
+    assert first is None and len(rest) == len(encode("hello world")) - 1 and len(text.choices[1].prompt_logprobs)
+    for token, entry in zip(encode("hello world")[1:], rest, strict=True):
+        assert entry[str(token)]["logprob"] <= 0 and {"rank", "decoded_token"} <= entry[str(token)].keys()
+    chat = client.chat.completions.create(model=MODEL, messages=HELLO, extra_body={"prompt_logprobs": 0})
+    assert chat.prompt_logprobs[0] is None and chat.usage is not None
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+
+
+def test_named_tokens_are_reported_with_the_drawn_one(world: World) -> None:
+    asked = {"messages": HELLO, "max_tokens": 1, "logprobs": True, "logprob_token_ids": [5, 6]}
+    entry = post(world, "/v1/chat/completions", **asked, return_tokens_as_token_ids=True).json()["choices"][0]
+    (token,) = entry["logprobs"]["content"]
+    assert token["token"] == f"token_id:{encode(SCRIPT_TEXT)[0]}"
+    assert token["token"] in [other["token"] for other in token["top_logprobs"]]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
