@@ -168,7 +168,7 @@ def _wrong_messages(model: str) -> Iterator[HostileCase]:
         "arguments nested too far": [{"role": "assistant", "tool_calls": [_call("[" * 100_000)]}],
         "arguments nested far": [{"role": "assistant", "tool_calls": [_call('{"a":' * 990 + "1" + "}" * 990)]}],
         "reasoning a number": [{"role": "assistant", "content": "", "reasoning_content": 5}],
-        "an unknown field": [{**user, "secret": 1}],
+        "a role that is no text": [{**user, "role": 1}],
         "a bad one behind a good one": [user, {"role": "user", "content": {}}],
     }
     for name, value in messages.items():

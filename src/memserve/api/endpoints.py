@@ -62,7 +62,8 @@ class CompletionPlanner:
         """The engine requests for a body, one per prompt."""
         workers = self._encoder.workers
         await workers.turn(caller.tenant)
-        parsed = workers.run(caller.tenant, len(data) // PARSING, lambda: parse_leniently(data, CompletionBody, self.leniency))
+        load = len(data) // PARSING
+        parsed = workers.run(caller.tenant, load, lambda: parse_leniently(data, CompletionBody, self.leniency))
         body, ignored = await parsed
         _check_model(body.model, self._names)
         if not isinstance(body.prompt, (str, list)):
@@ -101,7 +102,8 @@ class ChatPlanner:
         """The engine request for a body: one prompt, through the chat template."""
         workers = self._encoder.workers
         await workers.turn(caller.tenant)
-        parsed = workers.run(caller.tenant, len(data) // PARSING, lambda: parse_leniently(data, ChatBody, self.leniency))
+        load = len(data) // PARSING
+        parsed = workers.run(caller.tenant, load, lambda: parse_leniently(data, ChatBody, self.leniency))
         body, ignored = await parsed
         _check_model(body.model, self._names)
         document = _document(body, caller, self._documents, "chat")

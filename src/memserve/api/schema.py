@@ -281,6 +281,7 @@ _MESSAGE_CHARS_MAX = 2000
 _NAME_CHARS_MAX = 64
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+Decoded = TypeVar("Decoded")
 
 _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _UNKNOWN = re.compile(r"unknown field `([^`]*)`")
@@ -296,20 +297,28 @@ def parse_leniently(data: bytes, kind: type[Body], leniency: Leniency | None) ->
     """``data`` as ``kind``, and the names of the fields that ``leniency`` has left out. Raises :class:`ApiError` 400
     that names the field at fault."""
     refuse_shape(data)
-    left_out: tuple[str, ...] = ()
     try:
-        body = msgspec.json.decode(data, type=kind)
+        body = _decoded(data, kind)
     except msgspec.ValidationError as error:
         if leniency is None or not _UNKNOWN.search(str(error)):
             raise _explain(str(error), kind) from None
-        fields, left_out = leniency.without(msgspec.json.decode(data, type=dict[str, Any]), kind.__struct_fields__)
-        body = body_of(fields, kind)
+        fields, left_out = leniency.without(_decoded(data, dict[str, Any]), kind.__struct_fields__)
+        return body_of(fields, kind), left_out
+    _refuse_unsupported(body)
+    return body, ()
+
+
+def _decoded(data: bytes, kind: type[Decoded]) -> Decoded:
+    """``data`` as ``kind``. Raises :class:`ApiError` 400 for what is no JSON; ``msgspec.ValidationError`` for another
+    kind, at the first value that shows it, so that what follows may still be no JSON."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError:
+        raise
     except msgspec.DecodeError as error:
         raise bad_request(f"The request body is not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
         raise bad_request(f"The request body is not valid UTF-8: {error.reason}") from None
-    _refuse_unsupported(body)
-    return body, left_out
 
 
 def body_of(fields: dict[str, Any], kind: type[Body]) -> Body:

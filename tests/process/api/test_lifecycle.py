@@ -102,11 +102,11 @@ def test_a_long_prompt_does_not_block_the_others(monkeypatch: pytest.MonkeyPatch
     """Tokenizing waits here until another request was answered: it must run beside the event loop."""
     encode_now, answered, waiting = PromptEncoder._encode, threading.Event(), threading.Event()
 
-    def encode_slowly(self: PromptEncoder, prompt: str, special: bool) -> Prompt:
+    def encode_slowly(self: PromptEncoder, prompt: str, special: bool, cut: bool) -> Prompt:
         if len(prompt) > INLINE_BYTES_MAX:
             waiting.set()
             assert answered.wait(20)
-        return encode_now(self, prompt[:5], special)
+        return encode_now(self, prompt[:5], special, cut)
 
     monkeypatch.setattr(PromptEncoder, "_encode", encode_slowly)
     with serve(FakeEngine(says("x"))) as world, ThreadPoolExecutor(1) as pool, world.client() as client:

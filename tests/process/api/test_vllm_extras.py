@@ -49,6 +49,9 @@ def roomy(engine: FakeEngine) -> Any:
     return running_server(engine, TinyModel(max_model_tokens=1024))
 
 
+JSON = {"content-type": "application/json"}
+
+
 def post(world: World, path: str, **fields: Any) -> httpx.Response:
     return httpx.post(f"{world.url}{path}", json={"model": MODEL, **fields}, timeout=30)
 
@@ -243,3 +246,12 @@ def test_the_parser_must_be_known_and_the_root_a_path() -> None:
         with pytest.raises(UserError):
             ApiConfig(**wrong)
     assert TinyModel().name == MODEL
+
+
+def test_a_body_that_breaks_off_behind_an_unknown_field_is_no_json() -> None:
+    with serve(FakeEngine(says("x")), config=ApiConfig(lenient=True)) as world:
+        for end in (b"null", b"}", b"\xff"):
+            body = b'{"model": "m", "wow": [null]}' + end
+            answer = httpx.post(f"{world.url}/v1/completions", content=body, headers=JSON, timeout=30)
+            assert answer.status_code == 400
+            assert "not valid" in answer.json()["error"]["message"]
