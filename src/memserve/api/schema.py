@@ -302,10 +302,18 @@ def parse_leniently(data: bytes, kind: type[Body], leniency: Leniency | None) ->
     except msgspec.ValidationError as error:
         if leniency is None or not _UNKNOWN.search(str(error)):
             raise _explain(str(error), kind) from None
-        fields, left_out = leniency.without(_decoded(data, dict[str, Any]), kind.__struct_fields__)
-        return body_of(fields, kind), left_out
+        return _without_unknown(data, kind, leniency)
     _refuse_unsupported(body)
     return body, ()
+
+
+def _without_unknown(data: bytes, kind: type[Body], leniency: Leniency) -> tuple[Body, tuple[str, ...]]:
+    try:
+        everything = _decoded(data, dict[str, Any])
+    except msgspec.ValidationError as error:  # a number that no JSON reader here can hold
+        raise _explain(str(error), kind) from None
+    fields, left_out = leniency.without(everything, kind.__struct_fields__)
+    return body_of(fields, kind), left_out
 
 
 def _decoded(data: bytes, kind: type[Decoded]) -> Decoded:

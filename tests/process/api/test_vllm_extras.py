@@ -255,3 +255,12 @@ def test_a_body_that_breaks_off_behind_an_unknown_field_is_no_json() -> None:
             answer = httpx.post(f"{world.url}/v1/completions", content=body, headers=JSON, timeout=30)
             assert answer.status_code == 400
             assert "not valid" in answer.json()["error"]["message"]
+
+
+def test_a_number_out_of_range_behind_an_unknown_field_is_refused() -> None:
+    with serve(FakeEngine(says("x")), config=ApiConfig(lenient=True)) as world:
+        for number in (b"1e400", b"1" * 5000):
+            body = b'{"model": "tiny", "no_such_field": 1, "prompt": "x", "other": [' + number + b"]}"
+            response = httpx.post(f"{world.url}/v1/completions", content=body, headers=JSON, timeout=30)
+            assert response.status_code == 400, response.text
+            assert "out of range" in response.json()["error"]["message"]

@@ -126,7 +126,7 @@ import sys, time
 from pathlib import Path
 sys.path[:0] = {paths!r}
 from test_supervisor import World
-World("from memserve.runtime.instance_host import die_with; die_with(greeting['parent_pid']); "
+World("from memserve.runtime.process import die_with; die_with(greeting['parent_pid']); "
       "print('armed', file=open(sys.argv[1] + '.armed', 'w'), flush=True); time.sleep(60)", Path({log!r}))
 time.sleep(60)
 """
