@@ -42,6 +42,11 @@ def roles(prefill: int, decode: int, colocated: int) -> tuple[str, ...]:
     return ("--prefill", str(prefill), "--decode", str(decode), "--colocated", str(colocated))
 
 
+def degrees(prefill: int, decode: int) -> tuple[str, ...]:
+    """Workers of an instance, by role."""
+    return ("--prefill-tensor-parallel", str(prefill), "--decode-tensor-parallel", str(decode))
+
+
 def settings(small: str) -> list[Setting]:
     """Every setting of the evaluation; ``small`` is a KV memory that holds about two of the longest prompts."""
     pulled, cached = ("memserve_instance_received_bytes_total",), ("memserve_instance_cached_tokens_total",)
@@ -49,6 +54,8 @@ def settings(small: str) -> list[Setting]:
     pd, cramped = roles(1, 1, 0), ("--kv-memory", small, "--dram-memory", "2GiB", "--policy", "least-load")
     by_layer = (*pd, "--kv-memory", small, "--dram-memory", "2GiB", "--layerwise", "auto")
     turns = "memserve_instance_layerwise_turns_total"
+    stored = ("memserve_instance_store_blocks_taken_total", "memserve_instance_store_tokens_total")
+    kept = ("--kv-memory", small, "--policy", "least-load", "--store-dram", "2GiB")
     taken, handed = f'{turns}{{turn="taken_over_parked"}}', f'{turns}{{turn="handed_over"}}'
     return [
         Setting("colocated, caching off", (*roles(0, 0, 1), "--caching", "off", *ROOMY)),
@@ -65,6 +72,12 @@ def settings(small: str) -> list[Setting]:
         ),
         Setting("1P1D, KV by layer", by_layer, (*pulled, handed, taken)),
         Setting("1P1D, KV by layer, nixl", (*by_layer, "--link", "nixl"), (*pulled, handed, taken)),
+        Setting("degrees: prefill TP 1, decode TP 2", (*pd, *degrees(1, 2), *ROOMY), pulled),
+        Setting("degrees: prefill TP 2, decode TP 1", (*pd, *degrees(2, 1), *ROOMY), pulled),
+        Setting("degrees: prefill TP 2, decode TP 3", (*pd, *degrees(2, 3), *ROOMY), pulled),
+        Setting("degrees: PP 2", (*pd, "--pipeline-parallel", "2", *ROOMY), pulled),
+        Setting("degrees: TP 2 and TP 1 on a store", (*roles(2, 1, 0), *degrees(2, 1), *kept), stored, in_rounds=True),
+        Setting("degrees: TP 2 and TP 1, KV by layer", (*by_layer, *degrees(2, 1)), (*pulled, handed, taken)),
         Setting("2P1D, DRAM sources", (*roles(2, 1, 0), *cramped), from_dram, in_rounds=True),
         Setting("2P1D, DRAM sources, nixl", (*roles(2, 1, 0), *cramped, "--link", "nixl"), from_dram, in_rounds=True),
     ]

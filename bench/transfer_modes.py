@@ -1,12 +1,15 @@
 """By layer, by request, by request aggregated: what does each transfer mode cost, at low and at high load?
 
     python bench/transfer_modes.py [--links shm,nixl] [--prompt-tokens 2048] [--clients 1,2,4,8] [--rounds 3]
+    python bench/transfer_modes.py --links shm --modes by-request --clients 1 --degrees 1:1,2:2,1:2,2:1
 
 One pair of instances per mode and link, all started before anything is measured; modes take turns inside each round.
 Prompts are random tokens, so that nothing is cached. *Gap* is the time between the first token (from the prefill
 instance) and the second (from the decode instance), less the time of a later token: the part of the transfer that the
 prefill did not hide. By-request sends everything after the prefill, so its gap is the whole transfer, with which
 *hidden* compares. With more clients, the mean request time and the requests a second show which mode wins under load.
+``--degrees P:D``: workers of the prefill and of the decode instance (``--prefill-tensor-parallel``), so that the gaps of
+by-request compare unequal ends with equal ones.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ def main() -> int:
     parser.add_argument("--model", default="", help="default: the bundled one")
     parser.add_argument("--links", default="shm,nixl")
     parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--degrees", default="1:1", help="pairs of tensor parallel degrees, comma-separated")
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--new-tokens", type=int, default=12)
     parser.add_argument("--clients", default="1,4")
@@ -76,30 +80,32 @@ def main() -> int:
     shape = ("--prefill", "1", "--decode", "1")
     for link in args.links.split(","):
         with ExitStack() as stack:
-            servers = {
-                mode: stack.enter_context(
-                    serving(*shape, "--transfer", mode, "--link", link, "--caching", "off", *options)
-                )
-                for mode in args.modes.split(",")
-            }
+            cases = [(mode, degree) for mode in args.modes.split(",") for degree in args.degrees.split(",")]
+            servers = {}
+            for mode, degree in cases:
+                prefill, _, decode = degree.partition(":")
+                cut = ("--prefill-tensor-parallel", prefill, "--decode-tensor-parallel", decode)
+                words = (*shape, *cut, "--transfer", mode, "--link", link, "--caching", "off", *options)
+                servers[mode, degree] = stack.enter_context(serving(*words))
             for clients in map(int, args.clients.split(",")):
-                rounds: dict[str, list[dict[str, float]]] = {mode: [] for mode in servers}
+                rounds: dict[tuple[str, str], list[dict[str, float]]] = {case: [] for case in servers}
                 for turn in range(args.rounds + 1):  # the first round warms up
-                    for mode, server in servers.items():
+                    for case, server in servers.items():
                         count, size = args.prompts * clients if turn else 1, args.prompt_tokens
                         prompts = [[rng.randrange(3, VOCABULARY) for _ in range(size)] for _ in range(count)]
                         found = measure(server.url, server.model, prompts, clients, args.new_tokens)
                         if turn:
-                            rounds[mode].append(found)
+                            rounds[case].append(found)
                 medians = {
-                    mode: {key: statistics.median(r[key] for r in runs) for key in runs[0]}
-                    for mode, runs in rounds.items()
+                    case: {key: statistics.median(r[key] for r in runs) for key in runs[0]}
+                    for case, runs in rounds.items()
                 }
-                for mode, found in medians.items():
-                    record: dict[str, Any] = {"link": link, "clients": clients, "mode": mode}
+                for (mode, degree), found in medians.items():
+                    record: dict[str, Any] = {"link": link, "clients": clients, "mode": mode, "degrees": degree}
                     record |= {key: round(value, 2) for key, value in found.items()}
-                    if "by-request" in medians and medians["by-request"]["gap_ms"] > 0:
-                        record["hidden"] = round(1 - found["gap_ms"] / medians["by-request"]["gap_ms"], 3)
+                    whole = medians.get(("by-request", degree), {}).get("gap_ms", 0.0)
+                    if whole > 0:
+                        record["hidden"] = round(1 - found["gap_ms"] / whole, 3)
                     results.append(record)
                     print(json.dumps(record), flush=True)
     if args.json:
