@@ -8,8 +8,8 @@ Prompts are random tokens, so that nothing is cached. *Gap* is the time between 
 instance) and the second (from the decode instance), less the time of a later token: the part of the transfer that the
 prefill did not hide. By-request sends everything after the prefill, so its gap is the whole transfer, with which
 *hidden* compares. With more clients, the mean request time and the requests a second show which mode wins under load.
-``--degrees P:D``: workers of the prefill and of the decode instance (``--prefill-tensor-parallel``), so that the gaps of
-by-request compare unequal ends with equal ones.
+``--degrees P:D``: workers of the prefill and of the decode instance (``--prefill-tensor-parallel``), so that the gaps
+of by-request compare unequal ends with equal ones.
 """
 
 from __future__ import annotations
