@@ -10,15 +10,17 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memserve.api.tls import Tls
 from memserve.errors import UserError
 from memserve.runtime.meta_etcd import EtcdAccess
 from memserve.runtime.private_files import read_private
 from memserve.runtime.private_files import read_secret as read_secret
+
+if TYPE_CHECKING:
+    from memserve.api.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +90,8 @@ def tls_of(cert: Path | None, key: Path | None) -> Tls | None:
         raise UserError(
             "TLS needs a certificate and its key", hint="give both --tls-cert and --tls-key", param="tls_cert"
         )
+    from memserve.api.tls import Tls  # not before: it loads the server
+
     return Tls(cert, key)
 
 

@@ -18,15 +18,17 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, is_dataclass
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
 
 from memserve.api.config import ApiConfig, EdgeConfig
-from memserve.api.tls import Tls
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.options import Option, contradiction, options_of, refuse, refused_names, with_values
+
+if TYPE_CHECKING:
+    from memserve.api.tls import Tls
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 DEFAULT_LINK = "auto"
