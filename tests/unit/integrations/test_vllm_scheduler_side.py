@@ -358,17 +358,23 @@ def test_hashes_of_parts_of_a_block() -> None:
     assert side.step(step_of({"r": 9}, {"r": ids(3)}), 0).saves == (Save((b"half1", b"half3"), (10, 11)),)
 
 
+def added_step(tokens: int, new: Any = (), cached: Any = ((), (), ()), state: Any = None) -> Any:
+    """A step as versions up to 0.29 describe it: new requests, and what the others got in addition."""
+    more = SimpleNamespace(req_ids=cached[0], new_block_ids=cached[1], resumed_req_ids=set(cached[2]))
+    return SimpleNamespace(
+        num_scheduled_tokens={"r": tokens},
+        scheduled_new_reqs=list(new),
+        scheduled_cached_reqs=more,
+        kv_connector_block_state=state,
+    )
+
+
 def test_tables_of_versions_that_do_not_say_them() -> None:
     """Up to 0.28: new requests bring a table, later steps what is added, and preempted ones begin anew."""
     side, request = side_of(Lookups()), request_of(4, tokens=18)
     side.allocated(request, [], 0)
 
-    def step(tokens: int, new: Any = (), cached: Any = ((), (), ())) -> Any:
-        more = SimpleNamespace(req_ids=cached[0], new_block_ids=cached[1], resumed_req_ids=set(cached[2]))
-        return SimpleNamespace(
-            num_scheduled_tokens={"r": tokens}, scheduled_new_reqs=list(new), scheduled_cached_reqs=more
-        )
-
+    step = added_step
     first = step(5, [SimpleNamespace(req_id="r", block_ids=([10, 11],))])
     assert side.step(first, 0).saves == (Save((b"h0",), (10,)),)
     request.num_computed_tokens = 5
@@ -378,6 +384,23 @@ def test_tables_of_versions_that_do_not_say_them() -> None:
     request.num_computed_tokens = 0
     again = step(18, cached=(["r"], [([20, 21, 22, 23, 24],)], ["r"]))
     assert side.step(again, 0).saves == (Save((b"h2", b"h3"), (22, 23)),)
+
+
+def test_tables_of_a_version_that_says_those_that_changed() -> None:
+    """0.29: a snapshot of a request that got blocks, nothing of one that goes on in those that it has."""
+    side, request = side_of(Lookups()), request_of(3, tokens=14)
+    side.allocated(request, [], 0)
+    new = [SimpleNamespace(req_id="r", block_ids=([10, 11],))]
+    first = added_step(5, new, state=SimpleNamespace(block_ids={"r": ([30, 31],)}))
+    assert side.step(first, 0).saves == (Save((b"h0",), (30,)),)
+    request.num_computed_tokens = 5
+    same = added_step(3, cached=(["r"], [None], []), state=SimpleNamespace(block_ids={}))
+    assert side.step(same, 0).saves == (Save((b"h1",), (31,)),)
+    request.num_computed_tokens = 8
+    grown = added_step(4, cached=(["r"], [([32],)], []), state=SimpleNamespace(block_ids={"r": ([30, 31, 32],)}))
+    assert side.step(grown, 0).saves == (Save((b"h2",), (32,)),)
+    side.finished("r")
+    assert side.is_idle
 
 
 def test_random_lives_leave_nothing_behind() -> None:

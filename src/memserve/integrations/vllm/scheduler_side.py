@@ -281,10 +281,10 @@ class SchedulerSide:
         return [bytes(one) for one in request.block_hashes[every - 1 : blocks * every : every]]
 
     def _table_of(self, output: Any) -> Any:
-        """A function from request to its block table; None: there is none. From vLLM itself where it says it, else
-        kept here from what each step adds."""
+        """A function from request to its block table; None: there is none. From vLLM itself where it says it (0.30 on),
+        else kept here from what each step adds, and from the tables that vLLM 0.29 says again when they change."""
         state = getattr(output, "kv_connector_block_state", None)
-        if state is not None:
+        if hasattr(state, "get_block_ids"):
             return lambda request_id: _only_group(state.get_block_ids(request_id))
         for new in output.scheduled_new_reqs:
             self._tables[new.req_id] = list(_only_group(new.block_ids) or ())
@@ -294,6 +294,8 @@ class SchedulerSide:
                 self._tables[request_id] = list(_only_group(added) or ())
             elif added is not None:
                 self._tables.setdefault(request_id, []).extend(_only_group(added) or ())
+        for request_id, block_ids in getattr(state, "block_ids", {}).items():
+            self._tables[request_id] = list(_only_group(block_ids) or ())
         return self._tables.get
 
 
