@@ -151,6 +151,9 @@ class RadixIndex:
         """Cached prefix in tokens (whole blocks). Changes nothing."""
     def match_blocks(self, namespace: bytes, tokens: Ids) -> Match:
         """The cached prefix with its blocks. Changes nothing."""
+    def continuation(self, namespace: bytes, tokens: Ids, count: int) -> list[int]:
+        """Up to ``count`` tokens that lie behind ``tokens`` (any number) in the tree, as far as one edge goes. Empty:
+        not all of ``tokens`` are in it, or nothing follows. Changes nothing."""
     def acquire(self, namespace: bytes, tokens: Ids) -> Match:
         """As ``match_blocks``, pinned (``pin``, 0 = nothing), with a reference on each HBM block for the caller."""
     def unpin(self, pin: int) -> None:

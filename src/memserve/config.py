@@ -95,6 +95,9 @@ class SchedulerConfig:
     memory and all of them in ``--dram-memory``, and go on so as far as the link carries the others beside the computing
     (and within ``--slo-tpot-ms``); the rest is parked behind its first token until there is room. For studies:
     ``layerkv``, ``layerkv-staggered``, ``next-layer``, ``static-N`` (see ``policy/layers.py``)."""
+    draft_tokens: int = option(0, "--draft-tokens", least=0, most=64)
+    """N: a step also computes up to N tokens that followed the same tokens before, in the sequence or in an earlier
+    request of its tenant, and keeps those that are drawn, where that pays. Answers stay the same. 0: no drafts."""
     link_bytes_s: float | None = option(None, "--link-gbps", form=GIGABITS_S, least=0.001)
     """Emulate a link of this many gigabits a second between KV memory and DRAM, for studies of ``--layerwise`` on
     machines where both are the same memory. None: as fast as the memory is."""

@@ -104,6 +104,18 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # draw from these alone; empty = from all
     grammar: str = ""  # draw what this grammar allows (:mod:`memserve.model.grammars`); empty = anything
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties, a bias, a list of tokens or a grammar apply."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.grammar
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StopParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from random import Random
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from memserve.instance.sequence import Phase
 from memserve.mempool.pool import BlockPool
 from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import EmitTokens, RejectRequest, RequestArrived
+from memserve.sim.fuzz.drafts import foretell
 from memserve.sim.fuzz.literal_device import LiteralDevice, fail_row
 from memserve.sim.fuzz.truth import lone_beams as beams_of
 from memserve.sim.fuzz.truth import lone_tokens
@@ -88,7 +90,9 @@ class World:
         kind = TwinPool if self.twin else BlockPool
         pool = kind(self.cfg.pool, self.block_tokens, "test")
         geometry = KVGeometry(LAYERS, 1, 1, 1, "float32", self.block_tokens)
-        return Instance(self.cfg, self.block_tokens, self.costs or PreemptionCosts(), pool, geometry=geometry)
+        machine = Instance(self.cfg, self.block_tokens, self.costs or PreemptionCosts(), pool, geometry=geometry)
+        foretell(machine, Random(0))
+        return machine
 
     # -- doing
 

@@ -56,6 +56,17 @@ class TwinPool:
     def match(self, tenant, tokens):
         return len(self._path(tenant, tokens)) * self.block_tokens
 
+    def continuation(self, tenant, tokens, count):
+        """Any of those that follow."""
+        known = tuple(int(t) for t in tokens)
+        whole = len(known) // self.block_tokens * self.block_tokens
+        if self.match(tenant, known) < whole:
+            return []
+        for name, values in self.nodes:
+            if name == tenant and len(values) == whole + self.block_tokens and values[: len(known)] == known:
+                return list(values[len(known) :][:count])
+        return []
+
     def match_blocks(self, tenant, tokens):
         tiers = [node.tier for node in self._path(tenant, tokens)]
         return tiers.count(Tier.HBM), tiers.count(Tier.DRAM)

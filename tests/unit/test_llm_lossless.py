@@ -82,6 +82,8 @@ def block_bytes(folder: Path) -> int:
         {"blocks": TINY_POOL_BLOCKS, "preemption": "swap"},
         {"blocks": TINY_POOL_BLOCKS, "preemption": "recompute"},
         {"blocks": TINY_POOL_BLOCKS, "preemption": "swap", "caching": False},
+        {"draft_tokens": 6},
+        {"draft_tokens": 6, "blocks": TINY_POOL_BLOCKS, "preemption": "recompute"},
     ],
     ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default",
 )
@@ -94,6 +96,7 @@ def test_greedy_tokens_equal_generate(world: World, options: dict[str, Any]) -> 
         stats = llm.stats().instance
     assert stats is not None and (stats.hbm.blocks_free + stats.hbm.blocks_cached) == stats.hbm.blocks_total
     assert bool(stats.cached_tokens) == options.get("caching", True)
+    assert bool(stats.drafts_kept) == bool(options.get("draft_tokens")), "the second answers are in the cache"
     if options.get("blocks") and options["preemption"] == "swap":
         assert stats.preemptions_swap and not stats.preemptions_recompute
     if options.get("blocks") and options["preemption"] == "recompute":

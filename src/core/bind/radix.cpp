@@ -41,6 +41,11 @@ Match match_blocks(const RadixIndex& self, nb::bytes name, nb::handle tokens) {
   return describe(self, self.walk(namespace_of(name), IntSpan(tokens).span()), 0);
 }
 
+std::vector<int32_t> continuation(const RadixIndex& self, nb::bytes name, nb::handle tokens, size_t count) {
+  const auto found = self.continuation(namespace_of(name), IntSpan(tokens).span(), count);
+  return {found.begin(), found.end()};
+}
+
 Match acquire(RadixIndex& self, nb::bytes name, nb::handle tokens) {
   Position end;
   const uint32_t pin = self.pin(namespace_of(name), IntSpan(tokens).span(), end);
@@ -135,6 +140,7 @@ void bind_radix(nb::module_& m) {
           nb::arg("dram") = nb::none(), nb::arg("hash_seed") = 0, nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>())
       .def("match", &match, nb::arg("namespace"), nb::arg("tokens"))
       .def("match_blocks", &match_blocks, nb::arg("namespace"), nb::arg("tokens"))
+      .def("continuation", &continuation, nb::arg("namespace"), nb::arg("tokens"), nb::arg("count"))
       .def("acquire", &acquire, nb::arg("namespace"), nb::arg("tokens"))
       .def("unpin", &RadixIndex::unpin, nb::arg("pin"))
       .def("insert", &insert, nb::arg("namespace"), nb::arg("tokens"), nb::arg("blocks"),

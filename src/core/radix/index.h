@@ -135,6 +135,9 @@ class RadixIndex {
 
   // Read-only.
   Position walk(const NamespaceId& name, std::span<const int32_t> tokens) const;
+  // Up to `count` tokens that lie behind `tokens` in the tree, as far as one edge goes. Empty: not all of `tokens` are in
+  // it, or nothing follows.
+  std::span<const int32_t> continuation(const NamespaceId& name, std::span<const int32_t> tokens, size_t count) const;
   void path_blocks(const Position& end, std::vector<int32_t>& hbm, std::vector<int32_t>& dram) const;
 
   // Pins (0 = nothing pinned). A pin protects its node and all above.

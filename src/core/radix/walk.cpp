@@ -10,6 +10,7 @@ namespace memserve {
 namespace {
 
 constexpr uint32_t kStride = 8;  // blocks compared at once; a stride that differs is compared block by block
+constexpr size_t kChildrenMax = 64;  // a guess is not worth a long search
 constexpr size_t kFetchFirstBytes = 1024, kFetchAheadBytes = 4096, kLineBytes = 64;
 
 void fetch(const void* start, size_t bytes) {
@@ -107,6 +108,26 @@ Position RadixIndex::walk(const NamespaceId& name, std::span<const int32_t> toke
     child = next.arrive();
   }
   return at;
+}
+
+std::span<const int32_t> RadixIndex::continuation(const NamespaceId& name, std::span<const int32_t> tokens,
+                                                  size_t count) const {
+  const Position at = walk(name, tokens);
+  if (!at.node || at.depth != tokens.size() / block_tokens_) return {};
+  const auto tail = tokens.subspan(at.depth * block_tokens_);
+  const auto behind = [&](const Node* node, uint32_t from) -> std::span<const int32_t> {
+    const std::span<const int32_t> rest(node->tokens() + size_t{from} * block_tokens_,
+                                        size_t{node->size - from} * block_tokens_);
+    if (rest.size() <= tail.size() || !std::equal(tail.begin(), tail.end(), rest.begin())) return {};
+    return rest.subspan(tail.size(), std::min(count, rest.size() - tail.size()));
+  };
+  if (at.in_node < at.node->size) return behind(at.node, at.in_node);
+  size_t looked_at = 0;
+  for (const Node* child = at.node->first_child; child && looked_at < kChildrenMax; child = child->next_sibling) {
+    if (const auto found = behind(child, 0); !found.empty()) return found;
+    ++looked_at;
+  }
+  return {};
 }
 
 // The child whose edge begins with `block`, or null.

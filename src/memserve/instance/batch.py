@@ -29,6 +29,8 @@ class InflightPlan:
     prefill_pairs: int = 0
     #: the first of ``targets`` that were decoding when the plan was begun
     decode_rows: int = 0
+    #: slot -> how many drafted tokens stand in its row; the last of ``targets`` have them
+    drafts: dict[int, int] = field(default_factory=dict)
     #: an earlier plan failed: the results of this one are dropped
     void: bool = False
 
@@ -152,6 +154,21 @@ class BatchBuilder:
         else:
             self._draw(sequence, row)
         return end - start
+
+    def add_drafts(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Add a row for the last known token of a held sequence, which draws, and ``drafts`` behind it. No row but
+        further ones with drafts may follow."""
+        plan, slot = self.plan, sequence.draw[0]
+        plan.drafts[len(plan.slots)] = drafts
+        plan.slots.append(slot)
+        plan.starts.append(sequence.computed)
+        plan.counts.append(1 + len(drafts))
+        plan.sample_slots.append(sequence.draw)
+        self.inflight.drafts[slot] = len(drafts)
+        self.inflight.targets.append(sequence)
+        sequence.computed += 1  # what is kept counts when it is known
+        sequence.inflight += 1
+        sequence.left -= 1
 
     def _open(self, sequence: Sequence) -> None:
         group = sequence.group

@@ -97,6 +97,9 @@ class StepPlan:
     decodes: int = 0
     """N: the first N rows are decodes, each of which computes the last known token and draws one. Decodes may stand
     behind them, too."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """Row -> tokens that may follow its first one, one by one. Such a row has one token more than drafts; its slot
+    draws behind each, as far as what was drawn is what the next draft says. They are the last rows of the plan."""
     prompt_logprob_rows: list[int] = field(default_factory=list)
     reset_slots: bool = False  # an earlier plan failed: before all else, forget every slot
     report_layers: int = 0
@@ -172,6 +175,9 @@ class StepFinished:
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)  # row -> per token
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     """Beam rows: position in ``tokens`` -> the best ``beam_candidates`` (token, logprob), best first."""
+    kept: dict[int, list[int]] = field(default_factory=dict)
+    """Slot of a row with drafts -> what it has drawn behind its token in ``tokens``: one for each draft that was right,
+    up to the first that was not."""
     failed: dict[int, RowFailed] = field(default_factory=dict)
     """Slots with a row or a draw in the plan that failed alone. A failed draw has a token in ``tokens``, too, any one:
     the device has written it behind the slot's last one, so that a plan under way may name its position."""

@@ -29,6 +29,7 @@ from memserve.instance.planner import Planner
 from memserve.instance.results import StepResults
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause
+from memserve.instance.speculation import Speculation
 from memserve.instance.stats import (
     InstanceStats,
     MemoryReport,
@@ -97,8 +98,10 @@ class Instance:
             self.state.objectives = Objectives(scheduler, self.state.costs)
         self.intake = RequestIntake(self.state, config, self._context)
         self.pins = Pins(pool)
-        self.planner = Planner(self.state, scheduler, self.pins)
-        self.results = StepResults(self.state)
+        drafts = scheduler.draft_tokens if memory.layers is None else 0
+        speculation = Speculation(self.state, drafts) if drafts else None
+        self.planner = Planner(self.state, scheduler, self.pins, speculation)
+        self.results = StepResults(self.state, speculation)
         #: plans that the device has not answered, oldest first
         self.inflight: deque[InflightPlan] = deque()
         self._ends_ns = 0  # when the last of them is expected to be done, as far as that is known
@@ -189,7 +192,7 @@ class Instance:
             actions.append(RunStep(plan))
 
     def _expected_ns(self, memo: InflightPlan) -> int:
-        return self.state.costs.step_ns(memo.prefill_tokens, memo.decode_rows, memo.prefill_pairs)
+        return self.state.costs.step_ns(memo.prefill_tokens, memo.decode_rows + len(memo.drafts), memo.prefill_pairs)
 
     def _take_inflight(self, step_id: int, now: int) -> InflightPlan:
         check(self.inflight, f"step {step_id} reported, but no plan is under way")

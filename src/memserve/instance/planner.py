@@ -24,6 +24,7 @@ from memserve.instance.events import StepPlan
 from memserve.instance.pins import Pins
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Phase, Sequence
+from memserve.instance.speculation import Speculation
 from memserve.policy.capacity import chunk_tokens
 
 _LOOKS_AHEAD = 8  # of a line: how many of those that wait the budget of a step is kept for
@@ -35,12 +36,16 @@ PROMPT_LOGPROBS_MAX = 256
 class Planner:
     """Makes plans for the device out of the scheduler's state."""
 
-    __slots__ = ("_no_room_for", "admission", "config", "next_step_id", "pins", "sharing", "state")
+    __slots__ = ("_no_room_for", "admission", "config", "next_step_id", "pins", "sharing", "speculation", "state")
 
-    def __init__(self, state: SchedulerState, config: SchedulerConfig, pins: Pins | None) -> None:
+    def __init__(
+        self, state: SchedulerState, config: SchedulerConfig, pins: Pins | None, speculation: Speculation | None
+    ) -> None:
         self.state = state
         self.config = config
         self.pins = pins
+        #: None: no drafts
+        self.speculation = speculation
         self.admission = SequenceAdmission(state)
         self.sharing = Sharing(state)
         #: the head of the line, when the last plan had no room for it
@@ -97,11 +102,14 @@ class Planner:
                 self.state.preempt(sequence)
             layers.move(batch.plan, keeps=not (self.state.waiting or self.state.parked))
         budget = self.config.step_tokens
-        stalled = False
+        stalled, drafts = False, []
         if self.state.decoding.items:
             allowed = self._within_objectives(budget, begins_ns)
-            stalled = self._make_room_for_decodes(batch)
             self.state.serve_decodes(1)
+            if self.speculation is not None:
+                drafts = self.speculation.choose(batch, budget)
+                budget -= sum([1 + len(tokens) for _, tokens in drafts])
+            stalled = self._make_room_for_decodes(batch)
             budget = min(budget - batch.add_decodes(not stalled), allowed)
         budget -= self._go_on(batch)
         if self.state.prefilling.items or self.state.waiting or self.state.remote_kv_ready:
@@ -111,6 +119,8 @@ class Planner:
             for sequence in self.admission.parked():
                 if not self.admission.admit(sequence, now):
                     break
+        for sequence, tokens in drafts:
+            batch.add_drafts(sequence, tokens)
         return batch
 
     def _go_on(self, batch: BatchBuilder) -> int:
@@ -206,7 +216,8 @@ class Planner:
         plan.copies = state.memory.pool.take_copies()
         state.counters.steps += 1
         state.counters.prefill_tokens += batch.inflight.prefill_tokens
-        state.counters.decode_tokens += batch.inflight.decode_rows
+        drafted = sum([1 + len(tokens) for tokens in plan.drafts.values()])
+        state.counters.decode_tokens += batch.inflight.decode_rows + drafted
         return plan, batch.inflight
 
     # -- pass 1

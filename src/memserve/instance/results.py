@@ -11,6 +11,7 @@ from memserve.instance.beam import BeamSearch, BeamState, Candidates, Hypothesis
 from memserve.instance.events import RowFailed, StepFailed, StepFinished
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Group, Phase, Sequence
+from memserve.instance.speculation import Speculation
 from memserve.types import FinishReason, TokenLogprobs, TokenOutput
 
 _RETRIES = 1  # a sequence survives one failed step
@@ -19,10 +20,12 @@ _RETRIES = 1  # a sequence survives one failed step
 class StepResults:
     """Applies what the device reports to the state."""
 
-    __slots__ = ("state",)
+    __slots__ = ("speculation", "state")
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, speculation: Speculation | None = None) -> None:
         self.state = state
+        #: None: no drafts
+        self.speculation = speculation
 
     def apply(self, plan: InflightPlan, event: StepFinished) -> None:
         """Deliver the sampled tokens of ``plan``."""
@@ -34,7 +37,10 @@ class StepResults:
             return
         targets, tokens = plan.targets, event.tokens
         check(len(tokens) == len(targets), f"step {plan.step_id}: {len(tokens)} tokens for {len(targets)} draws")
-        self.state.costs.learn(plan.prefill_tokens, plan.decode_rows, event.device_ns, plan.prefill_pairs)
+        if self.speculation is not None:
+            self.speculation.learn(plan, event)
+        if not plan.drafts:
+            self.state.costs.learn(plan.prefill_tokens, plan.decode_rows, event.device_ns, plan.prefill_pairs)
         if event.failed:  # first: further results of sequences that have ended are dropped
             self._end_failed(plan, event.failed)
         if event.prompt_logprobs:
@@ -44,7 +50,10 @@ class StepResults:
             self._apply_rich(targets, event)
         else:
             self._apply_plain(plan, tokens)
-        counters.generated_tokens += len(targets) - (counters.dropped_tokens - dropped_before)
+        if plan.drafts:
+            self._take_kept(plan, event)
+        drawn = len(targets) + sum(map(len, event.kept.values()))
+        counters.generated_tokens += drawn - (counters.dropped_tokens - dropped_before)
 
     def _apply_plain(self, plan: InflightPlan, tokens: list[int]) -> None:
         """The hot loop: a token for each sequence. Most sequences draw on; first and last tokens need more care."""
@@ -76,6 +85,24 @@ class StepResults:
         for group in beams.values():
             advance_beams(self.state, group)
 
+    def _take_kept(self, plan: InflightPlan, event: StepFinished) -> None:
+        """Behind the first token of each row with drafts, which was taken as any other: what else was drawn there. KV
+        of the drafts that were right is there."""
+        counters = self.state.counters
+        for sequence in plan.targets[-len(plan.drafts) :]:
+            slot = sequence.draw[0]  # also of one that was preempted: it waits for these tokens
+            drafted, kept = plan.drafts[slot], event.kept.get(slot, [])
+            counters.drafted_tokens += drafted
+            counters.kept_tokens += len(kept)
+            if self.speculation is not None:
+                self.speculation.told(sequence, drafted, len(kept))
+            for token in kept:
+                if sequence.phase is not Phase.FINISHED:
+                    sequence.out.append(token)
+                    sequence.left -= 1
+                    sequence.computed += sequence.phase is Phase.DECODING  # else it has lost what was computed
+                self._take_special(sequence, token, None)
+
     def _take_special(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         """Emit the newest token of a sequence with all that goes with a first or last one, and end the sequence or let
         it go on."""
@@ -93,6 +120,8 @@ class StepResults:
             self.state.objectives.told(sequence, reason, self.state.now)
         if reason is not None and self.state.memory.layers is not None:
             self.state.memory.layers.tell(sequence)
+        if reason is not None and sequence.pace is not None and sequence.pace.drafted:
+            sequence.group.facts.append(("drafts_kept", f"{sequence.pace.kept} of {sequence.pace.drafted} tokens"))
         self.emit(sequence, () if scoring_only else (token,), logprobs, reason)
         if reason is not None:
             self.state.finish(sequence, reason)

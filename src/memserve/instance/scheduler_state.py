@@ -44,6 +44,8 @@ class SchedulerCounters:
     generated_tokens: int = 0
     prefill_tokens: int = 0  # computed
     decode_tokens: int = 0  # computed
+    drafted_tokens: int = 0  # computed as drafts
+    kept_tokens: int = 0  # of those, drawn as well
     prompt_tokens: int = 0  # of admitted requests
     cached_tokens: int = 0  # of those, not computed
     dropped_tokens: int = 0  # sampled after the sequence had ended (stop tokens are seen one step late)
@@ -216,9 +218,18 @@ class SchedulerState:
         if container is not None:
             container.add(sequence)
 
+    def hold(self, sequence: Sequence) -> None:
+        """It decodes on when its tokens under way are known."""
+        sequence.held = True
+        self.move(sequence, Cause.AWAITS_TOKENS)
+
     def resume(self, sequence: Sequence) -> None:
-        """A preempted sequence waits for admission again, unless tokens or candidates of it are still under way."""
-        if sequence.phase is Phase.PREEMPTED and not sequence.inflight and sequence.candidates is None:
+        """A token came. One that was held decodes on; a preempted one waits for admission again, unless tokens or
+        candidates of it are still under way."""
+        if sequence.held and not sequence.inflight:
+            sequence.held = False
+            self.move(sequence, Cause.TOKENS_KNOWN)
+        elif sequence.phase is Phase.PREEMPTED and not sequence.inflight and sequence.candidates is None:
             if self.memory.layers is not None and sequence.out and sequence.dram_blocks:
                 self.park(sequence)
             else:
@@ -242,6 +253,7 @@ class SchedulerState:
             memory.detach(sequence)
             counters.preempted_by_recompute += 0 if finished_by_count else 1
         sequence.group.preemptions += 0 if finished_by_count else 1
+        sequence.held = False
         self._leave_slot(sequence)
         self.move(sequence, Cause.PREEMPTED)
         self.resume(sequence)
@@ -259,7 +271,7 @@ class SchedulerState:
         """The device failed: drop all KV of the sequence, which starts over from its known tokens."""
         self.memory.abandon(sequence)
         self._leave_slot(sequence)
-        sequence.inflight = 0
+        sequence.inflight, sequence.held = 0, False
         sequence.left = sequence.draws_left
         if SEQUENCE.allows(sequence.phase, Cause.PREEMPTED):
             self.move(sequence, Cause.PREEMPTED)

@@ -28,6 +28,7 @@ from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, Tok
 if TYPE_CHECKING:
     from memserve.instance.layered_kv import LayeredKV
     from memserve.mempool.pool import Lease
+    from memserve.policy.drafts import Pace
 
 Rank = tuple[int, int, int, int]
 """(urgency, priority, arrival, index): total order; of one tenant's sequences the smaller runs first."""
@@ -47,7 +48,7 @@ class Phase(enum.Enum):
     PARKED = "parked"  # parked: has told tokens, its KV is in DRAM; prompts need not wait behind it
     PREFILLING = "prefilling"  # prefilling: has known tokens to compute
     DECODING = "decoding"  # decoding: computes one token, known or not, each step
-    IDLE = "idle"  # idle: nothing to schedule; every token is under way, or a beam waits for the other beams
+    IDLE = "idle"  # idle: nothing to schedule; every token is under way, or drafts are, or a beam waits for others
     PREEMPTED = "preempted"  # no container: holds no slot and no HBM block; resumed when all its tokens are known
     FINISHED = "finished"  # no container: tokens still under way are dropped
 
@@ -67,6 +68,9 @@ class Cause(enum.Enum):
     """The last token that may be drawn here, or the next candidates of a beam, are under way."""
     BEAM_FORKED = enum.auto()
     BEAM_EXTENDED = enum.auto()
+    AWAITS_TOKENS = enum.auto()
+    """Drafts are to be compared with tokens under way: it has no further row until they are known."""
+    TOKENS_KNOWN = enum.auto()
     HANDOFF_ABANDONED = enum.auto()
     """The request decodes where it was prefilled."""
     PREEMPTED = enum.auto()
@@ -97,6 +101,8 @@ SEQUENCE = Transitions(
         (Phase.PREFILLING, Cause.PROMPT_SCHEDULED): Phase.DECODING,
         (Phase.PREFILLING, Cause.ALL_SCHEDULED): Phase.IDLE,
         (Phase.DECODING, Cause.ALL_SCHEDULED): Phase.IDLE,
+        (Phase.DECODING, Cause.AWAITS_TOKENS): Phase.IDLE,
+        (Phase.IDLE, Cause.TOKENS_KNOWN): Phase.DECODING,
         (Phase.IDLE, Cause.BEAM_EXTENDED): Phase.PREFILLING,
         (Phase.IDLE, Cause.HANDOFF_ABANDONED): Phase.DECODING,
         (Phase.PREEMPTED, Cause.PARKED): Phase.PARKED,
@@ -242,6 +248,7 @@ class Sequence(_core.SequenceRow):
         "expected_tokens",
         "failures",
         "group",
+        "held",
         "index",
         "layered",
         "lease",
@@ -249,6 +256,7 @@ class Sequence(_core.SequenceRow):
         "max_tokens",
         "min_tokens",
         "opened",
+        "pace",
         "parked_ns",
         "parked_since_ns",
         "published",
@@ -291,6 +299,11 @@ class Sequence(_core.SequenceRow):
         self.opened = False
         self.scheduled_step = 0
         self.failures = 0
+        # speculation only
+        #: whether it is idle until its tokens under way are known
+        self.held = False
+        #: None: it has not been looked at
+        self.pace: Pace | None = None
         # scheduling by objectives only
         #: when its first token here was told, and how many it had then. None: none was
         self.since_ns: int | None = None

@@ -63,6 +63,10 @@ class InstanceStats:
     """Plans made."""
     dropped_tokens: int = 0
     """Sampled after the sequence had ended: stop tokens are seen one step late."""
+    drafts_computed: int = 0
+    """Tokens computed as drafts."""
+    drafts_kept: int = 0
+    """Of them: drawn as well."""
     copied_on_write: int = 0
     """Blocks copied because a fork or the cache shared them."""
     dram_tokens_reused: int = 0
@@ -232,6 +236,8 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
         plans_in_flight=plans_in_flight,
         steps=counters.steps,
         dropped_tokens=counters.dropped_tokens,
+        drafts_computed=counters.drafted_tokens,
+        drafts_kept=counters.kept_tokens,
         copied_on_write=state.memory.copied_on_write,
         dram_tokens_reused=state.memory.dram_tokens_reused,
         prefill_ns_per_token=state.costs.prefill_ns_per_token,

@@ -91,6 +91,11 @@ class BlockPool:
         found = self._index.match_blocks(self._name(tenant), tokens)
         return len(found.hbm), len(found.dram)
 
+    def continuation(self, tenant: str, tokens: TokenArray, count: int) -> list[int]:
+        """Up to ``count`` tokens that followed ``tokens`` in an earlier request. Empty: none did, or not all of
+        ``tokens`` are cached. Changes nothing."""
+        return self._index.continuation(self._name(tenant), tokens, count)
+
     def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
         """The longest cached prefix of ``tokens`` (whole blocks), pinned, with one reference a block for the caller.
 
@@ -310,25 +315,13 @@ class BlockPool:
 
     def report(self) -> PoolReport:
         """The state of the memory."""
-        tiers = ((Tier.HBM, self._hbm), (Tier.DRAM, self._dram))
-        return PoolReport(
-            tiers=tuple(
-                TierReport(
-                    tier,
-                    allocator.blocks_total,
-                    allocator.blocks_free,
-                    allocator.blocks_used,
-                    self._index.blocks(tier),
-                    self._index.blocks_pinned(tier),
-                    allocator.blocks_evictable,
-                    allocator.pages_free,
-                    allocator.pages_stranded,
-                )
-                for tier, allocator in tiers
-            ),
-            block_tokens=self.block_tokens,
-            copies_pending=len(self._copies),
-        )
+        tiers = self._report_of(Tier.HBM, self._hbm), self._report_of(Tier.DRAM, self._dram)
+        return PoolReport(tiers=tiers, block_tokens=self.block_tokens, copies_pending=len(self._copies))
+
+    def _report_of(self, tier: Tier, blocks: _core.BlockAllocator) -> TierReport:
+        cached = self._index.blocks(tier), self._index.blocks_pinned(tier), blocks.blocks_evictable
+        sizes = blocks.blocks_total, blocks.blocks_free, blocks.blocks_used
+        return TierReport(tier, *sizes, *cached, blocks.pages_free, blocks.pages_stranded)
 
     def index_bytes(self) -> int:
         """Host memory of the index itself: nodes, token copies, block ids, hash table."""

@@ -25,16 +25,14 @@ from memserve.model.crew import Crew, exchanging
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.grammars import Grammars
 from memserve.model.loading.loader import LoadedModel
-from memserve.model.sampling import Drawn, report_logprobs, sample
+from memserve.model.sampling import Drawn, report_logprobs, sample, sample_drafts
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotTable, stage
 from memserve.runtime.memory import trim_heap
 from memserve.runtime.ports import OnLayer
 from memserve.types import Tier, TokenLogprobs
 
-Drawing = tuple[Int64s, Int64s]
-"""Slots, and a token for each."""
-
-NOTHING_DRAWN: Drawing = np.empty(0, np.int64), np.empty(0, np.int64)
+Drawing = list[tuple[Int64s, Int64s]]
+"""In order: slots, and a token for each."""
 
 
 class ModelDevice:
@@ -60,7 +58,8 @@ class ModelDevice:
         lower = lower_pages(geometry, pool.lower_dtype)
         sizes = geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks
         self._arenas = KvArenas(model.device, *sizes, shared=shared, lower=lower, hbm=hbm)
-        self._crew, self._drawn = crew, NOTHING_DRAWN
+        self._crew = crew
+        self._drawn: Drawing = []
         # a step under way may sample one token beyond the last that the machine will use
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
         self._vocab_size = model.vocab_size
@@ -107,12 +106,13 @@ class ModelDevice:
 
     def take_drawn(self) -> Drawing:
         """What was drawn since the last call."""
-        drawn, self._drawn = self._drawn, NOTHING_DRAWN
+        drawn, self._drawn = self._drawn, []
         return drawn
 
     def follow(self, drawn: Drawing, plan: StepPlan) -> None:
         """This worker's part of a step that another one leads, and what that one has ``drawn`` since the last step."""
-        self._slots.append(*drawn)
+        for slots, tokens in drawn:
+            self._slots.append(slots, tokens)
         self._prepare(plan)
         if plan.slots:
             with torch.inference_mode():
@@ -188,22 +188,34 @@ class ModelDevice:
     def _compute(self, plan: StepPlan) -> StepFinished:
         logits, drawing = self._logits(plan)
         failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
-        prompt_logprobs = self._prompt_logprobs(plan, logits[len(drawing) :], failed)
+        verified = len(drawing) + sum([plan.counts[row] for row in plan.drafts])
+        prompt_logprobs = self._prompt_logprobs(plan, logits[verified:], failed)
         drawn = self._draw(plan, drawing, logits[: len(drawing)], failed)
+        tokens = drawn.tokens.tolist()
+        kept: dict[int, list[int]] = {}
+        if plan.drafts:
+            first, kept = self._verify(plan, logits[len(drawing) : verified], failed)
+            tokens += first
         return StepFinished(
-            plan.step_id, drawn.tokens.tolist(), 0, drawn.logprobs, prompt_logprobs, drawn.candidates, failed
+            plan.step_id, tokens, 0, drawn.logprobs, prompt_logprobs, drawn.candidates, kept=kept, failed=failed
         )
 
     def _logits(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
-        """``[rows, vocab]`` float32 of the rows that draw, whose numbers they are, then of prompts' tokens."""
+        """``[rows, vocab]`` float32 of the rows that draw one token, whose numbers they are, then of all tokens of rows
+        with drafts, then of prompts' tokens."""
         slots, starts = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
         counts = np.array(plan.counts, np.int64)
-        self._slots.check_rows(slots, starts, counts)
+        drafted = np.zeros_like(counts)
+        for row, tokens in plan.drafts.items():
+            drafted[row] = len(tokens)
+            self._slots.draft(plan.slots[row], tokens)
+        self._slots.check_rows(slots, starts, counts, drafted)
         q_starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=q_starts[1:])
-        drawing = [row for row, drawn in enumerate(plan.sample_slots) if drawn]
+        drawing = [row for row, drawn in enumerate(plan.sample_slots) if drawn and row not in plan.drafts]
         logits_rows = [q_starts[1:][drawing] - 1]
-        logits_rows += [np.arange(q_starts[row], q_starts[row + 1]) for row in plan.prompt_logprob_rows]
+        whole = [*plan.drafts, *plan.prompt_logprob_rows]
+        logits_rows += [np.arange(q_starts[row], q_starts[row + 1]) for row in whole]
 
         attention = self._attention_of(slots, q_starts, (starts + counts).astype(np.int32))
         with attending(self._reporting(plan, attention)), exchanging(self._crew):
@@ -261,8 +273,19 @@ class ModelDevice:
         for slot, why in drawn.failed.items():
             failed.setdefault(slot, why)
         self._slots.append(slots, drawn.tokens)
-        self._drawn = slots, drawn.tokens
+        self._drawn.append((slots, drawn.tokens))
         return drawn
+
+    def _verify(self, plan: StepPlan, logits: Tensor, failed: Failures) -> tuple[list[int], dict[int, list[int]]]:
+        """Draw in rows with drafts, and append what is drawn: the first token of each row, and by slot those behind."""
+        slots = np.array([plan.slots[row] for row in plan.drafts], np.int64)
+        drawn, lacking = sample_drafts(logits, slots, list(plan.drafts.values()), self._slots)
+        for slot in slots.tolist():
+            why = self._slots.failed.get(slot) or lacking.get(slot)
+            if why is not None:
+                failed.setdefault(slot, why)
+        self._drawn += self._slots.extend(slots, drawn)
+        return [tokens[0] for tokens in drawn], dict(zip(slots.tolist(), [tokens[1:] for tokens in drawn], strict=True))
 
     def _prompt_logprobs(
         self, plan: StepPlan, logits: Tensor, failed: Failures

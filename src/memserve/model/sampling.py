@@ -31,8 +31,9 @@ class Drawn:
     """Slots that draw nothing; their place in ``tokens`` still holds a token."""
 
 
-def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable) -> Drawn:
-    """Draw a token for each of ``slots [n]`` from row ``rows[i]`` of ``logits [r, vocab]`` float32.
+def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable, ahead: Int64s | int = 0) -> Drawn:
+    """Draw a token for each of ``slots [n]`` from row ``rows[i]`` of ``logits [r, vocab]`` float32: its next one, or
+    the one ``ahead [n]`` tokens behind that.
 
     ``logits`` may be changed. Greedy rows take the best token, the lowest id among equals. A beam row reports its best
     candidates, and its best token stands in ``tokens``. What fails for one slot fails for that slot alone.
@@ -60,7 +61,8 @@ def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable) -> Dra
     if random.any():
 
         def draw_some(chosen: Int64s) -> None:
-            drawn.tokens[chosen] = _draw(logits, chosen, slots[chosen], table)
+            further = ahead if isinstance(ahead, int) else ahead[chosen]
+            drawn.tokens[chosen] = _draw(logits, chosen, slots[chosen], table, further)
 
         each(drawn.failed, "drawing its next token", slots, draw_some, np.flatnonzero(random))
     if not plain:
@@ -73,6 +75,24 @@ def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable) -> Dra
             wanted,
         )
     return drawn
+
+
+def sample_drafts(
+    logits: Tensor, slots: Int64s, drafts: list[list[int]], table: SlotTable
+) -> tuple[list[list[int]], Failures]:
+    """Draw behind each token of rows with drafts, as if one by one: ``logits [n, vocab]`` float32 are those of all
+    positions of all rows; ``slots[i]`` has the row with ``drafts[i]`` behind its first token. Returns for each row what
+    it draws, up to the first draw that is not the next draft."""
+    widths = np.array([1 + len(tokens) for tokens in drafts])
+    begins = np.cumsum(widths) - widths
+    ahead = np.arange(len(logits)) - np.repeat(begins, widths)
+    found = sample(logits, np.arange(len(logits)), np.repeat(slots, widths), table, ahead)
+    drawn = []
+    for begin, foretold in zip(begins.tolist(), drafts, strict=True):
+        tokens = found.tokens[begin : begin + len(foretold) + 1].tolist()
+        right = next((at for at, token in enumerate(foretold) if tokens[at] != token), len(foretold))
+        drawn.append(tokens[: right + 1])
+    return drawn, found.failed
 
 
 def _without(drawn: Drawn, slots: Int64s, bad: NDArray[np.bool_], why: RowFailed) -> Drawn:
@@ -128,9 +148,9 @@ def _best(logits: Tensor) -> tuple[Int64s, NDArray[np.bool_]]:
     return tokens.cpu().numpy(), peaks.isfinite().cpu().numpy()
 
 
-def _draw(logits: Tensor, chosen: Int64s, slots: Int64s, table: SlotTable) -> Int64s:
+def _draw(logits: Tensor, chosen: Int64s, slots: Int64s, table: SlotTable, ahead: Int64s | int) -> Int64s:
     device = logits.device
-    positions = table.lengths[slots] - table.prompt_tokens[slots]
+    positions = table.lengths[slots] - table.prompt_tokens[slots] + ahead
     uniform = uniforms(table.seed[slots], table.index[slots], positions)
     columns = (table.temperature[slots], table.top_k[slots], table.top_p[slots], table.min_p[slots], uniform)
     how = Truncation(*(torch.from_numpy(column).to(device) for column in columns))

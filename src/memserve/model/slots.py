@@ -121,7 +121,7 @@ class SlotTable:
         self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
         self.seed[slot] = sampling.seed & _SEED_MASK
         self.reports[slot] = sampling.logprobs is not None
-        self.adjusts[slot] = changes_logits(sampling) or bool(stop.min_tokens and stop.stop_token_ids)
+        self.adjusts[slot] = sampling.changes_logits or bool(stop.min_tokens and stop.stop_token_ids)
         self._sampling[slot], self._stop[slot] = sampling, stop
 
     def close(self, slot: int) -> None:
@@ -180,10 +180,26 @@ class SlotTable:
         """When the sequence in ``slot`` ends."""
         return self._stop[slot]
 
-    def check_rows(self, slots: Int64s, starts: Int64s, counts: Int64s) -> None:
-        """Raise :class:`InvariantError` unless every row's tokens are known and have blocks to lie in."""
+    def extend(self, slots: Int64s, kept: list[list[int]]) -> list[tuple[Int64s, Int64s]]:
+        """Append the tokens ``kept[i]`` to ``slots[i]``, and return them as calls of :meth:`append`, in order."""
+        calls = []
+        for at in range(max(map(len, kept), default=0)):
+            some = [place for place, tokens in enumerate(kept) if len(tokens) > at]
+            calls.append((slots[some], np.array([kept[place][at] for place in some], np.int64)))
+            self.append(*calls[-1])
+        return calls
+
+    def draft(self, slot: int, tokens: list[int]) -> None:
+        """Put ``tokens`` behind those that are known, for one step's row."""
+        known = int(self.lengths[slot])
+        check(self._knows(np.array(tokens)), f"slot {slot} has drafts outside the vocabulary")
+        self.tokens[slot, known : known + len(tokens)] = tokens
+
+    def check_rows(self, slots: Int64s, starts: Int64s, counts: Int64s, drafted: Int64s | int = 0) -> None:
+        """Raise :class:`InvariantError` unless every row's tokens are known, but for those ``drafted [rows]``, and have
+        blocks to lie in."""
         ends = starts + counts
-        good = self.opened[slots] & (counts > 0) & (ends <= self.lengths[slots])
+        good = self.opened[slots] & (counts > 0) & (ends - drafted <= self.lengths[slots])
         good &= ends <= self.table_lengths[slots] * self.block_tokens
         if not good.all():
             row = int(np.argmin(good))
@@ -193,18 +209,6 @@ class SlotTable:
                 f"row {row} computes [{starts[row]}, {ends[row]}) of slot {slot} (open: {bool(self.opened[slot])}), "
                 f"which knows {self.lengths[slot]} tokens and has {self.table_lengths[slot]} blocks",
             )
-
-
-def changes_logits(sampling: SamplingParams) -> bool:
-    """Whether penalties, a bias, a list of tokens or a grammar apply."""
-    return bool(
-        sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.repetition_penalty != 1.0
-        or sampling.logit_bias
-        or sampling.allowed_token_ids
-        or sampling.grammar
-    )
 
 
 # -- rows that fail alone

@@ -54,10 +54,16 @@ def test_workers_give_the_answers_of_one(model: Path, kind: str) -> None:
     small = {**OPTIONS, "kv_memory": "400KiB", "dram_memory": "4MiB", "preemption": "swap", "max_step_tokens": 64}
     with LLM(str(model), **small) as llm:
         expected = answers(llm)
-    with LLM(str(model), **small, tensor_parallel=tensor, pipeline_parallel=pipeline) as llm:
+    with LLM(str(model), **small, tensor_parallel=tensor, pipeline_parallel=pipeline, draft_tokens=4) as llm:
         assert len(workers_of(os.getpid())) == tensor * pipeline - 1
         assert answers(llm) == expected
-        assert llm._engine.stats().instance.preemptions_swap or llm._engine.stats().instance.dram_tokens_reused
+        stats = llm._engine.stats().instance
+        assert stats.preemptions_swap or stats.dram_tokens_reused
+        greedy, asked = SamplingParams(temperature=0), [[int(token) for token in prompt(40, 3)]]
+        first, second = (
+            llm.generate(asked, greedy, max_tokens=25, ignore_eos=True)[0].outputs[0].tokens for _ in range(2)
+        )
+        assert first == second and llm._engine.stats().instance.drafts_kept > stats.drafts_kept
     assert not workers_of(os.getpid()), "they end with the engine"
 
 

@@ -134,10 +134,23 @@ def test_insert_and_delete_equal_their_twin(ops: list[tuple[str, list[int]]]) ->
         for tokens in asked:
             known = [blocks[p] for p in whole(tokens) if p in blocks]
             assert index.match_blocks(A, np.array(tokens, np.int32)).hbm == known
+            for cut in range(BLOCK + 1):
+                told(index, blocks, tokens[: len(tokens) - cut])
         assert index.blocks(0) == len(blocks)
         pinned = {prefix for _, path in pins for prefix in whole(list(path))}
         assert index.blocks_pinned(0) == len(pinned)
         index.check_invariants()
+
+
+def told(index: RadixIndex, blocks: dict, tokens: list[int]) -> None:
+    """What is said to follow ``tokens`` does follow them somewhere, and nothing is said only where nothing does."""
+    said = tuple(index.continuation(A, tokens, 5))
+    whole_tokens = len(tokens) // BLOCK * BLOCK
+    cached = not whole_tokens or tuple(tokens[:whole_tokens]) in blocks
+    known = tuple(tokens)
+    follows = [p for p in blocks if cached and len(p) > len(known) and p[: len(known)] == known]
+    assert bool(said) == bool(follows) and len(said) <= 5
+    assert not said or any(p[len(known) : len(known) + len(said)] == said for p in follows)
 
 
 def delete(blocks: dict, path: list[tuple[int, ...]], pinned: list[tuple[int, ...]]) -> list[int]:

@@ -32,6 +32,7 @@ class InstanceLife(RuleBasedStateMachine):
         waiting=st.sampled_from([3, 100]),
         preemption=st.sampled_from(["auto", "swap", "recompute"]),
         block_bytes=st.sampled_from([1, 1 << 30]),
+        draft_tokens=st.sampled_from([0, 1, 3, 8]),
     )
     def begin(self, block_bytes, **sizes):
         self.world = World(config(context=48, **sizes), 4, self.twin, PreemptionCosts(block_bytes=block_bytes))

@@ -14,7 +14,7 @@ from memserve.model.attention.context import attending
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 from memserve.model.forward import EagerForward
 from memserve.types import CopyBlocks, SamplingParams, StopParams, Tier
-from tiny_models import FAMILIES, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
+from tiny_models import FAMILIES, GREEDY, VOCAB, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 
 
 @pytest.fixture
@@ -151,6 +151,30 @@ def test_beam_candidates_and_minimum_tokens(llama: tuple[object, Driver]) -> Non
     assert [token for token, _ in finished.candidates[0]] == ids.tolist()
     assert [score for _, score in finished.candidates[0]] == pytest.approx(scores.tolist(), abs=1e-4)
     assert finished.tokens == [best, int(ids[1])]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=1.0, seed=5)], ids=["greedy", "random"])
+def test_drafts_give_the_tokens_of_one_step_each(sampling: SamplingParams) -> None:
+    """Right ones up to each place, wrong ones, another sequence beside them."""
+    first, second, drivers = prompt(40, 8), prompt(21, 9), [Driver(loaded(tiny_module("llama"))) for _ in range(2)]
+    for driver in drivers:
+        driver.step([(0, 0, 40, (0,)), (1, 0, 21, (1,))],
+                    open=[sequence(0, first, [4, 7], sampling), sequence(1, second, [9, 11], sampling)])  # fmt: skip
+    plain, drafting = drivers
+    want = [plain.step([(1, 21 + at, 1, (1,)), (0, 40 + at, 1, (0,))]).tokens for at in range(12)]
+    beside, expected = [one for one, _ in want], [one for _, one in want]
+    got: list[int] = []
+    others: list[int] = []
+    for at, right in enumerate((3, 0, 1, 2)):
+        drafts = [(token + (place >= right)) % VOCAB for place, token in enumerate(expected[len(got) :][:3])]
+        rows = [(1, 21 + at, 1, (1,)), (0, 40 + len(got), 4, (0,))]
+        done = drafting.step(rows, drafts={1: drafts})
+        assert len(done.kept[0]) == right
+        others.append(done.tokens[0])
+        got += [done.tokens[1], *done.kept[0]]
+    assert got == expected[: len(got)] and others == beside[:4]
+    got += drafting.decode(0, 40 + len(got), 2)
+    assert got == expected[: len(got)] and len(got) == 12
 
 
 def test_broken_plans_are_refused(llama: tuple[object, Driver]) -> None:

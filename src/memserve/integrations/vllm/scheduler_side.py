@@ -284,7 +284,7 @@ class SchedulerSide:
         """A function from request to its block table; None: there is none. From vLLM itself where it says it (0.30 on),
         else kept here from what each step adds, and from the tables that vLLM 0.29 says again when they change."""
         state = getattr(output, "kv_connector_block_state", None)
-        if hasattr(state, "get_block_ids"):
+        if state is not None and hasattr(state, "get_block_ids"):
             return lambda request_id: _only_group(state.get_block_ids(request_id))
         for new in output.scheduled_new_reqs:
             self._tables[new.req_id] = list(_only_group(new.block_ids) or ())

@@ -109,6 +109,9 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
             done.update(came_home=link.blocks_come_home, mismatches=exchange.mismatches)
             done.update(pulled=exchange.pulled_blocks, reused=exchange.reused_blocks, expired=exchange.expired)
             done.update(withdrawn=exchange.withdrawn, failed=link.receiver.failed)
+        counters = self.machine.state.counters
+        if counters.drafted_tokens:
+            done.update({"drafts: tokens": counters.drafted_tokens, "drafts: kept": counters.kept_tokens})
         if layers is not None:
             kv = self.memory.kv
             done.update({"by layer: admitted": layers.admitted, "by layer: converted": layers.converted})

@@ -42,6 +42,7 @@ def fail_row(plan: StepPlan, event: StepFinished, slot: int, why: RowFailed) -> 
         event.tokens[place] = 0
         event.logprobs.pop(place, None)
         event.candidates.pop(place, None)
+    event.kept.pop(slot, None)
     if slot in plan.slots:
         event.prompt_logprobs.pop(plan.slots.index(slot), None)
 
@@ -145,29 +146,49 @@ class LiteralDevice:
     def _compute(self, plan: StepPlan) -> StepFinished:
         writers: Writers = {}
         seen_by_row, logprobs = [], {}
-        for row, slot in enumerate(plan.slots):
-            seen, entries = self._row(row, self.slots[slot], plan.starts[row], plan.counts[row], writers)
-            seen_by_row.append(seen)
+        for row, number in enumerate(plan.slots):
+            slot, drafts = self.slots[number], plan.drafts.get(row, [])
+            known = len(slot.tokens)
+            slot.tokens += drafts
+            behind, entries = self._row(row, slot, plan.starts[row], plan.counts[row], writers)
+            del slot.tokens[known:]
+            seen_by_row.append(behind)
             if row in plan.prompt_logprob_rows:
                 logprobs[row] = entries
         event = StepFinished(plan.step_id, [], self.device_ns, prompt_logprobs=logprobs)
         for row, draws in enumerate(plan.sample_slots):
-            at_end = plan.starts[row] + plan.counts[row]
-            for slot in draws:
-                self._sample(self.slots[slot], at_end, seen_by_row[row], event)
+            drafts, seen = plan.drafts.get(row, []), seen_by_row[row]
+            at_end = plan.starts[row] + plan.counts[row] - len(drafts)
+            for number in draws:
+                self._sample(self.slots[number], at_end, seen[-1 - len(drafts)], event)
+            if drafts:
+                self._verify(plan.slots[row], drafts, seen[-len(drafts) :], event)
         return event
+
+    def _verify(self, number: int, drafts: list[int], seen: list[int], event: StepFinished) -> None:
+        """``seen``: by attention, behind each of the ``drafts``."""
+        slot, kept = self.slots[number], list[int]()
+        opened = slot.opened
+        require(not (opened.beam_candidates or opened.sampling.logprobs), "drafts where draws are not plain")
+        for token, behind in zip(drafts, seen, strict=True):
+            if slot.tokens[-1] != token:
+                break
+            kept.append(draw(behind, opened.sampling.seed, opened.index, self.vocab))
+            slot.tokens.append(kept[-1])
+        event.kept[number] = kept
 
     # -- rows
 
     def _row(
         self, row: int, slot: Slot, start: int, count: int, writers: Writers
-    ) -> tuple[int, list[TokenLogprobs | None]]:
-        """Write the row's cells, reading all before them through the table, but none that another row writes now."""
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Write the row's cells, reading all before them through the table, but none that another row writes now.
+        Returns what attention has seen behind each of its tokens."""
         require(count >= 1 and start + count <= len(slot.tokens), f"row {row} computes tokens that do not exist")
         seen = 0
         for value in self._context(slot, start, writers):
             seen = mix(seen, value)
-        entries: list[TokenLogprobs | None] = []
+        behind, entries = list[int](), list[TokenLogprobs | None]()
         for position in range(start, start + count):
             entry, inside = divmod(position, self.block_tokens)
             order, place, block = slot.placed, slot.place_of(entry), slot.table[entry]
@@ -184,8 +205,9 @@ class LiteralDevice:
             if position + 1 < slot.opened.prompt_tokens:
                 entries[-1] = TokenLogprobs(slot.tokens[position + 1], -float(position + 1))
             seen = mix(seen, value)
+            behind.append(seen)
         self.computed_tokens += count
-        return seen, entries
+        return behind, entries
 
     def _context(self, slot: Slot, end: int, writers: Writers) -> list[int]:
         """What lies before position ``end``, in each of its layers."""

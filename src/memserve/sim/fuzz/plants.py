@@ -15,10 +15,13 @@ from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.trees import Feed, Trees
 from memserve.errors import UserError
-from memserve.instance.events import StepPlan
+from memserve.instance.batch import InflightPlan
+from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.layered import LayerPlacer
 from memserve.instance.member import MemberMachine
+from memserve.instance.results import StepResults
 from memserve.instance.router_addresses import RouterAddresses
+from memserve.instance.sequence import Phase
 from memserve.kv_transfer.context import Deadlines, Expiring
 from memserve.kv_transfer.events import PagesPulled
 from memserve.kv_transfer.receiver import Receiver
@@ -242,6 +245,22 @@ def _layer_arrival() -> list[Swap]:
     return [(LayerPlacer, "move", _arrives_at_once), (LayerPlacer, "arrives", _has_come)]
 
 
+def _computed_whole(self: StepResults, plan: InflightPlan, event: StepFinished) -> None:
+    _take_kept(self, plan, event)
+    for sequence in plan.targets[-len(plan.drafts) :]:
+        if sequence.phase is Phase.DECODING:
+            sequence.out += [0] * (plan.drafts[sequence.draw[0]] - len(event.kept[sequence.draw[0]]))
+            sequence.computed, sequence.left = sequence.known - 1, sequence.draws_left
+
+
+_take_kept = StepResults._take_kept
+
+
+def _draft_check() -> list[Swap]:
+    """What was computed for drafts counts, whether they were drawn or not."""
+    return [(StepResults, "_take_kept", _computed_whole)]
+
+
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "generation-check": _generation_check,
     "lease-sweep": _lease_sweep,
@@ -259,6 +278,7 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "store-generation": _store_generation,
     "former-router": _former_router,
     "layer-arrival": _layer_arrival,
+    "draft-check": _draft_check,
 }
 
 

@@ -21,6 +21,7 @@ from memserve.sim.clock import Clock
 from memserve.sim.fuzz import checks, faults, store_checks
 from memserve.sim.fuzz.clients import VOCAB, Ask, Conversation, Referee, Turn
 from memserve.sim.fuzz.data_port import FaultyPort
+from memserve.sim.fuzz.drafts import draft_tokens, foretell
 from memserve.sim.fuzz.gate import GateJudge
 from memserve.sim.fuzz.instances import FIRST_GENERATION, FuzzedDevice, FuzzedInstance
 from memserve.sim.fuzz.network import FaultyNetwork
@@ -131,6 +132,7 @@ class World:
                 scenario.slo_tpot_ns,
                 layerwise="off" if scenario.layered is None else "auto",
                 link_bytes_s=None if scenario.layered is None else scenario.layered.link_bytes_s,
+                draft_tokens=draft_tokens(scenario.seed),
             ),
             role=node.role,
             exchange=ExchangeConfig(LEASE_NS, 100 * MS, scenario.pulls_in_flight, scenario.event_capacity),
@@ -139,7 +141,10 @@ class World:
     def new_instance(self, node: InstanceNode) -> Instance:
         """The production machine."""
         costs = PreemptionCosts(self.geometry.block_bytes, profile=self._profile(node))
-        return Instance(self.instance_config(node), BLOCK_TOKENS, costs, me=node.peer, geometry=self.geometry)
+        config = self.instance_config(node)
+        instance = Instance(config, BLOCK_TOKENS, costs, me=node.peer, geometry=self.geometry)
+        foretell(instance, self.random)
+        return instance
 
     def new_device(self, node: InstanceNode) -> FuzzedDevice:
         """Its device, with the instance's arenas as memory."""

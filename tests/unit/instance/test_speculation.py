@@ -1,0 +1,99 @@
+"""Speculation: which sequences leave the decodes, what a plan says of drafts, what becomes of those that are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from instance_world import PROMPT, VOCAB, World, config, request
+from memserve.instance.sequence import Phase
+from memserve.instance.speculation import NEVER, foretellable
+from memserve.serving import RequestCancelled
+from memserve.sim.fuzz.truth import lone_tokens
+from memserve.types import FinishReason
+
+TOKENS = lone_tokens(PROMPT[:4], 12, 0, 0, VOCAB)
+"""What the request of these tests draws."""
+
+
+def world_of(draft_tokens: int = 8, **sizes: Any) -> World:
+    """One instance that foretells what :data:`TOKENS` says."""
+    world = World(config(draft_tokens=draft_tokens, **sizes), twin=False)
+    speculation = world.machine.planner.speculation
+    assert speculation is not None
+    speculation.propose = lambda sequence, count: TOKENS[len(sequence.out) + sequence.inflight :][:count]
+    return world
+
+
+def test_a_draft_takes_the_place_of_as_many_steps() -> None:
+    plain, drafting = world_of(draft_tokens=1, depth=1), world_of(depth=1)
+    for world in (plain, drafting):
+        world.arrive(request("a", PROMPT[:4], max_tokens=12))
+        if world is plain:
+            world.machine.planner.speculation.propose = lambda sequence, count: []
+        world.drain()
+        assert world.final["a", 0] is FinishReason.LENGTH
+    assert drafting.machine.state.counters.steps < plain.machine.state.counters.steps // 2
+    assert drafting.machine.state.counters.kept_tokens >= 6
+
+
+def test_a_sequence_waits_for_its_token_under_way() -> None:
+    world = world_of(depth=2)
+    world.arrive(request("a", PROMPT[:4], max_tokens=12))
+    seen = set()
+    while not world.machine.is_idle:
+        sequences = [s for group in world.machine.state.groups.values() for s in group.sequences.values()]
+        seen |= {(s.phase, s.held, s.inflight) for s in sequences}
+        world.step()
+    assert (Phase.IDLE, True, 1) in seen
+    assert world.got["a", 0] == TOKENS
+
+
+def test_drafts_end_with_the_block() -> None:
+    """None is allocated for tokens that may not come."""
+    world = world_of(depth=1, step_tokens=64)
+    world.arrive(request("a", PROMPT[:4], max_tokens=12))
+    widths = []
+    while not world.machine.is_idle:
+        for plan in world.plans:
+            widths += [(plan.starts[row], len(drafts)) for row, drafts in plan.drafts.items()]
+        world.step()
+    assert widths and all((start + count) // 4 == start // 4 for start, count in widths)
+
+
+def test_a_stop_token_among_the_drafts_ends_the_answer() -> None:
+    world = world_of(depth=1)
+    world.arrive(request("a", PROMPT[:4], max_tokens=12, stops=[TOKENS[3]]))
+    world.drain()
+    assert world.final["a", 0] is FinishReason.STOP
+
+
+def test_a_request_that_leaves_while_its_drafts_are_under_way_leaves_nothing() -> None:
+    world = world_of(depth=1)
+    world.arrive(request("a", PROMPT[:4], max_tokens=12))
+    while not any(plan.drafts for plan in world.plans):
+        world.step()
+    world.asked_to_end.add("a")
+    world.post(RequestCancelled("a"))
+    world.drain()
+    assert world.machine.is_idle and world.machine.state.counters.dropped_tokens
+
+
+@pytest.mark.parametrize(
+    "words", [{"logprobs": 1}, {"beam_width": 2}, {"min_tokens": 2, "stops": [3]}], ids=["logprobs", "beams", "minimum"]
+)
+def test_draws_that_depend_on_more_are_not_foretold(words: dict[str, Any]) -> None:
+    world = world_of()
+    world.arrive(request("a", PROMPT[:4], max_tokens=6, **words))
+    group = world.machine.state.groups["a"]
+    assert not foretellable(group)
+    world.drain()
+    assert not world.machine.state.counters.drafted_tokens and NEVER.drafted == 0
+
+
+def test_the_story_tells_what_was_kept() -> None:
+    world = world_of(depth=1)
+    world.arrive(request("a", PROMPT[:4], max_tokens=12))
+    world.drain()
+    assert world.machine.state.counters.kept_tokens and world.facts.count("drafts_kept") == 1
