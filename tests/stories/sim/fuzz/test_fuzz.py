@@ -97,7 +97,7 @@ CAUGHT = {
     "leaving": (121, "does not serve"),
     "router-addresses": (101, "members: "),
     "former-router": (400_202_674, "does not serve"),
-    "store-seal": (2795, "layers do not belong together|is something else"),
+    "store-seal": (683, "layers do not belong together|is something else"),
     "store-arrival": (11, "had, a key already|was sealed as something else"),
     "store-write": (14, "is free, and a disk reads it|was changed while a disk read it"),
     "store-generation": (31, "members: |blocks of the store believed"),
