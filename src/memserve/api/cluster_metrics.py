@@ -204,7 +204,7 @@ INSTANCE_COUNTERS: Table = [
     ),
     ("instance_generated_tokens", COUNTER, "Tokens that the instance generated", "generated_tokens"),
     ("instance_drafts_computed", COUNTER, "Tokens that the instance computed as drafts", "drafts_computed"),
-    ("instance_drafts_kept", COUNTER, "Drafts that were drawn as well", "drafts_kept"),
+    ("instance_drafts_kept", COUNTER, "Drafts of the instance that were drawn as well", "drafts_kept"),
     (
         "instance_fetched_tokens",
         COUNTER,

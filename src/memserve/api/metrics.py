@@ -164,7 +164,7 @@ INSTANCE_METRICS: Table = [
     ("engine_computed_tokens", COUNTER, "Tokens that the device computed, in prefill and decode", "computed_tokens"),
     ("engine_generated_tokens", COUNTER, "Tokens that the engine generated", "generated_tokens"),
     ("engine_drafts_computed", COUNTER, "Tokens that the device computed as drafts", "drafts_computed"),
-    ("engine_drafts_kept", COUNTER, "Drafts that were drawn as well", "drafts_kept"),
+    ("engine_drafts_kept", COUNTER, "Drafts of the engine that were drawn as well", "drafts_kept"),
     ("steps_failed", COUNTER, "Steps that failed on the device", "steps_failed"),
     ("rows_failed", COUNTER, "Sequences that ended because their own row of a step failed", "rows_failed"),
     ("pool_slot_tokens", GAUGE, "Token positions held by running sequences", "running_slots_tokens"),
