@@ -104,10 +104,11 @@ class World:
 
 @contextmanager
 def running_server(
-    engine: Any, model: Any, *, drain_s: float = 5.0, tls: Tls | None = None, **options: Any
+    engine: Any, model: Any, *, drain_s: float = 5.0, tls: Tls | None = None, port: int = 0, **options: Any
 ) -> Iterator[World]:
-    """A real uvicorn in a thread on a free port; afterwards it is drained and no call may be left open."""
-    sock = bind("127.0.0.1", 0)
+    """A real uvicorn in a thread, on a free port if none is named; afterwards it is drained and no call may be left
+    open."""
+    sock = bind("127.0.0.1", port)
     port = sock.getsockname()[1]
     ready = threading.Event()
     server = Server(create_app(engine, model, **options), drain_s=drain_s, on_ready=ready.set, tls=tls)

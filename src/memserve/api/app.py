@@ -34,6 +34,9 @@ from memserve.api.responses.endpoint import ResponsesRoutes
 from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.shapes import ChatShape, CompletionShape
 from memserve.api.tokens import TokenRoutes
+from memserve.api.ui.feed import Feed
+from memserve.api.ui.pages import Dashboard
+from memserve.api.ui.timelines import Timelines, Watch
 from memserve.runtime.loop import EngineStopped
 from memserve.types import RequestLogFormat
 
@@ -172,7 +175,9 @@ def create_app(
     metrics, encoder = ApiMetrics(), PromptEncoder(model)
     hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names)
-    pages = _Pages(hub, model, names, metrics, KeyRing(() if metrics_key is None else (metrics_key,)))
+    keys, metrics_keys = KeyRing(api_keys), KeyRing(() if metrics_key is None else (metrics_key,))
+    pages, timelines = _Pages(hub, model, names, metrics, metrics_keys), Timelines(model.name)
+    dashboard = Dashboard(Feed(hub, metrics, timelines, model.name), timelines, keys, metrics_keys)
     shared = Shared(hub, model, encoder, metrics, edge)
     closing = ExitStack()
     closing.callback(encoder.close)
@@ -191,12 +196,14 @@ def create_app(
             Route("/health", pages.health),
             Route("/metrics", pages.metrics),
             Route("/openapi.json", pages.openapi),
+            *dashboard.routes(),
         ],
         middleware=[
             *([Middleware(BelowRoot, root=config.root_path)] if config.root_path else []),
             *request_log(limits.log_requests, model.name, closing),
+            Middleware(Watch, timelines=timelines),
             Middleware(Cors, origins=limits.cors_origins),
-            Middleware(Guard, keys=KeyRing(api_keys), metrics=metrics),
+            Middleware(Guard, keys=keys, metrics=metrics),
         ],
         exception_handlers={HTTPException: on_http_error},
         lifespan=lifespan,

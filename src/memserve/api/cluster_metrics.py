@@ -99,6 +99,17 @@ ADMISSION_METRICS: Table = [
     ("gate_evictions", COUNTER, "Finished requests whose counted memory went to newly admitted requests", "evictions"),
 ]
 
+#: from ``PromptTokens``
+CEILING: Table = [
+    ("router_seen_prompt_tokens", COUNTER, "Prompt tokens of placed requests, each request once", "seen"),
+    (
+        "router_new_prompt_tokens",
+        COUNTER,
+        "Prompt tokens of them, estimated, with KV that not even an unlimited cache would have had",
+        "new",
+    ),
+]
+
 #: from ``RouterStats``: messages and metadata
 ROUTER_HOST_METRICS: Table = [
     (
@@ -304,11 +315,24 @@ def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     yield from families(CHILD_METRICS, children, ("instance",))
     yield from _by_label(stats.cluster.counters)
     yield from _admission(stats.cluster.admission, names_tenants)
+    yield from families(CEILING, [((), stats.cluster.prompt_tokens)])
+    if names_tenants:
+        yield from tenant_ceiling_families(stats.cluster)
     instances = [member for member in stats.members if member.view.role is not Role.STORE]
     members = [((member.view.peer.name, member.view.role.value), member) for member in instances]
     yield from families(INSTANCE_GAUGES, members, ("instance", "role"))
     yield from _counters(instances)
     yield from store_families([member for member in stats.members if member.view.role is Role.STORE])
+
+
+def tenant_ceiling_families(cluster: Any) -> Iterator[Metric]:
+    """The same of each tenant with a count of its own, from ``ClusterStats``."""
+    table: Table = [
+        (f"tenant_{name.removeprefix('router_')}", kind, about, read) for name, kind, about, read in CEILING
+    ]
+    yield from families(
+        table, [((tenant,), count) for tenant, count in cluster.tenant_prompt_tokens.items()], ("tenant",)
+    )
 
 
 def _by_label(counters: Any) -> Iterator[Metric]:

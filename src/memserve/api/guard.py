@@ -43,7 +43,7 @@ KNOWN_ROUTES = (
 )  # fmt: skip
 """Labels of the request counter: paths that clients invent must not add labels."""
 
-NAMED_ROUTES = ("/v1/documents", "/v1/responses", "/v1/sessions", "/engines")
+NAMED_ROUTES = ("/v1/documents", "/v1/responses", "/v1/sessions", "/engines", "/ui")
 """Routes with names as paths below them."""
 
 

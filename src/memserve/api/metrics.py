@@ -99,6 +99,10 @@ class ApiMetrics:
         self.tenant_prompt_tokens.labels(tenant).inc(prompt_tokens)
         self.tenant_generated_tokens.labels(tenant).inc(generated_tokens)
 
+    def read_process(self) -> None:
+        """Bring the gauges of this process up to date, before they are read."""
+        self.resident.set(resident_bytes())
+
     def render(self, engine_stats: Any | None, *, names_tenants: bool = False) -> bytes:
         """The text that Prometheus scrapes; without the engine's metrics when ``engine_stats`` is ``None``.
 
@@ -106,7 +110,7 @@ class ApiMetrics:
         """
         registry = CollectorRegistry()
         registry.register(Snapshot(engine_stats, names_tenants))
-        self.resident.set(resident_bytes())
+        self.read_process()
         text = generate_latest(self.registry) + generate_latest(registry)
         return text + generate_latest(self.by_tenant) if names_tenants else text
 

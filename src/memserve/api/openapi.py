@@ -183,6 +183,35 @@ OPERATIONS = (
         examples=(Example("Is it up"),),
     ),
     Operation("GET", "/metrics", "Counters and gauges in Prometheus' text form.", "text", media_type="text/plain"),
+    Operation(
+        "GET", "/ui", "The dashboard, for a browser. Needs no key: the page asks for one.", "a page",
+        media_type="text/html",
+    ),
+    Operation(
+        "GET", "/ui/{name}", "A file of the dashboard. Needs no key.", "a script, a style or a picture", errors=(404,),
+        parameters=(("name", "the file's name"),), media_type="text/javascript",
+    ),
+    Operation(
+        "GET", "/ui/events",
+        "What the dashboard shows, about once a second. With the key of `/metrics`: what that page shows, and requests "
+        "of all tenants; with an API key: this tenant's requests.",
+        "server-sent events, each like the answer of `/ui/snapshot`", errors=(429,), media_type="text/event-stream",
+    ),
+    Operation(
+        "GET", "/ui/snapshot", "One such event.",
+        "`metrics` (the samples of `/metrics` by name), `members`, `live` and `recent` (requests with `stages` and "
+        "`story`; no text), `viewer`",
+    ),
+    Operation(
+        "GET", "/ui/trees", "The prefixes of the last prompts as trees, and which members hold them.",
+        "`tenants`: each with `prefixes`; a prefix has `blocks`, `uses`, `holders` (blocks on the upper, and on the "
+        "lower tier alone) and `children`; empty with `--in-process`", errors=(503,),
+    ),
+    Operation(
+        "GET", "/ui/requests/{request_id}", "The timeline of one request, in flight or ended lately.",
+        "`stages` in milliseconds, `story`: what was decided and why, counts and times", errors=(404,),
+        parameters=(("request_id", "the request's `x-request-id`, or the `id` of its answer"),),
+    ),
     Operation("GET", "/openapi.json", "This description, as OpenAPI 3.1. Needs no key.", "an OpenAPI document"),
 )  # fmt: skip
 
@@ -214,6 +243,7 @@ ERRORS = (
         404, "response_not_found", "never stored (`store`: false), deleted, forgotten for newer ones, or another key's"
     ),
     Error(404, "document_not_found", "never put, deleted, expired, or another key's"),
+    Error(404, "request_not_found", "not in flight, not among the last that have ended, or another key's"),
     Error(404, "session_not_found", "kept no KV, was ended, has expired, or is another key's"),
     Error(404, "unknown_url", "no such path"),
     Error(405, "method_not_allowed", "the path does not support this method"),

@@ -117,6 +117,11 @@ class Reply:
         return Sequence(at, index, at * self.plan.n + index, stream, reader=reader)
 
     @property
+    def response_id(self) -> str:
+        """The id that the answer carries; empty for a call without prompts."""
+        return self.plan.requests[0].request_id.rpartition("-")[0] if self.plan.requests else ""
+
+    @property
     def done(self) -> bool:
         """Every sequence has ended."""
         return self._unfinished == 0

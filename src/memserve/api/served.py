@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tokenizers import Tokenizer
 
+from memserve.cluster.prefix_map import PrefixNode
 from memserve.metadata import DocumentDropped, DocumentPut
 from memserve.runtime.engine import Rejected
 from memserve.types import NamedPrefix, Request, SamplingParams, TokenArray, TokenOutput
@@ -113,6 +114,14 @@ class PinningEngine(ServingEngine, Protocol):
     def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
         """A tenant's named prefixes, least recently renewed first; their expiry is a ``time.monotonic_ns``. May wait
         for the engine thread."""
+
+
+@runtime_checkable
+class MappedEngine(ServingEngine, Protocol):
+    """An engine that knows which member holds which prefix."""
+
+    def prefix_trees(self, tenant: str | None) -> dict[str, tuple[PrefixNode, ...]]:
+        """The prefixes of the last prompts by tenant; ``None``: of all tenants. May wait for the engine thread."""
 
 
 @runtime_checkable

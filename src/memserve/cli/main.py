@@ -17,7 +17,9 @@ EXIT_INTERRUPTED = 130
 _ClickException: type = typer.BadParameter.__mro__[2]
 """What typer raises for a wrong command line. It has no public name since typer bundles its own click."""
 
-_COMMANDS = ("serve", "engine", "instance", "store", "chat", "doctor", "profile", "bench", "sim")
+_COMMANDS = (
+    "serve", "engine", "instance", "store", "chat", "top", "explain", "trees", "doctor", "profile", "bench", "sim",
+)  # fmt: skip
 
 
 def command_line(word: str | None = None) -> typer.Typer:
@@ -58,6 +60,10 @@ def _add(app: typer.Typer, name: str) -> None:
             from memserve.cli.chat import chat
 
             app.command()(chat)
+        case "top" | "explain" | "trees":
+            from memserve.cli import watch
+
+            app.command()(getattr(watch, name))
         case "doctor":
             from memserve.cli.doctor import doctor
 

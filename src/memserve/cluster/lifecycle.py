@@ -13,6 +13,7 @@ from memserve.cluster.admission import AdmissionController, Rejection
 from memserve.cluster.loads import Charge, LoadTable, Work
 from memserve.cluster.outbox import Outbox, Timers
 from memserve.cluster.placement import Placement, Placer
+from memserve.cluster.prefix_map import RecentPrompts
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.report import Counters
 from memserve.cluster.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
@@ -21,6 +22,7 @@ from memserve.cluster.trees import IDENTITY_BYTES, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Cancel, RequestRefused
 from memserve.metadata import EntryUsed
+from memserve.policy.distinct import ReuseCeiling
 from memserve.types import Caching, FinishReason, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 
@@ -52,6 +54,7 @@ class Lifecycle:
         self._timers, self._outbox = timers, outbox
         self.requests = RequestTable()
         self.admission = admission
+        self.ceiling, self.recent_prompts = ReuseCeiling(), RecentPrompts()
         self._attempts = 0
 
     # -- admission
@@ -182,6 +185,7 @@ class Lifecycle:
             self._handles.give_way(name)
         req.tries += 1
         self._count_dispatch(req, chosen)
+        self._count_prompt(req, chosen, now)
         self._expect(req, involved, now)
         request = req.request
         self._sessions.route(request.tenant, request.session, involved)
@@ -209,6 +213,13 @@ class Lifecycle:
         way = "fetch" if chosen.holders else "reuse" if chosen.route.first.matched_tokens else "compute"
         decision = (self._config.policy, way)
         counters.decisions[decision] = counters.decisions.get(decision, 0) + 1
+
+    def _count_prompt(self, req: RequestState, chosen: Placement, now: int) -> None:
+        """Each prompt counts once, whatever becomes of its attempts."""
+        if req.identities and not req.past:
+            tenant, block_tokens = req.request.tenant, chosen.first.info.geometry.block_tokens
+            self.ceiling.prompt(tenant, req.identities, len(req.request.prompt), block_tokens)
+            self.recent_prompts.note(tenant, req.identities, now)
 
     def _note_use(self, req: RequestState, chosen: Placement, now: int) -> None:
         """The deepest block of the prefix that is reused stands for all of them."""
@@ -351,5 +362,13 @@ class Lifecycle:
             if req.is_stopped:  # not by the instances, which may go on
                 self._cancel(attempt)
         self.admission.release(req, now)
+        self._count_answers(req)
         self._counters.requests_finished += 1
         self._handles.extend(req.request.tenant, req.request.session, now)
+
+    def _count_answers(self, req: RequestState) -> None:
+        """The next prompt of a conversation begins with this one and its answer."""
+        for tokens in req.emitted if req.identities is not None else ():
+            blocks = self._placer.answer_identities(req, tokens)
+            if blocks:
+                self.ceiling.answer(req.request.tenant, blocks)

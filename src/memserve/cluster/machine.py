@@ -42,6 +42,7 @@ from memserve.cluster.membership import Membership
 from memserve.cluster.outbox import Outbox, Timers
 from memserve.cluster.outputs import OutputMerger
 from memserve.cluster.placement import Placer
+from memserve.cluster.prefix_map import PrefixNode
 from memserve.cluster.registry import Member, MemberState, Registry
 from memserve.cluster.report import ClusterStats, Counters, InstanceView
 from memserve.cluster.requests import RequestState, RouteStory
@@ -293,6 +294,8 @@ class Cluster:
                 finished=dict(counters.finished),
             ),
             admission=admission,
+            prompt_tokens=self._lifecycle.ceiling.whole(),
+            tenant_prompt_tokens=self._lifecycle.ceiling.counts(),
         )
 
     def instances(self) -> tuple[InstanceView, ...]:
@@ -303,6 +306,16 @@ class Cluster:
         """What was decided for a live request."""
         req = self._lifecycle.requests.by_id.get(request_id)
         return req.story() if req is not None else None
+
+    def prefix_trees(self, tenant: str | None) -> dict[str, tuple[PrefixNode, ...]]:
+        """The last prompts' prefixes by tenant, with their holders; ``None``: of all tenants."""
+        names = {member.number: member.name for member in self._registry}
+
+        def match(identities: bytes) -> list[tuple[str, int, int]]:
+            found = self._trees.directory.match(identities)
+            return [(names[number], blocks, lower) for number, blocks, lower in found]
+
+        return self._lifecycle.recent_prompts.trees(tenant, match)
 
     def handles(self) -> tuple[HandleView, ...]:
         """All named prefixes, in the order in which they were pinned first."""
@@ -324,6 +337,7 @@ class Cluster:
         requests = self._lifecycle.requests
         requests.check_invariants(self._registry)
         self._lifecycle.admission.check_invariants(requests)
+        self._lifecycle.ceiling.check_invariants()
         charges = [c for req in requests.by_id.values() if req.attempt is not None for c in req.attempt.charges]
         members = {m.number: (m.info.role, m.state is MemberState.LIVE) for m in self._registry}
         self._loads.check_invariants(charges, members)

@@ -8,6 +8,7 @@ the least room left over. Every policy would choose alike among all instances.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -129,6 +130,16 @@ class Placer:
             namespace = self._registry.namespace
             req.identities = self._trees.identities(request.isolation, namespace, request.prompt, geometry.block_tokens)
         return req.identities
+
+    def answer_identities(self, req: RequestState, tokens: Sequence[int]) -> bytes:
+        """Identities of the blocks behind the prompt's whole ones that an answer of ``tokens`` has filled."""
+        request, known = req.request, req.identities or b""
+        whole = len(request.prompt) + len(tokens)
+        if not tokens or whole // self._block_tokens() == len(request.prompt) // self._block_tokens():
+            return b""
+        text = np.concatenate((request.prompt, np.array(tokens, np.int32)))
+        namespace = self._registry.namespace
+        return self._trees.identities(request.isolation, namespace, text, self._block_tokens())[len(known) :]
 
     def _block_tokens(self) -> int:
         geometry = self._registry.geometry

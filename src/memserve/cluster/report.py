@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memserve.messages import Load, Peer
+from memserve.policy.distinct import PromptTokens
 from memserve.types import FinishReason, Role
 
 
@@ -129,3 +130,7 @@ class ClusterStats:
     """A copy."""
     stores: int = 0
     """Members that hold KV and run nothing."""
+    prompt_tokens: PromptTokens = field(default_factory=PromptTokens)
+    """What an unlimited cache would have had of all prompts."""
+    tenant_prompt_tokens: dict[str, PromptTokens] = field(default_factory=dict)
+    """The same by tenant; of a bounded number of tenants."""

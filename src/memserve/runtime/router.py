@@ -35,6 +35,7 @@ from memserve.cluster.events import (
 )
 from memserve.cluster.machine import Cluster
 from memserve.cluster.outbox import DurabilityGate, Write
+from memserve.cluster.prefix_map import PrefixNode
 from memserve.cluster.report import InstanceView
 from memserve.cluster.requests import RouteStory
 from memserve.errors import InvariantError
@@ -123,6 +124,10 @@ class RouterEngine:
     def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
         """What is kept under a tenant's names; their times are those of the router's clock. Raises as :meth:`stats`."""
         return self._loop.ask(lambda: self._machine.named_prefixes(tenant))
+
+    def prefix_trees(self, tenant: str | None) -> dict[str, tuple[PrefixNode, ...]]:
+        """The prefixes of the last prompts by tenant; ``None``: of all tenants. Raises as :meth:`stats`."""
+        return self._loop.ask(lambda: self._machine.prefix_trees(tenant))
 
     def stats(self) -> RouterStats:
         """A consistent snapshot of the router's counters, and what each member has said of itself lately.

@@ -181,3 +181,22 @@ def test_facts_of_several_sequences_are_told_once_and_those_of_several_prompts_a
 def test_nothing_is_told_unasked(world: World) -> None:
     response = httpx.post(f"{world.url}/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 1})
     assert "memserve" not in response.json()
+
+
+def test_a_snapshot_of_the_dashboard_has_the_numbers_of_metrics(world: World) -> None:
+    shown, page = httpx.get(f"{world.url}/ui/snapshot", timeout=30).json(), samples(world)
+    cluster = {
+        (name, frozenset(labels.items())): value
+        for name, rows in shown["metrics"].items()
+        if name.startswith(("memserve_router_", "memserve_instance_", "memserve_gate_"))
+        for labels, value in rows
+    }
+    assert cluster == {
+        sample: value
+        for sample, value in page.items()
+        if sample[0].startswith(("memserve_router_", "memserve_instance_", "memserve_gate_"))
+        and not sample[0].endswith("_created")
+    }
+    assert [(member["name"], member["role"], member["state"]) for member in shown["members"]] == [
+        ("p1", "prefill", "live"), ("d1", "decode", "live"), ("d2", "decode", "draining"),
+    ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""The dashboard: ``/ui``, and the snapshots behind it."""

@@ -1,0 +1,156 @@
+"""The events of ``/ui/events``: one reading of the engine for all open pages, and none while no page is open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from memserve.api.errors import ApiError, engine_silent
+from memserve.api.hub import Hub
+from memserve.api.metrics import ApiMetrics
+from memserve.api.served import MappedEngine
+from memserve.api.ui.snapshot import SnapshotBuilder, Viewer
+from memserve.api.ui.timelines import Timelines
+from memserve.cluster.prefix_map import PROMPTS_MAX, PrefixNode
+from memserve.runtime.loop import EngineStopped
+from memserve.units import NS_PER_S
+
+INTERVAL_S = 1.0
+SHARE = 0.01
+"""Largest share of the time that reading and encoding may take: where they take longer, events come less often."""
+PAGES_MAX = 64
+"""Pages that may be open at once."""
+LOOK_S = 0.2
+"""How often a waiting page looks whether the server ends."""
+
+
+def too_many_pages() -> ApiError:
+    """429: as many pages are open as may be."""
+    message = f"{PAGES_MAX} pages of the dashboard are open: close one of them"
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "5"})
+
+
+class Feed:
+    """All open pages of one server."""
+
+    def __init__(self, hub: Hub, metrics: ApiMetrics, timelines: Timelines, model: str) -> None:
+        """``model``: its served name."""
+        self._hub, self._metrics, self._timelines, self._model = hub, metrics, timelines, model
+        self._pages = 0
+        self._reader: asyncio.Task[None] | None = None
+        self._builder: SnapshotBuilder | None = None
+        self._encoded: dict[Viewer, bytes] = {}
+        self._turned = asyncio.Condition()
+        self._spent_ns = 0
+        self.readings = 0
+        """Readings of the engine so far."""
+
+    @property
+    def pages(self) -> int:
+        """Pages that are open."""
+        return self._pages
+
+    def check_room(self) -> None:
+        """Raises :class:`ApiError` 429 while :data:`PAGES_MAX` pages are open."""
+        if self._pages >= PAGES_MAX:
+            raise too_many_pages()
+
+    async def events(self, viewer: Viewer) -> AsyncIterator[bytes]:
+        """The stream of one page. It ends with the server. A page that reads slowly skips events."""
+        self._pages += 1
+        try:
+            seen: SnapshotBuilder | None = None
+            while not self._hub.draining:
+                if self._reader is None or self._reader.done():
+                    self._reader = asyncio.create_task(self._read())
+                if self._builder is None or self._builder is seen:
+                    await self._next_turn()
+                    continue
+                seen = self._builder
+                yield self._event(viewer)
+        finally:
+            self._pages -= 1
+            if self._pages == 0:
+                self._stop()
+
+    async def one(self, viewer: Viewer) -> dict[str, Any]:
+        """A snapshot of this moment, for a viewer without a stream."""
+        builder = SnapshotBuilder(self._metrics, self._timelines, self._model, await self._stats())
+        return builder.build(viewer)
+
+    async def trees(self, viewer: Viewer) -> dict[str, Any]:
+        """The prefixes of the last prompts that ``viewer`` may see, by tenant; empty without a router. Raises
+        :class:`ApiError` 503 when the router does not answer."""
+        engine, found = self._hub.engine, {}
+        if isinstance(engine, MappedEngine):
+            try:
+                found = await asyncio.to_thread(engine.prefix_trees, viewer.tenant)
+            except (TimeoutError, EngineStopped):
+                raise engine_silent() from None
+        now_ns = time.monotonic_ns()
+        return {
+            "prompts_max": PROMPTS_MAX,
+            "tenants": [
+                {"tenant": tenant, "prefixes": [_card(node, now_ns) for node in nodes]}
+                for tenant, nodes in found.items()
+            ],
+        }
+
+    async def _next_turn(self) -> None:
+        """Wait for the next reading, or for a moment to look whether the server ends."""
+        try:
+            async with asyncio.timeout(LOOK_S), self._turned:
+                await self._turned.wait()
+        except TimeoutError:
+            return
+
+    def _event(self, viewer: Viewer) -> bytes:
+        """Built and encoded once for all pages with one key."""
+        event = self._encoded.get(viewer)
+        if event is None and self._builder is not None:
+            started_ns = time.perf_counter_ns()
+            event = b"data: " + msgspec.json.encode(self._builder.build(viewer)) + b"\n\n"
+            self._encoded[viewer] = event
+            self._spent_ns += time.perf_counter_ns() - started_ns
+        return event or b": nothing yet\n\n"
+
+    async def _read(self) -> None:
+        while True:
+            stats = await self._stats()
+            self.readings += 1
+            async with self._turned:
+                self._builder = SnapshotBuilder(self._metrics, self._timelines, self._model, stats)
+                self._encoded = {}
+                self._turned.notify_all()
+            await asyncio.sleep(INTERVAL_S)
+            spent_ns, self._spent_ns = self._spent_ns, 0
+            owed_s = spent_ns / NS_PER_S / SHARE - INTERVAL_S
+            if owed_s > 0:
+                await asyncio.sleep(owed_s)
+
+    async def _stats(self) -> Any | None:
+        try:
+            return await asyncio.to_thread(self._hub.engine.stats)
+        except (TimeoutError, EngineStopped):
+            return None
+
+    def _stop(self) -> None:
+        """The last page has closed: keep nothing."""
+        if self._reader is not None:
+            self._reader.cancel()
+        self._reader, self._builder, self._encoded = None, None, {}
+
+
+def _card(node: PrefixNode, now_ns: int) -> dict[str, Any]:
+    return {
+        "prefix": node.name,
+        "blocks": node.blocks,
+        "uses": node.uses,
+        "used_s_ago": round(max(0, now_ns - node.used_ns) / NS_PER_S, 1),
+        "holders": [held._asdict() for held in node.holders],
+        "children": [_card(child, now_ns) for child in node.children],
+    }

@@ -1,0 +1,97 @@
+"""What one event of ``/ui/events`` says: the samples of ``/metrics``, the members, and the viewer's requests.
+
+The figures are the very samples that ``/metrics`` renders, so that a page cannot show another number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.core import Metric
+
+from memserve import __version__
+from memserve.api.cluster_metrics import tenant_ceiling_families
+from memserve.api.metrics import ApiMetrics, Snapshot
+from memserve.api.ui.timelines import Timelines
+from memserve.units import NS_PER_MS
+
+LIVE_MAX, RECENT_MAX = 100, 40
+"""Requests of one event: in flight, and ended."""
+MEMBERS_MAX = 64
+"""Members that are drawn; the figures count all."""
+
+HISTOGRAMS = ("memserve_time_to_first_token_seconds", "memserve_inter_token_seconds")
+"""The only ones with their buckets: a page reads percentiles from them."""
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """Which figures a page may show: those that its key may read elsewhere."""
+
+    tenant: str | None
+    """``None``: an operator, with the key of ``/metrics``; requests of all tenants."""
+    sees_cluster: bool
+    """Whether ``/metrics`` is open to this viewer."""
+    names_tenants: bool = False
+    """Whether ``/metrics`` names tenants to this viewer."""
+
+
+class SnapshotBuilder:
+    """Builds the events of one moment. ``engine_stats``: one reading for all viewers; ``None``: no answer."""
+
+    def __init__(self, metrics: ApiMetrics, timelines: Timelines, model: str, engine_stats: Any | None) -> None:
+        self._metrics, self._timelines, self._model, self._stats = metrics, timelines, model, engine_stats
+        self._time_ms = time.time_ns() // NS_PER_MS
+
+    def build(self, viewer: Viewer) -> dict[str, Any]:
+        """The event for ``viewer``."""
+        return {
+            "time_ms": self._time_ms,
+            "version": __version__,
+            "model": self._model,
+            "viewer": {"tenant": viewer.tenant, "sees_cluster": viewer.sees_cluster},
+            "metrics": self._samples(viewer),
+            "members": self._members() if viewer.sees_cluster else [],
+            "live": self._timelines.live(viewer.tenant, LIVE_MAX),
+            "recent": self._timelines.recent(viewer.tenant, RECENT_MAX),
+        }
+
+    def _samples(self, viewer: Viewer) -> Samples:
+        of_tenants = _read(self._metrics.by_tenant.collect())
+        if (cluster := getattr(self._stats, "cluster", None)) is not None and not viewer.names_tenants:
+            of_tenants |= _read(tenant_ceiling_families(cluster))
+        if viewer.tenant is not None:
+            of_tenants = {
+                name: [(labels, value) for labels, value in rows if labels["tenant"] == viewer.tenant]
+                for name, rows in of_tenants.items()
+            }
+        if not viewer.sees_cluster:
+            return of_tenants
+        self._metrics.read_process()
+        edge, engine = self._metrics.registry.collect(), Snapshot(self._stats, viewer.names_tenants).collect()
+        return _read(edge) | _read(engine) | of_tenants
+
+    def _members(self) -> list[dict[str, Any]]:
+        members = getattr(self._stats, "members", ())[:MEMBERS_MAX]
+        return [
+            {"name": view.peer.name, "role": view.role.value, "state": view.state, "host": view.host_id}
+            for view in (member.view for member in members)
+        ]
+
+
+def _read(families: Iterable[Metric]) -> Samples:
+    """The samples by name, as ``/metrics`` writes them; no times of creation, and buckets of few histograms."""
+    found: Samples = {}
+    for family in families:
+        for sample in family.samples:
+            if sample.name.endswith("_created"):
+                continue
+            if sample.name.endswith("_bucket") and family.name not in HISTOGRAMS:
+                continue
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found

@@ -1,0 +1,103 @@
+// Hit rate with its denominator and its ceiling, latencies, objectives, tenants.
+
+import { count, figure, h, millis, percent } from "./dom.js";
+
+const WINDOW_S = 60;
+const PROMPTS = "memserve_prompt_tokens_total";
+const CACHED = "memserve_cached_prompt_tokens_total";
+
+export function cacheView(figures) {
+  const parts = [];
+  if (figures.now.viewer.sees_cluster) parts.push(hits(figures), latencies(figures), objectives(figures));
+  parts.push(tenants(figures));
+  return parts;
+}
+
+function hits(figures) {
+  const [cached, prompts] = [figures.sum(CACHED), figures.sum(PROMPTS)];
+  const [lately, all] = [figures.grown(CACHED, WINDOW_S), figures.grown(PROMPTS, WINDOW_S)];
+  const tiles = [
+    figure("Hit rate since the start", percent(cached, prompts), {
+      metric: CACHED, value: cached, sub: `${count(cached)} of ${count(prompts)} prompt tokens`,
+    }),
+    figure("Hit rate of the last minute", percent(lately.grown, all.grown), {
+      sub: `${count(lately.grown)} of ${count(all.grown)} prompt tokens in ${all.seconds.toFixed(0)} s`,
+    }),
+    ...ceiling(figures),
+  ];
+  return h("section", {}, h("h2", {}, "KV from the cache"), h("div", { class: "tiles" }, ...tiles));
+}
+
+function ceiling(figures) {
+  const [all, fresh] = ["memserve_router_seen_prompt_tokens_total", "memserve_router_new_prompt_tokens_total"];
+  if (!figures.has(all)) return [];
+  const [tokens, first] = [figures.sum(all), figures.sum(fresh)];
+  return [
+    figure("Attainable: an unlimited cache", percent(Math.max(0, tokens - first), tokens), {
+      metric: fresh, value: first, sub: `about ${count(first)} of ${count(tokens)} prompt tokens were new`,
+    }),
+  ];
+}
+
+function latencies(figures) {
+  const named = [
+    ["Time to the first token", "memserve_time_to_first_token_seconds"],
+    ["Between two tokens", "memserve_inter_token_seconds"],
+  ];
+  const tiles = named.map(([label, name]) => {
+    const at = (q) => millis(figures.has(`${name}_bucket`) ? scaled(figures.quantile(name, q)) : null);
+    const seen = figures.sum(`${name}_count`);
+    const sub = `p95 ${at(0.95)}, p99 ${at(0.99)}; ${count(seen)} observed`;
+    return figure(`${label}, median`, at(0.5), { metric: `${name}_count`, value: seen, sub });
+  });
+  return h("section", {}, h("h2", {}, "Latency at the HTTP edge"), h("div", { class: "tiles" }, ...tiles));
+}
+
+function scaled(seconds) {
+  return seconds === null ? null : seconds * 1000;
+}
+
+function objectives(figures) {
+  const clustered = figures.has("memserve_instance_objectives_total");
+  const name = clustered ? "memserve_instance_objectives_total" : "memserve_objectives_total";
+  const tiles = ["ttft", "tpot"].flatMap((objective) => {
+    const met = figures.sum(name, { objective, result: "met" });
+    const all = met + figures.sum(name, { objective, result: "missed" });
+    if (!all) return [];
+    return [figure(`${objective.toUpperCase()} kept`, percent(met, all), { sub: `${count(met)} of ${count(all)}` })];
+  });
+  const none = h("p", { class: "note" }, "None: --scheduling slo with --slo-ttft-ms and --slo-tpot-ms sets objectives.");
+  return h("section", {}, h("h2", {}, "Objectives"), tiles.length ? h("div", { class: "tiles" }, ...tiles) : none);
+}
+
+function tenants(figures) {
+  const tokens = [["Prompt tokens", "prompt_tokens"], ["Generated tokens", "generated_tokens"]];
+  const columns = [["Requests", "requests"], ...tokens];
+  const rowsOf = figures.rows("memserve_tenant_requests_total");
+  const names = [...new Set(rowsOf.map(([labels]) => labels.tenant))].sort();
+  const cell = (tenant, column) => {
+    const name = `memserve_tenant_${column}_total`;
+    const value = figures.sum(name, { tenant });
+    return h("td", { "data-metric": name, "data-tenant": tenant, "data-value": value }, count(value));
+  };
+  const titles = ["Tenant", ...columns.map(([text]) => text)];
+  const head = h("tr", {}, ...titles.map((text) => h("th", { scope: "col" }, text)));
+  const rows = names.map((tenant) =>
+    h("tr", {}, h("td", {}, tenant || "(no name)"), ...columns.map(([, column]) => cell(tenant, column))),
+  );
+  if (figures.has("memserve_tenant_seen_prompt_tokens_total")) {
+    head.append(h("th", { scope: "col" }, "Attainable hit rate"));
+    names.forEach((tenant, at) => rows[at].append(attainable(figures, tenant)));
+  }
+  const table = h("table", {}, h("thead", {}, head), h("tbody", {}, ...rows));
+  const shown = rows.length ? h("div", { class: "scroll" }, table) : h("p", { class: "note" }, "No request yet.");
+  return h("section", {}, h("h2", {}, "Tenants"), shown);
+}
+
+function attainable(figures, tenant) {
+  const name = "memserve_tenant_new_prompt_tokens_total";
+  const tokens = figures.sum("memserve_tenant_seen_prompt_tokens_total", { tenant });
+  const first = figures.sum(name, { tenant });
+  const shown = percent(Math.max(0, tokens - first), tokens);
+  return h("td", { "data-metric": name, "data-tenant": tenant, "data-value": first }, shown);
+}

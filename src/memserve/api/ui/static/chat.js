@@ -1,0 +1,65 @@
+// A playground: a conversation, and beside each answer its explanation.
+
+import { h } from "./dom.js";
+import { story } from "./requests.js";
+import { keyHeaders, read } from "./stream.js";
+
+const CHATS = new URL("../v1/chat/completions", import.meta.url);
+const messages = [];
+let view = null;
+let stopping = null;
+
+export function chatView(figures) {
+  view ??= build();
+  view.model = figures.now.model;
+  return [view.element];
+}
+
+function build() {
+  const said = h("div", { role: "log", "aria-label": "Conversation" });
+  const beside = h("div", { "aria-live": "polite" }, h("p", { class: "note" }, "The explanation of the last answer."));
+  const text = h("textarea", { "aria-label": "Your message", placeholder: "Ask the model; Enter sends" });
+  const send = h("button", { type: "submit" }, "Send");
+  const forget = () => (messages.splice(0), said.replaceChildren());
+  const clear = h("button", { type: "button", onclick: forget }, "New chat");
+  const stop = h("button", { type: "button", onclick: () => stopping?.abort() }, "Stop");
+  const form = h("form", {}, text, h("p", { class: "row" }, send, stop, clear));
+  const why = h("section", {}, h("h2", {}, "Explanation"), beside);
+  const element = h("div", { class: "chat" }, h("section", {}, said, form), why);
+  const built = { element, model: "", said, beside, text };
+  form.addEventListener("submit", (event) => (event.preventDefault(), ask(built)));
+  text.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey) (event.preventDefault(), ask(built));
+  });
+  return built;
+}
+
+async function ask(built) {
+  const content = built.text.value.trim();
+  if (!content || stopping) return;
+  built.text.value = "";
+  messages.push({ role: "user", content });
+  const answer = h("p", { class: "said" });
+  built.said.append(h("p", { class: "said user" }, content), answer);
+  stopping = new AbortController();
+  try {
+    await stream(built, answer);
+  } catch (error) {
+    if (error.name !== "AbortError") answer.append(h("span", { class: "failed" }, error.message));
+  } finally {
+    stopping = null;
+  }
+  messages.push({ role: "assistant", content: answer.textContent });
+}
+
+async function stream(built, answer) {
+  const body = JSON.stringify({ model: built.model, messages, stream: true, explain: true });
+  const headers = { "content-type": "application/json", ...keyHeaders() };
+  const response = await fetch(CHATS, { method: "POST", headers, body, signal: stopping.signal });
+  if (!response.ok) throw new Error((await response.json()).error?.message ?? `status ${response.status}`);
+  await read(response.body.getReader(), (chunk) => {
+    if (chunk.error) throw new Error(chunk.error.message);
+    for (const choice of chunk.choices ?? []) answer.append(choice.delta?.content ?? "");
+    if (chunk.memserve) built.beside.replaceChildren(story(chunk.memserve));
+  });
+}

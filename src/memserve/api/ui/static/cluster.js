@@ -1,0 +1,153 @@
+// The cluster as a picture: router, instances, stores; their tiers; what moves between them now.
+
+import { bar, bytes, count, figure, h, legend, spark } from "./dom.js";
+
+const RANKS = [["prefill", "colocated", "decode", "engine"], ["store"]];
+const STATES = [["held", "held by requests"], ["cached", "cached prefixes"], ["free", "free"]];
+
+export function clusterView(figures) {
+  if (!figures.now.viewer.sees_cluster) {
+    return [h("p", { class: "note" }, "The cluster's figures need the key of /metrics. View 3 has your requests.")];
+  }
+  const picture = drawn(figures);
+  return [h("section", {}, totals(figures)), h("section", {}, h("h2", {}, "Cluster"), picture), tierSection(figures)];
+}
+
+// Lines from the router to each member; only after the layout is their place known.
+export function connect(root) {
+  const picture = root.querySelector(".picture");
+  const links = picture?.querySelector("svg.links");
+  const router = picture?.querySelector("[data-node=router]");
+  if (!links || !router) return;
+  const frame = picture.getBoundingClientRect();
+  const from = router.getBoundingClientRect();
+  links.replaceChildren();
+  for (const card of picture.querySelectorAll("[data-node=member]")) {
+    const to = card.getBoundingClientRect();
+    links.append(
+      h("line", {
+        class: card.dataset.busy === "yes" ? "busy" : null,
+        x1: from.left + from.width / 2 - frame.left,
+        y1: from.bottom - frame.top,
+        x2: to.left + to.width / 2 - frame.left,
+        y2: to.top - frame.top,
+      }),
+    );
+  }
+}
+
+function totals(figures) {
+  const clustered = figures.has("memserve_router_requests_live");
+  const live = clustered ? "memserve_router_requests_live" : "memserve_sequences_running";
+  const waiting = clustered ? "memserve_gate_waiting" : "memserve_requests_waiting";
+  const generated = "memserve_generated_tokens_total";
+  const prompts = "memserve_prompt_tokens_total";
+  const tile = (label, name) => {
+    const value = figures.sum(name);
+    return figure(label, count(value), { metric: name, value });
+  };
+  const speed = (label, name) => {
+    return figure(label, count(figures.rate(name)), { sub: `${count(figures.sum(name))} in all` });
+  };
+  const resident = bytes(figures.sum("memserve_resident_bytes"));
+  return h(
+    "div",
+    { class: "tiles" },
+    tile("Requests in flight", live),
+    tile(clustered ? "Waiting for admission" : "Waiting", waiting),
+    speed("Tokens generated a second", generated),
+    speed("Prompt tokens a second", prompts),
+    tile("HTTP connections", "memserve_http_connections"),
+    figure("Resident memory", resident, { sub: "of the process behind this page" }),
+  );
+}
+
+function drawn(figures) {
+  const members = figures.now.members.length
+    ? figures.now.members
+    : [{ name: "engine", role: "engine", state: figures.sum("memserve_engine_up") ? "live" : "down" }];
+  const clustered = figures.now.members.length > 0;
+  const ofRole = (role) => members.filter((member) => member.role === role);
+  const ranks = RANKS.map((roles) => roles.flatMap(ofRole))
+    .filter((rank) => rank.length)
+    .map((rank) => h("div", { class: "rank" }, ...rank.map((member) => card(figures, member, clustered))));
+  const links = h("svg", { class: "links", "aria-hidden": "true" });
+  return h("div", { class: "picture" }, links, routerCard(figures), ...ranks);
+}
+
+function routerCard(figures) {
+  const decided = figures.rows("memserve_router_decisions_total");
+  const ways = decided.map(([labels, value]) => `${labels.way} ${count(value)}`).join(", ");
+  const title = figures.has("memserve_router_instances") ? "router" : "server";
+  const parts = [h("h3", {}, title), ways && h("p", { class: "facts" }, `KV of prompts: ${ways}`)];
+  if (figures.has("memserve_router_tree_blocks")) {
+    parts.push(h("p", { class: "facts" }, `knows ${count(figures.sum("memserve_router_tree_blocks"))} cached blocks`));
+  }
+  return h("div", { class: "rank" }, h("article", { class: "card", "data-node": "router" }, ...parts));
+}
+
+function card(figures, member, clustered) {
+  const mine = (name) => figures.sum(`memserve_instance_${name}`, { instance: member.name });
+  const running = clustered ? mine("sequences_running") : figures.sum("memserve_sequences_running");
+  const waiting = clustered ? mine("requests_waiting") : figures.sum("memserve_requests_waiting");
+  const received = figures.rate(`received ${member.name}`);
+  const facts = [];
+  if (member.role !== "store") facts.push(`${count(running)} running, ${count(waiting)} waiting`);
+  if (clustered && mine("transfers_open")) facts.push(`${count(mine("transfers_open"))} KV transfers open`);
+  if (received > 0) facts.push(`${bytes(received)}/s of KV comes in`);
+  if (clustered && mine("prompt_tokens_total")) {
+    const part = (100 * mine("cached_tokens_total")) / mine("prompt_tokens_total");
+    facts.push(`${part.toFixed(1)} % of ${count(mine("prompt_tokens_total"))} prompt tokens from KV`);
+  }
+  const tiers = member.role === "store" ? storeBars(figures, member.name) : blockBars(figures, member.name);
+  const name = h("h3", {}, h("span", { class: `dot ${member.state}`, title: member.state }), ` ${member.name} `);
+  name.append(h("span", { class: "role" }, member.state === "live" ? member.role : `${member.role}, ${member.state}`));
+  const attributes = { class: "card", "data-node": "member", "data-name": member.name };
+  return h(
+    "article",
+    { ...attributes, "data-busy": running || waiting || received > 0 ? "yes" : "no" },
+    name,
+    ...facts.map((fact) => h("p", { class: "facts" }, fact)),
+    ...tiers,
+  );
+}
+
+function blockBars(figures, name) {
+  return Object.entries(figures.tiers(name)).flatMap(([tier, { held, cached, free }]) => {
+    const whole = held + cached + free;
+    if (!whole) return [];
+    const text = `${tier.toUpperCase()}: ${count(held + cached)} of ${count(whole)} blocks`;
+    return [h("p", { class: "facts" }, text), bar([["held", held], ["cached", cached]], whole, text)];
+  });
+}
+
+function storeBars(figures, store) {
+  const mine = (name) => figures.sum(`memserve_store_${name}`, { store });
+  const parts = [];
+  const [memory, used] = [mine("memory_bytes"), mine("memory_used_bytes")];
+  if (memory) {
+    const text = `Memory: ${bytes(used)} of ${bytes(memory)}`;
+    parts.push(h("p", { class: "facts" }, text), bar([["cached", used]], memory, text));
+  }
+  const disks = mine("disks");
+  if (disks) {
+    const kept = `${count(mine("disk_values"))} values in ${bytes(mine("disk_bytes"))}`;
+    parts.push(h("p", { class: "facts" }, `${count(disks)} disks: ${kept}`));
+  }
+  return parts;
+}
+
+function tierSection(figures) {
+  const rows = Object.entries(figures.tiers()).flatMap(([tier, { held, cached, free }]) => {
+    const whole = held + cached + free;
+    if (!whole) return [];
+    const points = figures.history.map((point) => point.tiers[tier] ?? { held: 0, cached: 0 });
+    const text = `${tier.toUpperCase()}: ${count(held)} held, ${count(cached)} cached, ${count(free)} free blocks`;
+    return [
+      h("h3", {}, text),
+      bar([["held", held], ["cached", cached]], whole, text),
+      spark(points.map((point) => point.held + point.cached), whole, `blocks of ${tier} in use, the last minutes`),
+    ];
+  });
+  return h("section", {}, h("h2", {}, "Tiers, all instances"), legend(STATES), ...rows);
+}

@@ -1,0 +1,82 @@
+// Reads the samples of /metrics in a snapshot, and what has changed since earlier ones.
+
+export const HISTORY = 180; // snapshots of which the page keeps a few numbers
+
+export class Figures {
+  constructor() {
+    this.now = null;
+    this.history = [];
+  }
+
+  take(snapshot) {
+    this.now = snapshot;
+    const point = { time_ms: snapshot.time_ms, totals: {}, tiers: this.tiers() };
+    for (const [name, rows] of Object.entries(snapshot.metrics)) {
+      if (name.endsWith("_total")) point.totals[name] = rows.reduce((sum, [, value]) => sum + value, 0);
+    }
+    for (const [labels, value] of this.rows("memserve_instance_received_bytes_total")) {
+      point.totals[`received ${labels.instance}`] = value;
+    }
+    const last = this.history[this.history.length - 1];
+    const counter = "memserve_http_requests_total";
+    if (last && (point.totals[counter] ?? 0) < (last.totals[counter] ?? 0)) this.history = []; // the server is new
+    this.history.push(point);
+    if (this.history.length > HISTORY) this.history.shift();
+  }
+
+  rows(name, labels = {}) {
+    const wanted = Object.entries(labels);
+    return (this.now.metrics[name] ?? []).filter(([has]) => wanted.every(([key, value]) => has[key] === value));
+  }
+
+  has(name, labels) {
+    return this.rows(name, labels).length > 0;
+  }
+
+  sum(name, labels) {
+    return this.rows(name, labels).reduce((sum, [, value]) => sum + value, 0);
+  }
+
+  // By how much a total has grown over the last `seconds`, and over how many seconds that is.
+  grown(name, seconds) {
+    const last = this.history[this.history.length - 1];
+    const first = this.history.find((point) => last.time_ms - point.time_ms <= seconds * 1000);
+    const grown = (last.totals[name] ?? 0) - (first.totals[name] ?? 0);
+    return { grown: Math.max(0, grown), seconds: (last.time_ms - first.time_ms) / 1000 };
+  }
+
+  rate(name, seconds = 5) {
+    const change = this.grown(name, seconds);
+    return change.seconds > 0 ? change.grown / change.seconds : 0;
+  }
+
+  // Seconds below which the share `q` of a histogram's observations lies, interpolated inside of its bucket.
+  quantile(name, q) {
+    const bound = (text) => (text === "+Inf" ? Infinity : Number(text));
+    const buckets = this.rows(`${name}_bucket`).map(([labels, value]) => [bound(labels.le), value]);
+    const total = buckets.length ? buckets[buckets.length - 1][1] : 0;
+    if (!total) return null;
+    let below = 0;
+    let from = 0;
+    for (const [until, value] of buckets) {
+      if (value >= q * total) {
+        if (until === Infinity) return from;
+        return from + ((until - from) * (q * total - below)) / (value - below || 1);
+      }
+      [below, from] = [value, until];
+    }
+    return from;
+  }
+
+  // Blocks by tier: {hbm: {held, cached, free}}, of all instances or of one.
+  tiers(instance = null) {
+    const found = {};
+    const clustered = this.has("memserve_instance_blocks");
+    const name = clustered ? "memserve_instance_blocks" : "memserve_pool_blocks";
+    for (const [labels, value] of this.rows(name, instance === null || !clustered ? {} : { instance })) {
+      const tier = (found[labels.tier] ??= { held: 0, cached: 0, free: 0 });
+      tier[labels.state === "used" ? "held" : labels.state] += value;
+    }
+    return found;
+  }
+}
