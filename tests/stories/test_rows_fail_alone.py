@@ -67,8 +67,8 @@ def _at_fault(table: SlotTable, slots: Any) -> bool:
 def drawing(patch: pytest.MonkeyPatch) -> Iterator[SamplingParams]:
     original = sampling._draw
 
-    def draw(logits: Any, chosen: Any, slots: Any, table: SlotTable) -> Any:
-        return raises() if _at_fault(table, slots) else original(logits, chosen, slots, table)
+    def draw(logits: Any, chosen: Any, slots: Any, table: SlotTable, ahead: Any) -> Any:
+        return raises() if _at_fault(table, slots) else original(logits, chosen, slots, table, ahead)
 
     patch.setattr(sampling, "_draw", draw)
     yield SamplingParams(temperature=1.0, seed=SEED_AT_FAULT)

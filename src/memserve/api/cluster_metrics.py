@@ -105,7 +105,7 @@ CEILING: Table = [
     (
         "router_new_prompt_tokens",
         COUNTER,
-        "Prompt tokens of them, estimated, with KV that not even an unlimited cache would have had",
+        "Prompt tokens, estimated, whose KV not even an unlimited cache would have had",
         "new",
     ),
 ]
@@ -326,13 +326,12 @@ def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
 
 
 def tenant_ceiling_families(cluster: Any) -> Iterator[Metric]:
-    """The same of each tenant with a count of its own, from ``ClusterStats``."""
+    """Prompt tokens of each tenant with a count of its own, from ``ClusterStats``."""
     table: Table = [
-        (f"tenant_{name.removeprefix('router_')}", kind, about, read) for name, kind, about, read in CEILING
+        (name.replace("router_", "tenant_"), kind, f"{about}, by tenant", read) for name, kind, about, read in CEILING
     ]
-    yield from families(
-        table, [((tenant,), count) for tenant, count in cluster.tenant_prompt_tokens.items()], ("tenant",)
-    )
+    tenants = [((tenant,), count) for tenant, count in cluster.tenant_prompt_tokens.items()]
+    yield from families(table, tenants, ("tenant",))
 
 
 def _by_label(counters: Any) -> Iterator[Metric]:

@@ -180,7 +180,7 @@ class Planner:
         kept: list[tuple[str, int]] = []  # for the waiting line
         for tenant in tenants:
             weight = turns.weight(tenant)
-            share = budget if weight == weights else max(1, budget * weight // weights)
+            share = budget if weight == weights else min(budget, max(1, budget * weight // weights))
             weights -= weight
             left = share
             if tenant in state.prefilling.tenants:

@@ -46,7 +46,7 @@ class Speculation:
         if not ready or not self.worth.pays(len(decoding)):
             return []
         chosen: list[tuple[Sequence, list[int]]] = []
-        budget -= len(decoding)
+        budget -= len(decoding) + len(self.state.prefilling.items)  # drafts delay no prompt
         for sequence in ready:
             drafts = self._drafts(sequence, budget)
             if not drafts:

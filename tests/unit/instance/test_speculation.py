@@ -97,3 +97,19 @@ def test_the_story_tells_what_was_kept() -> None:
     world.arrive(request("a", PROMPT[:4], max_tokens=12))
     world.drain()
     assert world.machine.state.counters.kept_tokens and world.facts.count("drafts_kept") == 1
+
+
+def test_drafts_leave_what_prompts_need_of_a_step() -> None:
+    """With a budget of two tokens a draft would leave nothing, and two tenants' prompts were to get a token each."""
+    world = world_of(draft_tokens=1, hbm=16, dram=0, running=2, step_tokens=2, chunk=1, depth=1)
+    world.arrive(request("a", PROMPT[:4], max_tokens=12, tenant="other"))
+    while not any(plan.drafts for plan in world.plans):
+        world.step()
+    world.arrive(request("b", PROMPT[:3], max_tokens=2))
+    world.arrive(request("c", PROMPT[:2], max_tokens=2, tenant="third"))
+    while not world.machine.is_idle:
+        assert all(plan.num_tokens <= 2 for plan in world.plans)
+        prompts_wait = bool(world.machine.state.prefilling.items)
+        world.step()
+        assert not (prompts_wait and any(plan.drafts for plan in world.plans))
+    assert {name for name, _ in world.final} == {"a", "b", "c"}
