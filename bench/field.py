@@ -50,8 +50,8 @@ SCALE = 16
 LONGEST_TOKENS = 1800
 CONTEXT = 2048
 NOT_HERE = {
-    "MLPerf Storage, KV cache": "no package installs it (pip knows no mlpstorage), and it reads and writes files in a "
-    "folder by itself: it measures a disk, not a store that is spoken to"
+    "MLPerf Storage, KV cache": "no package installs it (pip knows no mlperf-kv-cache and no mlpstorage), and its "
+    "backends are memory of its own and files in a folder: it measures a disk, not a store that is spoken to"
 }
 Args = argparse.Namespace
 Command = Callable[[Args, str, Path], list[str]]

@@ -15,8 +15,9 @@ PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is thi
   wanted it, also by those that share its blocks.
 * *restart*: the time to the first token of a long prompt: never seen, again at once (vLLM's own cache), and after vLLM
   was killed (SIGKILL) and started again (the store).
-* *cost*: prompts that are found nowhere, one server without a connector, one with, one whose store does not exist, in
-  turn; the time to the first token and of each further one, medians of the rounds' ratios.
+* *cost*: prompts that are found nowhere, one server without a connector, one with, one whose store was killed (SIGKILL)
+  once it had got the first prompt, in turn; the time to the first token, of each further one, and the CPU time of all
+  processes of the server: medians of the ratios, prompt by prompt. CPU time hardly notices other programs.
 * *calls*: CPU time that vLLM's own threads spend in the connector's calls, without vLLM: a look-up that finds nothing,
   a step that fills no block, a step that fills 64 blocks of SmolLM2-135M in float32.
 """
@@ -26,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import socket
 import sys
 import time
 from collections import Counter
@@ -156,7 +156,8 @@ def answers(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with ServedStore(folder, dram="2GiB") as store:
         where = store.address, str(store.secret_file)
         servers = [
-            Vllm(options.vllm, options.model, *where, cpus, SMALL, folder / f"{cpus}.log") for cpus in ("0-1", "2-3")
+            Vllm(options.vllm, options.model, *where, cpus, SMALL, folder / f"{cpus}.log")
+            for cpus in options.cpus.split("/")
         ]
         with running(*servers):
 
@@ -198,7 +199,7 @@ def failures(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         logs = [folder / f"faulty-{number}.log" for number in range(2)]
         servers = [
             Vllm(options.vllm, options.model, *where, cpus, SMALL, log, connector=faulty)
-            for cpus, log in zip(("0-1", "2-3"), logs, strict=True)
+            for cpus, log in zip(options.cpus.split("/"), logs, strict=True)
         ]
         with running(*servers):
             for turn, name in enumerate(("first", "each from the other's", "and back")):
@@ -253,32 +254,43 @@ def restart(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def cost(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    with ServedStore(folder, dram="2GiB") as store, socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))  # a port at which nothing listens
-        absent = f"127.0.0.1:{silent.getsockname()[1]}"
+    names = ("none", "connector", "dead store")
+    rng = random.Random(4)
+    ratios: dict[str, list[float]] = {}
+    with ServedStore(folder, dram="2GiB") as store, ServedStore(folder, dram="2GiB") as dead:
+        addresses = dict(zip(names, ("", store.address, dead.address), strict=True))
+        cpus = options.cpus.partition("/")[0]
         servers = {
-            name: Vllm(options.vllm, options.model, where, str(store.secret_file), log=folder / "cost.log")
-            for name, where in (("none", ""), ("connector", store.address), ("no store", absent))
+            name: Vllm(options.vllm, options.model, where, str(store.secret_file), cpus, log=folder / f"{name}.log")
+            for name, where in addresses.items()
         }
-        rng = random.Random(4)
-        ratios: dict[str, list[float]] = {}
         with running(*servers.values()):
             for number in range(-1, options.rounds * 3):
                 order = list(servers)
                 rng.shuffle(order)
-                times = {}
-                for name in order:
-                    prompt = [rng.randrange(5, VOCAB) for _ in range(512)]
-                    answer = servers[name].ask(prompt, 64)
-                    times[name] = (answer.first_s, (answer.total_s - answer.first_s) / 63)
-                for name in ("connector", "no store") if number >= 0 else ():
-                    for at, what in enumerate(("TTFT", "time per token")):
-                        ratios.setdefault(f"{name}, {what}", []).append(times[name][at] / times["none"][at])
-    print("beside no connector, prompts of 512 tokens that are found nowhere, 64 new ones:")
+                spent = {name: spent_on(servers[name], [rng.randrange(5, VOCAB) for _ in range(512)]) for name in order}
+                if number < 0:
+                    with dead.client() as client:
+                        if not client.statistics()["dram_values"]:
+                            raise SystemExit("the store that is to die has got nothing")
+                    dead.kill()
+                    continue
+                for name in names[1:]:
+                    for what, seconds in spent[name].items():
+                        ratios.setdefault(f"{name}, {what}", []).append(seconds / spent["none"][what])
+    print(f"beside no connector, {options.rounds * 3} prompts of 512 tokens that are found nowhere, 64 new ones each:")
     for name, found in ratios.items():
         low, high = sorted(found)[len(found) // 4], sorted(found)[-1 - len(found) // 4]
         print(f"  {name:<28} {median(found):.3f} ({low:.3f} to {high:.3f})")
     return ratios
+
+
+def spent_on(server: Vllm, prompt: list[int]) -> dict[str, float]:
+    """Seconds of one request."""
+    before_s = server.cpu_s()
+    answer = server.ask(prompt, 64)
+    decode_s = (answer.total_s - answer.first_s) / 63
+    return {"TTFT": answer.first_s, "time per token": decode_s, "CPU time": server.cpu_s() - before_s}
 
 
 PARTS = {"answers": answers, "failures": failures, "restart": restart, "cost": cost, "calls": calls}
@@ -291,6 +303,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a folder with real chats for prompts; default: random tokens")
     parser.add_argument("--tokens", type=int, default=1536)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cpus", default="0-1/2-3", help="cores of the first server, and of the second")
     parser.add_argument("--kill-after-s", type=float, default=15.0)
     recorded(parser, lambda options, folder: {name: PARTS[name](options, folder) for name in options.only.split(",")})
 

@@ -129,6 +129,18 @@ class Vllm:
         """A count, over all label values."""
         return int(self.total(name))
 
+    def cpu_s(self) -> float:
+        """CPU time of all of its processes so far."""
+        ticks = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                told = path.read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            if int(told[2]) == self.process.pid:  # the group
+                ticks += int(told[11]) + int(told[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def forget(self) -> None:
         """Empty vLLM's own prefix cache."""
         urllib.request.urlopen(

