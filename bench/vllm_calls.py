@@ -21,6 +21,8 @@ from memserve.integrations.vllm.worker_side import WorkerSide
 
 BLOCKS = 64
 """That a step fills: 84 MiB of SmolLM2-135M in float32."""
+WATCHED_S = 10.0
+NOTICED_S = 120.0
 
 
 class Calls:
@@ -32,7 +34,8 @@ class Calls:
         caches = {f"layers.{at}": torch.rand(160, 3, 32, 128) for at in range(30)}
         where = PoolOptions.of({"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0})
         memory = HostMemory(caches, 160)
-        self._worker = WorkerSide(BlockPool(where), memory, RankNames(b"vllm/bench/", memory.layout))
+        self._pool = BlockPool(where)
+        self._worker = WorkerSide(self._pool, memory, RankNames(b"vllm/bench/", memory.layout))
         self._lookups = Lookups(BlockPool(where))
         self._lookups.set_ranks([self._worker.names])
         self._side = SchedulerSide(self._lookups, 32, 1, 10**10)
@@ -49,17 +52,39 @@ class Calls:
         self.record[name] = median(spent[2:])
         print(f"  {name:<66} {self.record[name] * 1e6:10.1f} us", flush=True)
 
-    def look_up_and_decode(self) -> None:
+    def look_up_and_decode(self, when: str = "") -> None:
         """What happens all the time."""
         side = self._side
-        misses = [_request(f"miss {number}") for number in range(102)]
-        self.timed("look-up of 2,048 tokens that are nowhere", lambda at: side.matched(misses[at], 0, 0), 100)
-        decoding = [_request(f"decoding {number}") for number in range(64)]
+        misses = [_request(f"miss {number}{when}") for number in range(102)]
+        self.timed(f"look-up of 2,048 tokens that are nowhere{when}", lambda at: side.matched(misses[at], 0, 0), 100)
+        decoding = [_request(f"decoding {number}{when}") for number in range(64)]
         for one in decoding:
             side.allocated(one, [], 0)
             side._saved[one.request_id], one.num_computed_tokens = BLOCKS, BLOCKS * 32 + 3
         output = self._step({one.request_id: 1 for one in decoding})
-        self.timed("a step of 64 requests that fill no block", lambda at: side.step(output, 0), 100)
+        self.timed(f"a step of 64 requests that fill no block{when}", lambda at: side.step(output, 0), 100)
+
+    def without_its_store(self, store: ServedStore) -> None:
+        """What is left of the cost when the store is dead, and what looking for it takes."""
+        when = ", store dead"
+        prompts = [_request(f"prompt {number}{when}") for number in range(13)]
+        for one in prompts:
+            self._side.allocated(one, [], 0)
+        orders = [self._side.step(self._step({one.request_id: BLOCKS * 32}), 0) for one in prompts]
+        store.kill()
+        self._worker.save(orders[0])  # the first that asks waits for an answer, in a thread of its own
+        deadline_s = time.monotonic() + NOTICED_S
+        while self._pool.is_up:
+            if time.monotonic() > deadline_s:
+                raise SystemExit("a dead store was not noticed")
+            time.sleep(0.01)
+        self.look_up_and_decode(when)
+        self.timed(f"a step that fills 64 blocks{when}", lambda at: self._worker.save(orders[at + 1]), 10)
+        begin_s, spent_s = time.monotonic(), time.process_time()
+        time.sleep(WATCHED_S)
+        name = f"all other threads, a second{when}"
+        self.record[name] = (time.process_time() - spent_s) / (time.monotonic() - begin_s)
+        print(f"  {name:<66} {self.record[name] * 1e6:10.1f} us")
 
     def save(self) -> None:
         """What a long prompt costs."""
@@ -107,5 +132,6 @@ def calls(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         it = Calls(store)
         it.look_up_and_decode()
         it.save()
+        it.without_its_store(store)
         it.close()
     return it.record

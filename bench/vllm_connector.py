@@ -19,7 +19,8 @@ PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is thi
   once it had got the first prompt, in turn; the time to the first token, of each further one, and the CPU time of all
   processes of the server: medians of the ratios, prompt by prompt. CPU time hardly notices other programs.
 * *calls*: CPU time that vLLM's own threads spend in the connector's calls, without vLLM: a look-up that finds nothing,
-  a step that fills no block, a step that fills 64 blocks of SmolLM2-135M in float32.
+  a step that fills no block, a step that fills 64 blocks of SmolLM2-135M in float32; the same once the store was killed
+  (SIGKILL), and what all threads together spend in a second on looking for it.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ class Vllm:
     """Under which clients ask for the model."""
     dtype: str = "float32"
     connector: tuple[str, str] = ("MemserveConnector", "memserve.integrations.vllm")
-    """Class and module."""
+    """Class and module; without a module, one of vLLM's own, which gets no options."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """More of it."""
 
     def start(self) -> Vllm:
         with socket.socket() as free:
@@ -69,12 +71,12 @@ class Vllm:
         command += ["--host", "127.0.0.1", "--served-model-name", self.name, "--dtype", self.dtype]
         command += ["--block-size", "32"]
         command += ["--enforce-eager", "--enable-prompt-tokens-details", *self.flags]
-        if self.store:
+        if self.store or not self.connector[1]:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         environment = dict(
             os.environ, HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_SERVER_DEV_MODE="1",
             VLLM_CPU_OMP_THREADS_BIND=self.cpus, PYTHONPATH=f"{ROOT / 'src'}{os.pathsep}{ROOT / 'bench'}",
-            VLLM_NO_USAGE_STATS="1",
+            VLLM_NO_USAGE_STATS="1", **self.environment,
         )  # fmt: skip
         self.process = subprocess.Popen(
             command, env=environment, stdout=self.log.open("ab"), stderr=subprocess.STDOUT, start_new_session=True
@@ -89,6 +91,8 @@ class Vllm:
     @property
     def transfer(self) -> dict[str, Any]:
         """As the guide has it."""
+        if not self.connector[1]:
+            return {"kv_connector": self.connector[0], "kv_role": "kv_both"}
         where = {"pool": self.store, "secret_file": self.secret_file}
         return {
             "kv_connector": self.connector[0], "kv_connector_module_path": self.connector[1],

@@ -1,6 +1,6 @@
 """Two vLLM servers on one store beside two with prefix caches of their own, of the same memory altogether.
 
-    python bench/vllm_shared.py --vllm PYTHON [--rounds 2] [--users 8] [--out FILE]
+    python bench/vllm_shared.py --vllm PYTHON [--rounds 2] [--users 8] [--settings "NAME;NAME"] [--out FILE]
 
 PYTHON can import vllm (its CPU build: ``docs/guides/VLLM.md``); memserve is this checkout's. Eight users each have a
 chat of several turns, ask one turn after the other, and begin a new chat behind the last. Settings take turns in each
@@ -9,15 +9,17 @@ round, each with chats of its own:
     private, in turn    each request goes to the next server, as a load balancer sends it
     private, sticky     the same servers; each chat stays at one of them
     pool, in turn       MemserveConnector on both, one ``memserve store`` on this host
+    nixl, in turn       vLLM's NixlConnector on both, with the memory of private servers; only if ``--settings`` names
+                        it, and PYTHON can import nixl
 
 Memory: a private server has for its KV what a server beside the store has, and half of the store. As set, the chats of
 all users fit into the store, and not into the memory of one private server; where they fit into that, too, there is
-nothing to be had from a pool. Four servers run during the whole run and two of them are loaded at a time. ``hits`` is
+nothing to be had from a pool. All servers run during the whole run and two of them are loaded at a time. ``hits`` is
 the share of prompt tokens that vLLM says were cached (its own prefix cache and the store), ``ceiling`` what a cache
 that forgets nothing would have had; the time to the first token is the mean of vLLM's own metric.
 
-vLLM's NixlConnector is not among them: it moves the KV of a request that its client names from one server to another,
-so without a client that keeps such names nothing hits.
+vLLM's NixlConnector moves the KV of a request whose client names the blocks from one server to another. These chats, as
+those of any chat client, name none.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from chat_load import Chat, Load, Shape, in_turn, sticky
 from rivals import bundled_model
 from vllm_servers import ServedStore, Vllm, running
 
+from ports import free_port
+
 BLOCK_TOKENS = 32
 TTFT = "time_to_first_token_seconds"
 
@@ -43,15 +47,18 @@ TTFT = "time_to_first_token_seconds"
 @dataclass(frozen=True)
 class Setting:
     name: str
-    pool: bool
+    servers: str
+    """``private``, ``pool`` or ``nixl``."""
     route: Callable[[int, Chat, int], int]
 
 
 SETTINGS = (
-    Setting("private, in turn", False, in_turn),
-    Setting("private, sticky", False, sticky),
-    Setting("pool, in turn", True, in_turn),
+    Setting("private, in turn", "private", in_turn),
+    Setting("private, sticky", "private", sticky),
+    Setting("pool, in turn", "pool", in_turn),
+    Setting("nixl, in turn", "nixl", in_turn),
 )
+NIXL = "NixlConnector"
 
 
 @dataclass(frozen=True)
@@ -75,18 +82,19 @@ def block_bytes(model: str, dtype: str) -> int:
     return int(config["num_hidden_layers"] * config["num_key_value_heads"] * head * 2 * element * BLOCK_TOKENS)
 
 
-def servers_of(args: argparse.Namespace, store: ServedStore, folder: Path) -> dict[bool, list[Vllm]]:
-    """Without and with the store."""
-    own = args.own_blocks, args.own_blocks + args.store_blocks // 2
-    found: dict[bool, list[Vllm]] = {}
-    for pool in (False, True):
-        flags = ("--num-gpu-blocks-override", str(own[0] if pool else own[1]), "--max-num-seqs", str(args.running))
-        flags += ("--max-model-len", str(args.context))
-        where = (store.address, str(store.secret_file)) if pool else ("", "")
-        found[pool] = [
-            Vllm(args.vllm, args.model, *where, cpus, flags, log=folder / f"{pool}.log", dtype=args.dtype)
-            for cpus in args.cpus.split("/")
-        ]
+def servers_of(args: argparse.Namespace, kind: str, store: ServedStore, folder: Path) -> list[Vllm]:
+    """Two of a kind."""
+    blocks = args.own_blocks + (0 if kind == "pool" else args.store_blocks // 2)
+    flags = ("--num-gpu-blocks-override", str(blocks), "--max-num-seqs", str(args.running))
+    flags += ("--max-model-len", str(args.context))
+    where = (store.address, str(store.secret_file)) if kind == "pool" else ("", "")
+    found = []
+    for cpus in args.cpus.split("/"):
+        one = Vllm(args.vllm, args.model, *where, cpus, flags, log=folder / f"{kind}.log", dtype=args.dtype)
+        if kind == "nixl":
+            one.connector = (NIXL, "")
+            one.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+        found.append(one)
     return found
 
 
@@ -105,7 +113,7 @@ def measure(setting: Setting, servers: list[Vllm], load: Load, args: argparse.Na
 
 def show(found: dict[str, list[Found]]) -> None:
     """Medians of the rounds."""
-    base = found[SETTINGS[0].name]
+    base = next(iter(found.values()))
     print(
         f"{'setting':18} {'hits':>6} {'store':>6} {'ceiling':>8} {'requests/s':>11} {'TTFT':>8} {'request':>9} beside"
     )
@@ -140,6 +148,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=1, help="requests that a server computes at once")
     parser.add_argument("--cpus", default="0-1/2-3", help="cores of each server")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--settings", default=";".join(setting.name for setting in SETTINGS[:3]), help="A;B")
     parser.add_argument("--folder", type=Path, help="for logs; default: a temporary one")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -151,16 +160,18 @@ def main() -> None:
     print(
         f"of {total} blocks ({total * BLOCK_TOKENS:,} tokens, {total * nbytes >> 20} MiB) in every setting", flush=True
     )
-    found: dict[str, list[Found]] = {setting.name: [] for setting in SETTINGS}
+    settings = [setting for setting in SETTINGS if setting.name in args.settings.split(";")]
+    found: dict[str, list[Found]] = {setting.name: [] for setting in settings}
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         with ServedStore(folder, dram=f"{args.store_blocks * nbytes >> 10}KiB") as store:
-            servers = servers_of(args, store, folder)
-            with running(*servers[False], *servers[True]):
+            kinds = dict.fromkeys(setting.servers for setting in settings)
+            servers = {kind: servers_of(args, kind, store, folder) for kind in kinds}
+            with running(*(one for each in servers.values() for one in each)):
                 for turn in range(args.rounds):
-                    for at, setting in enumerate(SETTINGS if turn % 2 == 0 else SETTINGS[::-1]):
-                        load = Load(shape, args.users, args.at_once, len(SETTINGS) * (args.seed + turn) + at)
-                        one = measure(setting, servers[setting.pool], load, args)
+                    for at, setting in enumerate(settings if turn % 2 == 0 else settings[::-1]):
+                        load = Load(shape, args.users, args.at_once, len(settings) * (args.seed + turn) + at)
+                        one = measure(setting, servers[setting.servers], load, args)
                         found[setting.name].append(one)
                         print(f"round {turn + 1}: {setting.name}: {one}", flush=True)
     show(found)
