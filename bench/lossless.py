@@ -74,6 +74,9 @@ def settings(block_bytes: int, longest_tokens: int) -> list[Setting]:
         Setting("n = 4", roomy, n=4),
         Setting("n = 4, tiny pool", tight, n=4),
         Setting("one step in flight", {**roomy, "steps_in_flight": 1}),
+        Setting("drafts 8, batch 1", {**roomy, "draft_tokens": 8, "max_running": 1}, must=("drafts_kept",)),
+        Setting("drafts 32, batch 4", {**roomy, "draft_tokens": 32, "max_running": 4}, must=("drafts_kept",)),
+        Setting("drafts 8, warm", {**roomy, "draft_tokens": 8, "max_running": 4}, warm=True, must=("drafts_kept",)),
         *(
             Setting(
                 f"by layer, {mode}",

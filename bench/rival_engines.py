@@ -184,7 +184,10 @@ def resident_mb() -> float:
 
 
 def measure(engine: Engine, command: dict[str, Any]) -> dict[str, float]:
-    """Run one measurement: prompts are drawn from the command's seed, so every engine gets the same ones."""
+    """Run one measurement of ``command["prompts"]``, else of prompts drawn from its seed, so every engine gets the same
+    ones."""
+    if "prompts" in command:
+        return {"decode_s": engine.decode(command["prompts"], command["new"])}
     rng = random.Random(command["seed"])
     prompts = [[rng.randrange(5, VOCAB) for _ in range(command["tokens"])] for _ in range(command["batch"])]
     if command["op"] == "prefill":

@@ -76,17 +76,22 @@ class Engine:
 
     def measure(self, shape: str, seed: int) -> None:
         """One measurement, alone on the machine."""
-        assert self.process is not None and self.process.stdin is not None
-        self._signal(signal.SIGCONT)
-        self.process.stdin.write(json.dumps({**SHAPES[shape], "seed": seed}) + "\n")
-        self.process.stdin.flush()
-        answer = self._answer()
-        if answer is None:
-            raise SystemExit(f"{self.name} ended in the middle of {shape}: code {self.process.wait()}")
-        self._signal(signal.SIGSTOP)
+        answer = self.ask({**SHAPES[shape], "seed": seed})
         self.once["peak_mb"] = answer.pop("peak_mb")
         for key, value in answer.items():
             self.samples.setdefault((shape, key), []).append(value)
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        """What the process answers to one command; it runs for so long only."""
+        assert self.process is not None and self.process.stdin is not None
+        self._signal(signal.SIGCONT)
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        answer = self._answer()
+        if answer is None:
+            raise SystemExit(f"{self.name} ended in the middle of {command}: code {self.process.wait()}")
+        self._signal(signal.SIGSTOP)
+        return answer
 
     def figure(self, shape: str | None, key: str) -> float | None:
         """Median of a measured figure."""

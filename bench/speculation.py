@@ -1,13 +1,20 @@
 """Drafts on and off: are the tokens the same, and how many come a second?
 
     python bench/speculation.py --data DIR [--drafts 8] [--dtype bfloat16] [--prompts 20] [--batch 1] [--json FILE]
+        [--llamacpp PYTHON --gguf FILE]
 
-Three kinds of requests, one at a time and greedy: *chats*, turns of real conversations with the model's own answers in
-the history; *agents*, calls of recorded agents with what came before; *again*, the chats' requests once more, which the
-prefix cache has seen answered. ``--batch N``: N requests at a time. Two engines of the same process take turns request
-by request, another one first each time. Printed for each kind: tokens a second behind the first token, on and off, and
-their ratio, as the median over requests and in all; how many drafts were computed and kept; how many answers differ (in
-float32 none may; in bfloat16 the kernels of more rows round differently, with or without drafts).
+Four kinds of requests: *chats*, turns of real conversations with the model's own answers in the history; *agents*,
+calls of recorded agents with what came before; *again*, the chats once more, which the prefix cache has seen answered;
+*drawn*, the chats at temperature 1, where little can be foretold. All but the last are greedy. ``--batch N``: N
+requests at a time, ``--limit N``: N of each kind at most. Two engines of the same process take turns request by
+request, another one first each time; both have the prompts cached before. ``--llamacpp`` names a Python that can
+import llama_cpp: it decodes as many tokens from the same prompts in a process of its own, which is stopped otherwise.
+
+Printed for each kind: tokens a second behind the first token, off and on (and of llama.cpp), in all; their ratio in
+all, by CPU second of this process (``cpu``: less disturbed by what else the machine does), as the median and the least
+of the groups; how many drafts were computed and kept; how many answers differ (in float32 none may; in bfloat16 the
+kernels of more rows round differently, with or without drafts). ``--drafts 0`` measures off beside off: the noise of
+the machine.
 """
 
 from __future__ import annotations
@@ -16,34 +23,54 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import chats
+import rivals
 
 from memserve import LLM
 from memserve.llm import Completion
 from memserve.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=1.0, seed=7)
 CALLS = ("taubench", "miniswe", "magagent")
 PROMPT_TOKENS_MAX = 1600
+LEAST_TOKENS = 8  # of an answer whose pace counts
+Prompts = list[list[int]]
 
 
-def agent_prompts(data: Path, llm: LLM, count: int) -> Iterator[list[list[int]]]:
-    """Calls of recorded agents, in the order of their sessions, as long as they fit: a session each."""
+def agent_prompts(data: Path, llm: LLM, count: int) -> Iterator[list[int]]:
+    """Calls of recorded agents, in the order of ``count`` sessions of each kind, as long as they fit."""
+    mark = llm.tokenize("@@@")
+    around = chat_prompt(llm, [{"role": "user", "content": "@@@"}])
+    at = next(at for at in range(len(around)) if around[at : at + len(mark)] == mark)
     for name in CALLS:
-        for session in list(chats.read(data / "agents" / f"agent_calls_{name}.jsonl.gz"))[:count]:
+        for session in islice(chats.read(data / "agents" / f"agent_calls_{name}.jsonl.gz"), count):
             texts: list[str] = []
-            prompts = []
             for call in session["calls"]:
                 before = texts[call["base"]][: call["keep"]] if call["base"] >= 0 else ""
                 texts.append(before + call["append"])
-                if 0 < len(llm.tokenize(texts[-1])) <= PROMPT_TOKENS_MAX:
-                    prompts.append(chat_prompt(llm, [{"role": "user", "content": texts[-1]}]))
-            if prompts:
-                yield prompts
+                prompt = [*around[:at], *llm.tokenize(texts[-1]), *around[at + len(mark) :]]
+                if len(prompt) <= PROMPT_TOKENS_MAX:
+                    yield prompt
+
+
+def chat_prompts(data: Path, llm: LLM, count: int, new_tokens: int) -> Iterator[list[int]]:
+    """Every turn of ``count`` chats, answered by the model."""
+    sessions = chats.chat_sessions(data, count, 3)
+    while sessions := [session for session in sessions if not session.done]:
+        prompts = [chat_prompt(llm, session.messages()) for session in sessions]
+        fitting = [place for place, prompt in enumerate(prompts) if len(prompt) <= PROMPT_TOKENS_MAX]
+        prompts, sessions = [prompts[place] for place in fitting], [sessions[place] for place in fitting]
+        yield from prompts
+        for session, answer in zip(sessions, llm.generate(prompts, GREEDY, max_tokens=new_tokens), strict=True):
+            session.answers.append(answer.text)
 
 
 def chat_prompt(llm: LLM, messages: chats.Messages) -> list[int]:
@@ -51,15 +78,51 @@ def chat_prompt(llm: LLM, messages: chats.Messages) -> list[int]:
     return list(llm.chat(messages, GREEDY, max_tokens=1).prompt_tokens)
 
 
-def rate(answers: list[Completion]) -> float:
-    """Tokens a second behind the first tokens, of requests that ran together."""
+def gather(args: argparse.Namespace) -> dict[str, Prompts]:
+    """The prompts of both kinds, as many of one as of the other; kept in ``--requests`` for the next call."""
+    if args.requests is not None and args.requests.exists():
+        return json.loads(args.requests.read_text())
+    with LLM(args.model, dtype=args.dtype, threads=args.threads, kv_memory="1GiB") as llm:
+        said = list(chat_prompts(args.data, llm, args.prompts, args.new_tokens))
+        agents = list(agent_prompts(args.data, llm, args.prompts // 3 + 1))
+    step = max(1, len(agents) // max(1, len(said)))
+    found = {"chats": said, "agents": agents[::step][: len(said)]}
+    if args.requests is not None:
+        args.requests.write_text(json.dumps(found))
+    return found
+
+
+@dataclass
+class Pace:
+    """Tokens behind the first ones, and what they took."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    rates: list[float] = field(default_factory=list)
+
+    def add(self, tokens: int, seconds: float, cpu_s: float = 0.0) -> None:
+        """A group of requests that ran together."""
+        self.tokens += tokens
+        self.cpu_s += cpu_s
+        self.seconds += seconds
+        self.rates.append(tokens / seconds)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second, over all."""
+        return self.tokens / self.seconds if self.seconds else float("nan")
+
+
+def taken(answers: list[Completion]) -> tuple[int, float]:
+    """Tokens behind the first ones of requests that ran together, and the seconds for them."""
     tokens = sum(len(answer.outputs[0].tokens) - 1 for answer in answers)
-    begin_ns = max(answer.first_token_ns for answer in answers)
-    return tokens * 1e9 / max(1, max(answer.finished_ns for answer in answers) - begin_ns)
+    begin_ns = min(answer.first_token_ns for answer in answers)
+    return tokens, (max(answer.finished_ns for answer in answers) - begin_ns) / 1e9
 
 
 class Bench:
-    """Both engines, and what they have said."""
+    """Both engines, and llama.cpp beside them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         options = {"dtype": args.dtype, "kv_memory": "1GiB", "threads": args.threads}
@@ -67,35 +130,64 @@ class Bench:
         drafts = {"off": 0, "on": args.drafts}
         self.engines = {name: LLM(args.model, **options, draft_tokens=count) for name, count in drafts.items()}
         self.asked = 0
+        #: of the newest answers
+        self.cpu_s: dict[str, float] = {}
+        self.rival: rivals.Engine | None = None
+        if args.llamacpp:
+            options = {"model": str(args.gguf), "dtype": "", "threads": args.threads}
+            self.rival = rivals.Engine("llama.cpp", "llamacpp", args.llamacpp, options)
+            why = self.rival.start(Path("/dev/null"))
+            if why is not None:
+                raise SystemExit(f"llama.cpp does not start: {why}")
 
-    def ask(self, prompts: list[list[int]]) -> dict[str, list[Completion]]:
-        """Each engine in turn."""
+    def ask(self, prompts: Prompts, sampling: SamplingParams) -> dict[str, list[Completion]]:
+        """Each engine in turn, once it has the prompts cached."""
         self.asked += 1
-        order = list(self.engines)[:: 1 if self.asked % 2 else -1]
-        return {name: self.engines[name].generate(prompts, GREEDY, max_tokens=self.args.new_tokens) for name in order}
+        answers = {}
+        self.cpu_s = {}
+        for name in list(self.engines)[:: 1 if self.asked % 2 else -1]:
+            self.engines[name].generate(prompts, GREEDY, max_tokens=1)
+            began = time.process_time()
+            answers[name] = self.engines[name].generate(prompts, sampling, max_tokens=self.args.new_tokens)
+            self.cpu_s[name] = time.process_time() - began
+        return answers
 
-    def row(self, kind: str, groups: list[list[list[int]]]) -> dict[str, Any]:
+    def row(self, kind: str, groups: list[Prompts], sampling: SamplingParams = GREEDY) -> dict[str, Any]:
         """All requests of one kind."""
         before = self.engines["on"].stats().instance
-        found = [self.ask(group) for group in groups]
+        paces = {name: Pace() for name in (*self.engines, *(["llama.cpp"] if self.rival else []))}
+        differ, asked = 0, 0
+        for group in groups:
+            found = self.ask(group, sampling)
+            pairs = list(zip(found["on"], found["off"], strict=True))
+            differ += sum(on.outputs[0].tokens != off.outputs[0].tokens for on, off in pairs)
+            asked += len(group)
+            tokens = {name: taken(answers) for name, answers in found.items()}
+            if min(count for count, _ in tokens.values()) < LEAST_TOKENS * len(group):
+                continue
+            for name, (count, seconds) in tokens.items():
+                paces[name].add(count, seconds, self.cpu_s[name])
+            if self.rival is not None:
+                new = max(1, round(tokens["off"][0] / len(group)))
+                paces["llama.cpp"].add(
+                    new * len(group), self.rival.ask({"prompts": group, "new": new, "seed": 0})["decode_s"]
+                )
         after = self.engines["on"].stats().instance
-        told = [one for one in found if min(len(a.outputs[0].tokens) for a in (*one["on"], *one["off"])) > 8]
-        rates = {name: [rate(one[name]) for one in told] for name in self.engines}
-        pairs = [pair for one in found for pair in zip(one["on"], one["off"], strict=True)]
-        differ = sum(on.outputs[0].tokens != off.outputs[0].tokens for on, off in pairs)
-        means = {name: statistics.harmonic_mean(rates[name]) for name in self.engines}
-        ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
+        ratios = [on / off for on, off in zip(paces["on"].rates, paces["off"].rates, strict=True)]
         return {
-            "kind": kind, "requests": sum(map(len, groups)), "differ": differ,
-            "off": round(means["off"], 1), "on": round(means["on"], 1), "ratio": round(means["on"] / means["off"], 3),
+            "kind": kind, "batch": self.args.batch, "requests": asked, "differ": differ,
+            **{name: round(pace.rate, 1) for name, pace in paces.items()},
+            "ratio": round(paces["on"].rate / paces["off"].rate, 3),
+            "cpu": round(paces["on"].tokens / paces["on"].cpu_s * paces["off"].cpu_s / paces["off"].tokens, 3),
             "median": round(statistics.median(ratios), 3), "least": round(min(ratios), 3),
             "drafts": after.drafts_computed - before.drafts_computed, "kept": after.drafts_kept - before.drafts_kept,
         }  # fmt: skip
 
 
-def batches(prompts: list[list[int]], size: int) -> list[list[list[int]]]:
-    """``size`` at a time."""
-    return [prompts[at : at + size] for at in range(0, len(prompts), size)]
+def batches(prompts: Prompts, size: int) -> list[Prompts]:
+    """``size`` at a time, full ones only, unless there is none."""
+    whole = max(size, len(prompts) // size * size)
+    return [prompts[at : at + size] for at in range(0, min(whole, len(prompts)), size)]
 
 
 def main() -> int:
@@ -107,29 +199,28 @@ def main() -> int:
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--prompts", type=int, default=20, help="chats of three turns, and agents' calls")
+    parser.add_argument("--prompts", type=int, default=20, help="chats of three turns, and as many agents' calls")
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--kinds", default="chats,agents,again,drawn")
+    parser.add_argument("--requests", type=Path, help="keep the prompts here for the next call")
+    parser.add_argument("--llamacpp", default="", help="a Python that can import llama_cpp")
+    parser.add_argument("--gguf", type=Path, help="what llama.cpp loads")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not args.data.exists():
         print(f"skipped: no data at {args.data}")
         return 0
+    prompts = gather(args)
     bench = Bench(args)
-    off = bench.engines["off"]
-    sessions = chats.chat_sessions(args.data, args.prompts, 3)
-    said = []
-    for session in sessions[: args.prompts]:
-        while not session.done:
-            prompt = chat_prompt(off, session.messages())
-            if len(prompt) > PROMPT_TOKENS_MAX:
-                break
-            said.append(prompt)
-            session.answers.append(off.generate(prompt, GREEDY, max_tokens=args.new_tokens)[0].text)
-    agents = [prompt for prompts in agent_prompts(args.data, off, args.prompts // 3 + 1) for prompt in prompts]
     rows = []
-    for kind, prompts in (("chats", said), ("agents", agents[: len(said)]), ("again", said)):
-        rows.append(bench.row(kind, batches(prompts, args.batch)))
+    sources = {"chats": "chats", "agents": "agents", "again": "chats", "drawn": "chats"}
+    for kind in args.kinds.split(","):
+        groups = batches(prompts[sources[kind]][: args.limit], args.batch)
+        rows.append(bench.row(kind, groups, DRAWN if kind == "drawn" else GREEDY))
         print(json.dumps(rows[-1]), flush=True)
+    if bench.rival is not None:
+        bench.rival.end()
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
     return int(args.dtype == "float32" and any(row["differ"] for row in rows))

@@ -60,6 +60,8 @@ class Planner:
         ``copies_only``: a transfer waits for copies that are recorded already, so a plan without rows is of use.
         """
         state = self.state
+        if self.speculation is not None and not (nothing_under_way or copies_only) and self.speculation.waits():
+            return None
         if state.decoding.items or state.prefilling.items or state.waiting or state.remote_kv_ready or state.parked:
             batch = self._fill(now, begins_ns)
             if not (batch.plan.slots or batch.plan.moves) and nothing_under_way:

@@ -9,7 +9,9 @@ import pytest
 from instance_world import PROMPT, VOCAB, World, config, request
 from memserve.instance.sequence import Phase
 from memserve.instance.speculation import NEVER, foretellable
+from memserve.policy.drafts import Draft, Price
 from memserve.serving import RequestCancelled
+from memserve.sim.fuzz.drafts import Always
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason
 
@@ -22,7 +24,8 @@ def world_of(draft_tokens: int = 8, **sizes: Any) -> World:
     world = World(config(draft_tokens=draft_tokens, **sizes), twin=False)
     speculation = world.machine.planner.speculation
     assert speculation is not None
-    speculation.propose = lambda sequence, count: TOKENS[len(sequence.out) + sequence.inflight :][:count]
+    speculation.propose = lambda sequence, count: Draft(TOKENS[len(sequence.out) + sequence.inflight :][:count])
+    speculation.worth = Always()
     return world
 
 
@@ -31,7 +34,7 @@ def test_a_draft_takes_the_place_of_as_many_steps() -> None:
     for world in (plain, drafting):
         world.arrive(request("a", PROMPT[:4], max_tokens=12))
         if world is plain:
-            world.machine.planner.speculation.propose = lambda sequence, count: []
+            world.machine.planner.speculation.propose = lambda sequence, count: Draft()
         world.drain()
         assert world.final["a", 0] is FinishReason.LENGTH
     assert drafting.machine.state.counters.steps < plain.machine.state.counters.steps // 2
@@ -48,6 +51,32 @@ def test_a_sequence_waits_for_its_token_under_way() -> None:
         world.step()
     assert (Phase.IDLE, True, 1) in seen
     assert world.got["a", 0] == TOKENS
+
+
+def test_no_plan_is_made_ahead_of_tokens_that_decide_on_drafts() -> None:
+    """Where nothing is to be gained, one is."""
+    foretold, unknown = world_of(depth=2), world_of(depth=2)
+    unknown.machine.planner.speculation.propose = lambda sequence, count: Draft()
+    for world, ahead in ((foretold, 1), (unknown, 2)):
+        world.arrive(request("a", PROMPT[:4], max_tokens=12))
+        most = 0
+        while not world.machine.is_idle:
+            most = max(most, len(world.plans) if world.machine.state.decoding.items else 0)
+            world.step()
+        assert most == ahead
+
+
+def test_drafts_that_cost_more_than_they_save_are_left_out() -> None:
+    world = world_of(depth=1)
+
+    class Dear(Always):
+        def price(self, sequences: int) -> Price:
+            return Price(1e6, 0.9e6)
+
+    world.machine.planner.speculation.worth = Dear()
+    world.arrive(request("a", PROMPT[:4], max_tokens=12))
+    world.drain()
+    assert not world.machine.state.counters.drafted_tokens and world.got["a", 0] == TOKENS
 
 
 def test_drafts_end_with_the_block() -> None:

@@ -6,7 +6,7 @@ from random import Random
 
 from memserve.instance.machine import Instance
 from memserve.instance.sequence import Sequence
-from memserve.policy.drafts import Worth
+from memserve.policy.drafts import LEAST, Draft, Price, Worth
 from memserve.sim.fuzz.clients import VOCAB
 from memserve.sim.fuzz.truth import lone_tokens
 
@@ -14,11 +14,14 @@ DRAFTING_SHARE = 0.3
 """Of all scenarios, those with drafts."""
 
 
-class _Always(Worth):
+class Always(Worth):
     """What steps take here says nothing."""
 
     def pays(self, sequences: int) -> bool:
         return True
+
+    def price(self, sequences: int) -> Price:
+        return Price(1e9, 0.0)
 
 
 def draft_tokens(seed: int) -> int:
@@ -32,9 +35,9 @@ def foretell(instance: Instance, random: Random) -> None:
     speculation = instance.planner.speculation
     if speculation is None:
         return
-    look_up, speculation.worth = speculation.look_up, _Always()
+    look_up, speculation.worth = speculation.look_up, Always()
 
-    def propose(sequence: Sequence, count: int) -> list[int]:
+    def propose(sequence: Sequence, count: int) -> Draft:
         if random.random() < 0.2:
             return look_up(sequence, count)
         sampling = sequence.group.request.sampling
@@ -42,6 +45,6 @@ def foretell(instance: Instance, random: Random) -> None:
         if random.random() < 0.4:
             at = random.randrange(count)
             right[at] = (right[at] + 1) % VOCAB
-        return right[: random.randint(1, count)]
+        return Draft(right[: random.randint(1, count)], LEAST)
 
     speculation.propose = propose

@@ -1,0 +1,107 @@
+"""How many tokens a step gives with drafts, whatever the machine: the draft policy, run over answers that are known.
+
+    python bench/speculation.py --data DIR --requests FILE ...      # writes the prompts
+    python bench/draft_policy.py --requests FILE [--drafts 8]
+
+No model runs. *chats*: answers of the model, as the next turn's prompt has them; *agents*: what recorded agents and
+their tools said next. Each is decoded token by token with the drafts of ``policy/drafts.py``, at fixed prices: a step
+of one sequence takes 1, a drafted token ``--cost`` of it. Printed: tokens a step, drafts and how many were kept; by number
+of equal tokens how often a place was found, how often the first token behind it was right, and a token behind right
+ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from memserve.instance.speculation import FADE_SEEN
+from memserve.policy.drafts import EXPECTED, Chances, Pace, Price, following, length
+
+Answer = tuple[list[int], list[int]]
+END, TAIL = 2, 6  # SmolLM2's end of a turn; tokens of its template behind a prompt
+ANSWER_TOKENS = 96
+BLOCK_TOKENS = 32
+
+
+def chat_answers(prompts: list[list[int]]) -> list[Answer]:
+    """Prompts with the answer that the next turn's prompt shows."""
+    found = []
+    for prompt in prompts:
+        later = next((one[len(prompt) :] for one in prompts if one != prompt and one[: len(prompt)] == prompt), [])
+        answer = later[: later.index(END)] if END in later else later
+        if len(answer) > TAIL:
+            found.append((prompt, answer))
+    return found
+
+
+def agent_answers(prompts: list[list[int]]) -> list[Answer]:
+    """Prompts with what the next recorded call has behind them."""
+    found = []
+    for prompt in prompts:
+        begin = prompt[:-TAIL]
+        longer = (one[len(begin) :] for one in prompts if len(one) > len(prompt) + 40 and one[: len(begin)] == begin)
+        if answer := next(longer, []):
+            found.append((begin, answer[:ANSWER_TOKENS]))
+    return found
+
+
+def agreeing(drafts: list[int], answer: list[int]) -> int:
+    """How many of ``drafts`` are right."""
+    return next((at for at, token in enumerate(drafts) if answer[at : at + 1] != [token]), len(drafts))
+
+
+def decode(answers: list[Answer], drafts_max: int, price: Price) -> dict[str, float]:
+    """Every answer, with drafts that pay at ``price``."""
+    seen, steps, tokens, drafted, kept = Chances(FADE_SEEN), 0, 0, 0, 0
+    for prompt, answer in answers:
+        pace, at = Pace(), 1
+        while at < len(answer):
+            known = np.array(prompt + answer[:at], np.int32)
+            draft = following(known, min(drafts_max, len(answer) - at, -len(known) % BLOCK_TOKENS))
+            chance = pace.own.chance(draft.source, seen.chance(draft.source, EXPECTED[draft.source]))
+            count = length(chance, price, len(draft.tokens))
+            right = agreeing(draft.tokens[:count], answer[at:])
+            if count:
+                pace.source = draft.source
+                pace.told(count, right)
+                seen.told(draft.source, count, right)
+            steps, drafted, kept, at = steps + 1, drafted + count, kept + right, at + 1 + right
+        tokens += len(answer) - 1
+    return {"tokens_a_step": round(tokens / max(1, steps), 3), "drafts": drafted, "kept": kept}
+
+
+def chances(answers: list[Answer]) -> dict[int, tuple[int, float, float]]:
+    """By number of equal tokens: places, how often the first token behind one was right, and each one behind it."""
+    counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for prompt, answer in answers:
+        for at in range(1, len(answer) - 1):
+            draft = following(np.array(prompt + answer[:at], np.int32), 8)
+            right = agreeing(draft.tokens, answer[at:])
+            if draft.tokens:
+                more = 1, int(right > 0), min(8, right + 1), right
+                counts[draft.source] = [a + b for a, b in zip(counts[draft.source], more, strict=True)]
+    return {source: (n, round(a / n, 2), round(k / t, 2)) for source, (n, a, t, k) in sorted(counts.items())}
+
+
+def main() -> None:
+    """Print a line for each kind."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=Path, required=True, help="what bench/speculation.py --requests wrote")
+    parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--cost", type=float, default=0.04, help="of a drafted token, in steps of one sequence")
+    args = parser.parse_args()
+    if not args.requests.exists():
+        raise SystemExit(f"skipped: no requests at {args.requests}")
+    prompts = json.loads(args.requests.read_text())
+    for kind, answers in (("chats", chat_answers(prompts["chats"])), ("agents", agent_answers(prompts["agents"]))):
+        row = {"kind": kind, "answers": len(answers), **decode(answers, args.drafts, Price(1.0, args.cost))}
+        print(json.dumps({**row, "chances": chances(answers)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
