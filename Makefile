@@ -77,4 +77,5 @@ $(VENV)/.core: $(CORE_SOURCES) $(VENV)/.installed
 $(VENV)/.tested: $(INPUTS) | $(VENV)/.installed
 	@$(PIP) install -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e ".[test,lint]"
 	@sh scripts/etcd.sh $(VENV)
+	@sh scripts/chromium.sh
 	@touch $@

@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     ``--store-kills N``: how often real processes beside a store are killed; 100 take ten minutes.
     """
     parser.addoption("--data-sets", type=Path, default=None, help="folder of data sets (traces/, conversations/, ...)")
+    parser.addoption("--axe", type=Path, default=None, help="axe.min.js of the npm package axe-core")
     parser.addoption("--matrix-cells", type=int, default=2, help="cells of the failure matrix to run")
     parser.addoption("--matrix-seed", type=int, default=2, help="which ones")
     parser.addoption("--disk-kills", type=int, default=60, help="kills of the store's literal disks")

@@ -19,22 +19,29 @@ from waiting import eventually
 WAIT_S = 60.0
 
 
-class Browser:
-    """One window."""
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 
-    def __init__(self, driver: httpx.Client, width: int, height: int, dark: bool) -> None:
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-        flags += [f"--window-size={width},{height}"] + (["--force-dark-mode"] if dark else [])
-        wanted = {
-            "browserName": "chrome",
-            "goog:loggingPrefs": {"browser": "ALL"},
-            "goog:chromeOptions": {"args": flags},
-        }
+
+class Browser:
+    """One Chromium with one window at a time."""
+
+    def __init__(self, driver: httpx.Client) -> None:
+        options = {"args": [*FLAGS, "--enable-precise-memory-info", "--js-flags=--expose-gc"]}
+        wanted = {"browserName": "chrome", "goog:loggingPrefs": {"browser": "ALL"}, "goog:chromeOptions": options}
         self._driver = driver
         body = {"capabilities": {"alwaysMatch": wanted}}
         self._session = f"/session/{self._ask('POST', '/session', body)['sessionId']}"
+
+    def renew(self, width: int, height: int, dark: bool) -> None:
+        """Close the window and open another, with nothing of the old one: storage of its tab, console, size."""
+        fresh = self._ask("POST", f"{self._session}/window/new", {"type": "tab"})["handle"]
+        self._ask("DELETE", f"{self._session}/window")
+        self._ask("POST", f"{self._session}/window", {"handle": fresh})
+        self.errors()
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.devtools("Emulation.setDeviceMetricsOverride", metrics)  # windows are never narrower than 500 px
+        theme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.devtools("Emulation.setEmulatedMedia", {"features": theme})
 
     def open(self, url: str) -> None:
         """Returns when the page has loaded."""
@@ -70,7 +77,7 @@ class Browser:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def close(self) -> None:
-        """Close the window."""
+        """End Chromium."""
         self._ask("DELETE", self._session)
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
@@ -84,25 +91,25 @@ Opener = Callable[..., Browser]
 
 @contextmanager
 def browsers() -> Iterator[Opener]:
-    """Opens windows: ``open(width, height, dark=False)``. Skips the test where there is no Chromium."""
+    """Opens windows of one Chromium, each in the place of the one before: ``open(width, height, dark=False)``. Skips
+    the test where there is no Chromium."""
     if shutil.which("chromedriver") is None or shutil.which("chromium") is None:
         pytest.skip("chromium and chromedriver are not installed (Debian: chromium, chromium-driver)")
     process = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
-    opened: list[Browser] = []
     try:
         assert process.stdout is not None
         port = next(found[1] for line in process.stdout if (found := re.search(r"successfully on port (\d+)", line)))
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as driver:
+            browser = Browser(driver)
 
             def open_window(width: int = 1280, height: int = 900, *, dark: bool = False) -> Browser:
-                opened.append(Browser(driver, width, height, dark))
-                return opened[-1]
+                browser.renew(width, height, dark)
+                return browser
 
             try:
                 yield open_window
             finally:
-                for browser in opened:
-                    browser.close()
+                browser.close()
     finally:
         process.terminate()
         process.wait(20)

@@ -1,9 +1,10 @@
 // Hit rate with its denominator and its ceiling, latencies, objectives, tenants.
 
-import { count, figure, h, millis, percent } from "./dom.js";
+import { bars, count, figure, h, millis, percent, sample, spark } from "./dom.js";
 
 const WINDOW_S = 60;
 const PROMPTS = "memserve_prompt_tokens_total";
+const FRESH = "memserve_router_new_prompt_tokens_total";
 const CACHED = "memserve_cached_prompt_tokens_total";
 
 export function cacheView(figures) {
@@ -18,23 +19,38 @@ function hits(figures) {
   const [lately, all] = [figures.grown(CACHED, WINDOW_S), figures.grown(PROMPTS, WINDOW_S)];
   const tiles = [
     figure("Hit rate since the start", percent(cached, prompts), {
-      metric: CACHED, value: cached, sub: `${count(cached)} of ${count(prompts)} prompt tokens`,
+      chart: reached(figures, prompts ? cached / prompts : 0),
+      metric: CACHED, value: cached, under: sample(PROMPTS, prompts),
+      sub: `${count(cached)} of ${count(prompts)} prompt tokens`,
     }),
     figure("Hit rate of the last minute", percent(lately.grown, all.grown), {
       sub: `${count(lately.grown)} of ${count(all.grown)} prompt tokens in ${all.seconds.toFixed(0)} s`,
+      chart: spark(figures.shares(CACHED, PROMPTS), "Hit rate, the last minutes", 1),
     }),
     ...ceiling(figures),
   ];
-  return h("section", {}, h("h2", {}, "KV from the cache"), h("div", { class: "tiles" }, ...tiles));
+  return h("section", {}, h("h2", {}, "KV from the cache"), h("div", { class: "tiles wide" }, ...tiles));
+}
+
+// The hit rate as a bar, with a mark at what an unlimited cache would have reached.
+function reached(figures, share) {
+  const [all, fresh] = [figures.sum("memserve_router_seen_prompt_tokens_total"), figures.sum(FRESH)];
+  const most = all > 0 ? Math.max(0, 1 - fresh / all) : null;
+  const mark = most !== null && h("i", { class: "mark", left_share: most, title: "attainable" });
+  return h("div", { class: "gauge", "aria-hidden": "true" }, h("i", { class: "cached", width_share: share }), mark);
 }
 
 function ceiling(figures) {
-  const [all, fresh] = ["memserve_router_seen_prompt_tokens_total", "memserve_router_new_prompt_tokens_total"];
+  const [all, fresh] = ["memserve_router_seen_prompt_tokens_total", FRESH];
   if (!figures.has(all)) return [];
   const [tokens, first] = [figures.sum(all), figures.sum(fresh)];
+  const share = tokens ? Math.max(0, 1 - first / tokens) : 0;
   return [
     figure("Attainable: an unlimited cache", percent(Math.max(0, tokens - first), tokens), {
-      metric: fresh, value: first, sub: `about ${count(first)} of ${count(tokens)} prompt tokens were new`,
+      metric: fresh, value: first,
+      under: sample(all, tokens),
+      sub: `about ${count(first)} of ${count(tokens)} prompt tokens were new, those in flight included`,
+      chart: h("div", { class: "gauge", "aria-hidden": "true" }, h("i", { class: "held", width_share: share })),
     }),
   ];
 }
@@ -47,10 +63,16 @@ function latencies(figures) {
   const tiles = named.map(([label, name]) => {
     const at = (q) => millis(figures.has(`${name}_bucket`) ? scaled(figures.quantile(name, q)) : null);
     const seen = figures.sum(`${name}_count`);
-    const sub = `p95 ${at(0.95)}, p99 ${at(0.99)}; ${count(seen)} observed`;
-    return figure(`${label}, median`, at(0.5), { metric: `${name}_count`, value: seen, sub });
+    const sub = `p95 ${at(0.95)}, p99 ${at(0.99)}; ${count(seen)} observed, each bar up to its figure`;
+    const chart = bars(figures.buckets(name).map(([until, amount]) => [upTo(until), amount]), `${label}: its spread`);
+    return figure(`${label}, median`, at(0.5), { metric: `${name}_count`, value: seen, sub, chart });
   });
-  return h("section", {}, h("h2", {}, "Latency at the HTTP edge"), h("div", { class: "tiles" }, ...tiles));
+  return h("section", {}, h("h2", {}, "Latency at the HTTP edge"), h("div", { class: "tiles wide" }, ...tiles));
+}
+
+function upTo(seconds) {
+  if (seconds === Infinity) return "more";
+  return seconds < 1 ? `${Number((1000 * seconds).toPrecision(3))} ms` : `${seconds} s`;
 }
 
 function scaled(seconds) {
@@ -64,9 +86,12 @@ function objectives(figures) {
     const met = figures.sum(name, { objective, result: "met" });
     const all = met + figures.sum(name, { objective, result: "missed" });
     if (!all) return [];
-    return [figure(`${objective.toUpperCase()} kept`, percent(met, all), { sub: `${count(met)} of ${count(all)}` })];
+    const under = sample(name, met, { objective, result: "met" });
+    const kept = `${count(met)} of ${count(all)}`;
+    return [figure(`${objective.toUpperCase()} kept`, percent(met, all), { sub: kept, under })];
   });
-  const none = h("p", { class: "note" }, "None: --scheduling slo with --slo-ttft-ms and --slo-tpot-ms sets objectives.");
+  const how = "None: --scheduling slo with --slo-ttft-ms and --slo-tpot-ms sets objectives.";
+  const none = h("p", { class: "note" }, how);
   return h("section", {}, h("h2", {}, "Objectives"), tiles.length ? h("div", { class: "tiles" }, ...tiles) : none);
 }
 
@@ -78,7 +103,7 @@ function tenants(figures) {
   const cell = (tenant, column) => {
     const name = `memserve_tenant_${column}_total`;
     const value = figures.sum(name, { tenant });
-    return h("td", { "data-metric": name, "data-tenant": tenant, "data-value": value }, count(value));
+    return h("td", sample(name, value, { tenant }), count(value));
   };
   const titles = ["Tenant", ...columns.map(([text]) => text)];
   const head = h("tr", {}, ...titles.map((text) => h("th", { scope: "col" }, text)));
@@ -99,5 +124,5 @@ function attainable(figures, tenant) {
   const tokens = figures.sum("memserve_tenant_seen_prompt_tokens_total", { tenant });
   const first = figures.sum(name, { tenant });
   const shown = percent(Math.max(0, tokens - first), tokens);
-  return h("td", { "data-metric": name, "data-tenant": tenant, "data-value": first }, shown);
+  return h("td", sample(name, first, { tenant }), shown);
 }

@@ -16,22 +16,34 @@ export function chatView(figures) {
 }
 
 function build() {
-  const said = h("div", { role: "log", "aria-label": "Conversation" });
-  const beside = h("div", { "aria-live": "polite" }, h("p", { class: "note" }, "The explanation of the last answer."));
+  const said = h("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
+  const comes = "Where it ran and why, what came from KV, and where the time went: of the last answer.";
+  const beside = h("div", { "aria-live": "polite" }, h("p", { class: "note" }, comes));
   const text = h("textarea", { "aria-label": "Your message", placeholder: "Ask the model; Enter sends" });
-  const send = h("button", { type: "submit" }, "Send");
-  const forget = () => (messages.splice(0), said.replaceChildren());
+  const send = h("button", { class: "primary", type: "submit" }, "Send");
+  const forget = () => (messages.splice(0), said.replaceChildren(greeting()), text.focus());
   const clear = h("button", { type: "button", onclick: forget }, "New chat");
-  const stop = h("button", { type: "button", onclick: () => stopping?.abort() }, "Stop");
-  const form = h("form", {}, text, h("p", { class: "row" }, send, stop, clear));
-  const why = h("section", {}, h("h2", {}, "Explanation"), beside);
-  const element = h("div", { class: "chat" }, h("section", {}, said, form), why);
-  const built = { element, model: "", said, beside, text };
+  const stop = h("button", { type: "button", disabled: true, onclick: () => stopping?.abort() }, "Stop");
+  const form = h("form", { class: "ask" }, text, h("p", { class: "row" }, send, stop, clear));
+  const why = h("section", { class: "why" }, h("h2", {}, "Explanation"), beside);
+  const element = h("div", { class: "chat" }, h("section", { class: "talk" }, said, form), why);
+  const built = { element, model: "", said, beside, text, stop, send };
+  said.append(greeting());
   form.addEventListener("submit", (event) => (event.preventDefault(), ask(built)));
   text.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey) (event.preventDefault(), ask(built));
   });
   return built;
+}
+
+function greeting() {
+  const text = "A conversation with the served model. Ask twice to see its KV used again.";
+  return h("p", { class: "note greeting" }, text);
+}
+
+function busy(built, is) {
+  built.stop.disabled = !is;
+  built.send.disabled = is;
 }
 
 async function ask(built) {
@@ -40,14 +52,18 @@ async function ask(built) {
   built.text.value = "";
   messages.push({ role: "user", content });
   const answer = h("p", { class: "said" });
+  built.said.querySelector(".greeting")?.remove();
   built.said.append(h("p", { class: "said user" }, content), answer);
+  built.said.scrollTop = built.said.scrollHeight;
   stopping = new AbortController();
+  busy(built, true);
   try {
     await stream(built, answer);
   } catch (error) {
     if (error.name !== "AbortError") answer.append(h("span", { class: "failed" }, error.message));
   } finally {
     stopping = null;
+    busy(built, false);
   }
   messages.push({ role: "assistant", content: answer.textContent });
 }
@@ -60,6 +76,7 @@ async function stream(built, answer) {
   await read(response.body.getReader(), (chunk) => {
     if (chunk.error) throw new Error(chunk.error.message);
     for (const choice of chunk.choices ?? []) answer.append(choice.delta?.content ?? "");
+    built.said.scrollTop = built.said.scrollHeight;
     if (chunk.memserve) built.beside.replaceChildren(story(chunk.memserve));
   });
 }

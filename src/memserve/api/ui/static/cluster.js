@@ -1,6 +1,6 @@
 // The cluster as a picture: router, instances, stores; their tiers; what moves between them now.
 
-import { bar, bytes, count, figure, h, legend, spark } from "./dom.js";
+import { bar, bytes, count, counted, figure, h, layers, legend, percent, sample, spark } from "./dom.js";
 
 const RANKS = [["prefill", "colocated", "decode", "engine"], ["store"]];
 const STATES = [["held", "held by requests"], ["cached", "cached prefixes"], ["free", "free"]];
@@ -10,7 +10,8 @@ export function clusterView(figures) {
     return [h("p", { class: "note" }, "The cluster's figures need the key of /metrics. View 3 has your requests.")];
   }
   const picture = drawn(figures);
-  return [h("section", {}, totals(figures)), h("section", {}, h("h2", {}, "Cluster"), picture), tierSection(figures)];
+  const cluster = h("section", {}, h("h2", {}, "Cluster"), picture);
+  return [h("section", {}, totals(figures)), cluster, tierSection(figures)].filter(Boolean);
 }
 
 // Lines from the router to each member; only after the layout is their place known.
@@ -38,27 +39,35 @@ export function connect(root) {
 
 function totals(figures) {
   const clustered = figures.has("memserve_router_requests_live");
-  const live = clustered ? "memserve_router_requests_live" : "memserve_sequences_running";
   const waiting = clustered ? "memserve_gate_waiting" : "memserve_requests_waiting";
   const generated = "memserve_generated_tokens_total";
   const prompts = "memserve_prompt_tokens_total";
-  const tile = (label, name) => {
+  const cached = "memserve_cached_prompt_tokens_total";
+  const tile = (label, name, more = {}) => {
     const value = figures.sum(name);
-    return figure(label, count(value), { metric: name, value });
+    return figure(label, count(value), { metric: name, value, ...more });
   };
   const speed = (label, name) => {
-    return figure(label, count(figures.rate(name)), { sub: `${count(figures.sum(name))} in all` });
+    const chart = spark(figures.rates(name), `${label}, the last minutes`);
+    const total = figures.sum(name);
+    const below = { sub: `${count(total)} in all`, under: sample(name, total), chart };
+    return figure(label, count(figures.rate(name)), below);
   };
+  const inFlight = figures.history.map((point) => [point.time_ms, point.live]);
+  const hits = { sub: "of prompt tokens, since the start", metric: cached, value: figures.sum(cached) };
+  const trend = spark(figures.shares(cached, prompts), "KV from the cache, the last minutes", 1);
+  const sub = `${count(figures.sum(waiting))} wait${clustered ? " for admission" : ""}`;
+  const under = sample(waiting, figures.sum(waiting));
+  const moments = { sub, under, chart: spark(inFlight, "Requests in flight, the last minutes") };
   const resident = bytes(figures.sum("memserve_resident_bytes"));
   return h(
     "div",
     { class: "tiles" },
-    tile("Requests in flight", live),
-    tile(clustered ? "Waiting for admission" : "Waiting", waiting),
-    speed("Tokens generated a second", generated),
-    speed("Prompt tokens a second", prompts),
-    tile("HTTP connections", "memserve_http_connections"),
-    figure("Resident memory", resident, { sub: "of the process behind this page" }),
+    tile("Requests in flight", figures.live(), moments),
+    speed("Generated tokens/s", generated),
+    speed("Prompt tokens/s", prompts),
+    figure("KV from the cache", percent(figures.sum(cached), figures.sum(prompts)), { ...hits, chart: trend }),
+    tile("HTTP connections", "memserve_http_connections", { sub: `the server: ${resident} resident` }),
   );
 }
 
@@ -92,12 +101,10 @@ function card(figures, member, clustered) {
   const waiting = clustered ? mine("requests_waiting") : figures.sum("memserve_requests_waiting");
   const received = figures.rate(`received ${member.name}`);
   const facts = [];
-  if (member.role !== "store") facts.push(`${count(running)} running, ${count(waiting)} waiting`);
-  if (clustered && mine("transfers_open")) facts.push(`${count(mine("transfers_open"))} KV transfers open`);
-  if (received > 0) facts.push(`${bytes(received)}/s of KV comes in`);
+  if (clustered && mine("transfers_open")) facts.push(`${counted(mine("transfers_open"), "KV transfer")} open`);
   if (clustered && mine("prompt_tokens_total")) {
     const part = (100 * mine("cached_tokens_total")) / mine("prompt_tokens_total");
-    facts.push(`${part.toFixed(1)} % of ${count(mine("prompt_tokens_total"))} prompt tokens from KV`);
+    facts.push(`${part.toFixed(1)} % of ${count(mine("prompt_tokens_total"))} prompt tokens cached`);
   }
   const tiers = member.role === "store" ? storeBars(figures, member.name) : blockBars(figures, member.name);
   const name = h("h3", {}, h("span", { class: `dot ${member.state}`, title: member.state }), ` ${member.name} `);
@@ -107,9 +114,22 @@ function card(figures, member, clustered) {
     "article",
     { ...attributes, "data-busy": running || waiting || received > 0 ? "yes" : "no" },
     name,
+    received > 0 && h("p", { class: "flow", title: "from other members" }, `KV in ${bytes(received)}/s`),
+    member.role !== "store" && h("p", { class: "facts" }, ...load(figures, member.name, clustered)),
     ...facts.map((fact) => h("p", { class: "facts" }, fact)),
     ...tiers,
   );
+}
+
+function load(figures, instance, clustered) {
+  const part = (names, text) => {
+    const [name, labels] = clustered ? [names[0], { instance }] : [names[1], {}];
+    const value = figures.sum(name, labels);
+    return h("span", sample(name, value, labels), `${count(value)} ${text}`);
+  };
+  const running = ["memserve_instance_sequences_running", "memserve_sequences_running"];
+  const waiting = ["memserve_instance_requests_waiting", "memserve_requests_waiting"];
+  return [part(running, "running"), ", ", part(waiting, "waiting")];
 }
 
 function blockBars(figures, name) {
@@ -138,16 +158,25 @@ function storeBars(figures, store) {
 }
 
 function tierSection(figures) {
-  const rows = Object.entries(figures.tiers()).flatMap(([tier, { held, cached, free }]) => {
+  const charts = Object.entries(figures.tiers()).flatMap(([tier, { held, cached, free }]) => {
     const whole = held + cached + free;
     if (!whole) return [];
-    const points = figures.history.map((point) => point.tiers[tier] ?? { held: 0, cached: 0 });
-    const text = `${tier.toUpperCase()}: ${count(held)} held, ${count(cached)} cached, ${count(free)} free blocks`;
+    const none = { held: 0, cached: 0 };
+    const at = (point) => point.tiers[tier] ?? none;
+    const points = figures.history.map((point) => [point.time_ms, [at(point).held, at(point).cached]]);
+    const text = `${count(held)} held, ${count(cached)} cached, ${count(free)} free`;
+    const name = figures.blocksName();
+    const shown = (amount, state, word = state) =>
+      h("span", sample(name, amount, { tier, state }), `${count(amount)} ${word}`);
+    const words = [shown(held, "used", "held"), ", ", shown(cached, "cached"), ", ", shown(free, "free")];
+    const chart = layers(points, ["held", "cached"], whole, `Blocks of ${tier} in use, the last minutes: ${text}`);
     return [
-      h("h3", {}, text),
-      bar([["held", held], ["cached", cached]], whole, text),
-      spark(points.map((point) => point.held + point.cached), whole, `blocks of ${tier} in use, the last minutes`),
+      h("article", { class: "card chart" },
+        h("h3", {}, tier.toUpperCase(), h("span", { class: "role" }, " ", ...words, ` of ${count(whole)} blocks`)),
+        chart),
     ];
   });
-  return h("section", {}, h("h2", {}, "Tiers, all instances"), legend(STATES), ...rows);
+  if (!charts.length) return null;
+  const title = h("h2", {}, "Tiers of all instances, the last minutes");
+  return h("section", {}, title, legend(STATES), h("div", { class: "charts" }, ...charts));
 }

@@ -10,7 +10,7 @@ export class Figures {
 
   take(snapshot) {
     this.now = snapshot;
-    const point = { time_ms: snapshot.time_ms, totals: {}, tiers: this.tiers() };
+    const point = { time_ms: snapshot.time_ms, totals: {}, tiers: this.tiers(), live: this.sum(this.live()) };
     for (const [name, rows] of Object.entries(snapshot.metrics)) {
       if (name.endsWith("_total")) point.totals[name] = rows.reduce((sum, [, value]) => sum + value, 0);
     }
@@ -37,6 +37,31 @@ export class Figures {
     return this.rows(name, labels).reduce((sum, [, value]) => sum + value, 0);
   }
 
+  // The gauge of requests that are not answered yet.
+  live() {
+    const names = ["memserve_router_requests_live", "memserve_fleet_requests_open", "memserve_sequences_running"];
+    return names.find((name) => this.has(name)) ?? "memserve_http_requests_in_progress";
+  }
+
+  // What a total grew by a second, [milliseconds, rate] of each moment, over about `window` snapshots.
+  rates(name, window = 3) {
+    return this.history.slice(1).map((point, at) => {
+      const first = this.history[Math.max(0, at + 1 - window)];
+      const grown = (point.totals[name] ?? 0) - (first.totals[name] ?? 0);
+      return [point.time_ms, Math.max(0, (1000 * grown) / Math.max(1, point.time_ms - first.time_ms))];
+    });
+  }
+
+  // The share of one total's growth in another's, [milliseconds, share] of each moment at which there was any.
+  shares(part, whole, window = 10) {
+    return this.history.slice(1).flatMap((point, at) => {
+      const first = this.history[Math.max(0, at + 1 - window)];
+      const all = (point.totals[whole] ?? 0) - (first.totals[whole] ?? 0);
+      const some = (point.totals[part] ?? 0) - (first.totals[part] ?? 0);
+      return all > 0 ? [[point.time_ms, Math.min(1, Math.max(0, some / all))]] : [];
+    });
+  }
+
   // By how much a total has grown over the last `seconds`, and over how many seconds that is.
   grown(name, seconds) {
     const last = this.history[this.history.length - 1];
@@ -48,6 +73,12 @@ export class Figures {
   rate(name, seconds = 5) {
     const change = this.grown(name, seconds);
     return change.seconds > 0 ? change.grown / change.seconds : 0;
+  }
+
+  // How many observations of a histogram lie in each bucket: [upper bound in seconds, count].
+  buckets(name) {
+    const rows = this.rows(`${name}_bucket`).map(([labels, value]) => [labels.le, value]);
+    return rows.map(([le, value], at) => [le === "+Inf" ? Infinity : Number(le), value - (at ? rows[at - 1][1] : 0)]);
   }
 
   // Seconds below which the share `q` of a histogram's observations lies, interpolated inside of its bucket.
@@ -68,11 +99,15 @@ export class Figures {
     return from;
   }
 
+  blocksName() {
+    return this.has("memserve_instance_blocks") ? "memserve_instance_blocks" : "memserve_pool_blocks";
+  }
+
   // Blocks by tier: {hbm: {held, cached, free}}, of all instances or of one.
   tiers(instance = null) {
     const found = {};
-    const clustered = this.has("memserve_instance_blocks");
-    const name = clustered ? "memserve_instance_blocks" : "memserve_pool_blocks";
+    const name = this.blocksName();
+    const clustered = name === "memserve_instance_blocks";
     for (const [labels, value] of this.rows(name, instance === null || !clustered ? {} : { instance })) {
       const tier = (found[labels.tier] ??= { held: 0, cached: 0, free: 0 });
       tier[labels.state === "used" ? "held" : labels.state] += value;

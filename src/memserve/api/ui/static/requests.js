@@ -27,17 +27,22 @@ function shown(entry, longest) {
   const ended = failed ? `status ${entry.status}` : entry.finish_reason;
   const state = entry.status === null ? "running" : ended;
   const facts = [
-    h("code", {}, key),
-    h("span", { class: failed ? "failed" : null }, state ?? "reading"),
-    h("span", {}, millis(entry.total_ms)),
-    has && h("span", {}, `${count(entry.prompt_tokens)} prompt tokens, ${count(entry.cached_tokens)} from KV`),
-    has && h("span", {}, `${count(entry.output_tokens)} generated`),
-    entry.instances?.length > 0 && h("span", {}, entry.instances.join(" to ")),
+    h("code", { title: key }, key),
+    h("span", { class: failed ? "failed" : entry.status === null ? "running" : null }, state ?? "reading"),
+    h("span", { class: "at" }, (entry.instances ?? []).join(" \u2192 ")),
+    h("span", { class: "tokens" }, has && tokens(entry)),
   ];
   const top = h("span", { class: "top" }, ...facts);
-  const summary = h("summary", { "data-key": `request ${key}` }, top, timeline(entry, longest));
+  const summary = h("summary", { "data-key": `request ${key}` }, top, timeline(entry, longest),
+    h("span", { class: "time" }, millis(entry.total_ms)));
   const toggled = (event) => (event.target.open ? open.add(key) : open.delete(key));
   return h("details", { open: open.has(key), ontoggle: toggled }, summary, story(entry));
+}
+
+function tokens(entry) {
+  const prompt = `${count(entry.prompt_tokens)} in`;
+  const cached = entry.cached_tokens ? ` (${count(entry.cached_tokens)} from KV)` : "";
+  return `${prompt}${cached}, ${count(entry.output_tokens)} out`;
 }
 
 function timeline(entry, longest) {

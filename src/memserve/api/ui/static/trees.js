@@ -22,7 +22,8 @@ export function treesView(figures, changed) {
   if (!found.tenants.length) parts.push(h("p", { class: "note" }, "No prompt of a whole block has been placed yet."));
   for (const { tenant, prefixes } of found.tenants) {
     const title = tenant || (found.tenants.length > 1 ? "(no name)" : "");
-    parts.push(h("section", {}, title && h("h2", {}, title), ...prefixes.map((node) => branch(node))));
+    const most = Math.max(...prefixes.map((node) => node.uses));
+    parts.push(h("section", {}, title && h("h2", {}, title), ...prefixes.map((node) => branch(node, most))));
   }
   return parts;
 }
@@ -39,28 +40,37 @@ async function ask(changed) {
   changed();
 }
 
-function branch(node) {
+// How hot a prefix is, beside the hottest one.
+function heat(share) {
+  return h("span", { class: "heat", "aria-hidden": "true" }, h("i", { width_share: share }));
+}
+
+function branch(node, most) {
   const held = node.holders.map((holder) => {
-    const has = `${count(holder.upper_blocks)} + ${count(holder.lower_blocks)}`;
-    const text = `${holder.member}: ${has} of ${counted(node.blocks, "block")}`;
+    const has = `${count(holder.upper_blocks)} in the upper tier, ${count(holder.lower_blocks)} in the lower alone`;
+    const text = `${holder.member}: of ${counted(node.blocks, "block")} ${has}`;
     const parts = [["held", holder.upper_blocks], ["cached", holder.lower_blocks]];
-    return h("div", { class: "holder" }, h("span", {}, text), bar(parts, node.blocks, text));
+    return h("span", { class: "holder", title: text }, holder.member, bar(parts, node.blocks, text));
   });
   const facts = [
     h("code", {}, node.prefix),
     h("span", {}, counted(node.blocks, "block")),
-    h("span", {}, counted(node.uses, "prompt")),
+    h("span", { class: "uses" }, heat(node.uses / most), counted(node.uses, "prompt")),
     h("span", {}, `${count(node.used_s_ago)} s ago`),
-    h("span", {}, node.children.length ? counted(node.children.length, "way on", "ways on") : "no way on"),
+    h("span", {}, node.children.length ? counted(node.children.length, "branch", "branches") : ""),
   ];
-  const summary = h("summary", { "data-key": `prefix ${node.prefix}` }, h("span", { class: "top" }, ...facts), ...held);
-  const below = open.has(node.prefix) ? node.children.map(branch) : [];
+  const holders = h("span", { class: "holders" }, ...(held.length ? held : ["not held"]));
+  const leaf = node.children.length ? null : "leaf";
+  const top = h("span", { class: "top" }, ...facts);
+  const summary = h("summary", { class: leaf, "data-key": `prefix ${node.prefix}` }, top, holders);
+  const below = open.has(node.prefix) ? node.children.map((child) => branch(child, most)) : [];
   const children = h("div", { class: "below" }, ...below);
-  const details = h("details", { open: open.has(node.prefix) }, summary, children);
+  const details = h("details", { class: "prefix", open: open.has(node.prefix) }, summary, children);
   details.addEventListener("toggle", () => {
     if (details.open) open.add(node.prefix);
     else open.delete(node.prefix);
-    if (details.open && !children.childNodes.length) children.append(...node.children.map(branch));
+    const isNew = details.open && !children.childNodes.length;
+    if (isNew) children.append(...node.children.map((child) => branch(child, most)));
   });
   return details;
 }
