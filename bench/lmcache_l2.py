@@ -1,6 +1,6 @@
 """memserve's L2 adapter beside LMCache's own, in LMCache's own tool: `lmcache bench l2`.
 
-    python bench/lmcache_l2.py [--python LMCACHE_PYTHON] [--rounds 5] [--quick] [--json FILE]
+    python bench/lmcache_l2.py [--python LMCACHE_PYTHON] [--rounds 5] [--quick] [--adapters NAME,NAME] [--json FILE]
     python bench/lmcache_l2.py --python LMCACHE_PYTHON --tests FOLDER
 
 LMCache 0.5.6 need not be in this environment: `--python` names the interpreter of another one, which gets this source
@@ -12,7 +12,7 @@ up and loads with one thread that submits and waits, verifies what came back (`-
 figure is the median over rounds of the tool's averages. memserve: a `memserve store` that this script starts, 1 GiB, on
 this host; each value is compared with checksums. fs, fs_native: files, in a folder of --folder (default: the temporary
 one, so the page cache) and, with (shm), in /dev/shm; raw_block: one file there, past the page cache where it lies on a
-disk (O_DIRECT). None of them compares anything.
+disk (O_DIRECT); it needs the package lmcache-rust-raw-block-io. None of them compares anything.
 
 ``--tests FOLDER`` runs LMCache's own tests of plugin adapters instead, with memserve's adapter and a store in the place
 of their example: FOLDER holds `test_lmc_external_l2_adapter.py` of LMCache's repository, whose packages have no tests.
@@ -36,10 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 from served_store import ServedStore
 
 SOURCES = Path(__file__).resolve().parent.parent / "src"
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 SIZES = ((256, 64), (1024, 32), (4096, 16))
 """KiB of an object, objects a task."""
 OPERATIONS = ("store", "load", "lookup")
+ADAPTERS = ("memserve", "fs", "fs (shm)", "fs_native", "fs_native (shm)", "raw_block", "raw_block (shm)")
 GIB = 1 << 30
 EXAMPLE = """
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
@@ -68,6 +69,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="where the adapters of LMCache keep their files")
     parser.add_argument("--quick", action="store_true", help="one round, small objects alone")
+    parser.add_argument("--adapters", default=",".join(ADAPTERS), help="default: %(default)s")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--tests", type=Path, default=None, help="folder with LMCache's tests of plugin adapters")
     given = parser.parse_args()
@@ -78,7 +80,8 @@ def main() -> int:
         return run_tests(given.python, given.tests)
     sizes, rounds = (SIZES[:1], 1) if given.quick else (SIZES, given.rounds)
     with tempfile.TemporaryDirectory(dir=given.folder) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        found = {size: measure(given.python, size, rounds, Path(disk), Path(memory)) for size in sizes}
+        names = [name for name in ADAPTERS if name in given.adapters.split(",")]
+        found = {size: measure(given.python, size, names, rounds, Path(disk), Path(memory)) for size in sizes}
     for (kib, count), table in found.items():
         print(f"\n{count} objects of {kib} KiB a task; {rounds} rounds; MB/s, look-ups: thousand keys/s")
         print(f"{'':14}" + "".join(f"{name:>12}" for name in OPERATIONS))
@@ -102,11 +105,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(SOURCES), "LMCACHE_LOG_LEVEL": "ERROR"}
 
 
-def measure(python: str, size: tuple[int, int], rounds: int, disk: Path, memory: Path) -> dict[str, dict[str, float]]:
+def measure(
+    python: str, size: tuple[int, int], names: list[str], rounds: int, disk: Path, memory: Path
+) -> dict[str, dict[str, float]]:
     """Each adapter's figures. Every run of the tool starts with nothing stored."""
     taken: dict[str, dict[str, list[float]]] = {}
     for turn in range(rounds):
-        names = ["memserve", "fs", "fs (shm)", "fs_native", "fs_native (shm)", "raw_block", "raw_block (shm)"]
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             for operation, figure in once(python, name, size, disk, memory).items():
                 taken.setdefault(name, {}).setdefault(operation, []).append(figure)
@@ -159,6 +163,7 @@ def run_tool(python: str, size: tuple[int, int], spec: dict[str, Any], name: str
         answer = Path(folder) / "answer.json"
         command = [python, "-m", "lmcache.cli.main", "bench", "l2", "--l2-adapter", json.dumps(spec), "--quiet"]
         command += ["--num-keys", str(count), "--data-size-kb", str(kib), "--rounds", "5", "--no-skip-verify"]
+        command += ["--l1-align-bytes", "4096"]
         command += ["--lookup-max-hit-rate", "1", "--format", "json", "--output", str(answer)]
         run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
         if run.returncode or not answer.is_file():

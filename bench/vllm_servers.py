@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 from served_store import ServedStore as ServedStore  # what the servers share, for those who start them
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 300.0
+START_S = 900.0
 ANSWER_S = 300.0
 TIE = 1e-3
 """Of log probability."""
@@ -58,9 +58,7 @@ class Vllm:
     """Under which clients ask for the model."""
     dtype: str = "float32"
     connector: tuple[str, str] = ("MemserveConnector", "memserve.integrations.vllm")
-    """Class and module; without a module, one of vLLM's own, which gets no options."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """More of it."""
+    """Class and module."""
 
     def start(self) -> Vllm:
         with socket.socket() as free:
@@ -71,12 +69,12 @@ class Vllm:
         command += ["--host", "127.0.0.1", "--served-model-name", self.name, "--dtype", self.dtype]
         command += ["--block-size", "32"]
         command += ["--enforce-eager", "--enable-prompt-tokens-details", *self.flags]
-        if self.store or not self.connector[1]:
+        if self.store:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         environment = dict(
             os.environ, HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_SERVER_DEV_MODE="1",
             VLLM_CPU_OMP_THREADS_BIND=self.cpus, PYTHONPATH=f"{ROOT / 'src'}{os.pathsep}{ROOT / 'bench'}",
-            VLLM_NO_USAGE_STATS="1", **self.environment,
+            VLLM_NO_USAGE_STATS="1",
         )  # fmt: skip
         self.process = subprocess.Popen(
             command, env=environment, stdout=self.log.open("ab"), stderr=subprocess.STDOUT, start_new_session=True
@@ -91,8 +89,6 @@ class Vllm:
     @property
     def transfer(self) -> dict[str, Any]:
         """As the guide has it."""
-        if not self.connector[1]:
-            return {"kv_connector": self.connector[0], "kv_role": "kv_both"}
         where = {"pool": self.store, "secret_file": self.secret_file}
         return {
             "kv_connector": self.connector[0], "kv_connector_module_path": self.connector[1],
@@ -135,15 +131,7 @@ class Vllm:
 
     def cpu_s(self) -> float:
         """CPU time of all of its processes so far."""
-        ticks = 0
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                told = path.read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended
-                continue
-            if int(told[2]) == self.process.pid:  # the group
-                ticks += int(told[11]) + int(told[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
+        return cpu_s(self.process.pid)
 
     def forget(self) -> None:
         """Empty vLLM's own prefix cache."""
@@ -168,6 +156,19 @@ def running(*servers: Vllm) -> Iterator[None]:
         for server in servers:
             if hasattr(server, "process") and server.process.poll() is None:
                 server.kill()
+
+
+def cpu_s(group: int) -> float:
+    """CPU time so far of a process and of all in its group, if it leads one."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            told = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if group in (int(path.parent.name), int(told[2])):
+            ticks += int(told[11]) + int(told[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def streamed(url: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -9,8 +9,6 @@ round, each with chats of its own:
     private, in turn    each request goes to the next server, as a load balancer sends it
     private, sticky     the same servers; each chat stays at one of them
     pool, in turn       MemserveConnector on both, one ``memserve store`` on this host
-    nixl, in turn       vLLM's NixlConnector on both, with the memory of private servers; only if ``--settings`` names
-                        it, and PYTHON can import nixl
 
 Memory: a private server has for its KV what a server beside the store has, and half of the store. As set, the chats of
 all users fit into the store, and not into the memory of one private server; where they fit into that, too, there is
@@ -18,8 +16,8 @@ nothing to be had from a pool. All servers run during the whole run and two of t
 the share of prompt tokens that vLLM says were cached (its own prefix cache and the store), ``ceiling`` what a cache
 that forgets nothing would have had; the time to the first token is the mean of vLLM's own metric.
 
-vLLM's NixlConnector moves the KV of a request whose client names the blocks from one server to another. These chats, as
-those of any chat client, name none.
+vLLM's NixlConnector is not among them: it moves the KV of a request whose client names the blocks from one server to
+another. These chats, as those of any chat client, name none, and hit what they hit in private caches.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ from chat_load import Chat, Load, Shape, in_turn, sticky
 from rivals import bundled_model
 from vllm_servers import ServedStore, Vllm, running
 
-from ports import free_port
-
 BLOCK_TOKENS = 32
 TTFT = "time_to_first_token_seconds"
 
@@ -48,7 +44,7 @@ TTFT = "time_to_first_token_seconds"
 class Setting:
     name: str
     servers: str
-    """``private``, ``pool`` or ``nixl``."""
+    """``private`` or ``pool``."""
     route: Callable[[int, Chat, int], int]
 
 
@@ -56,9 +52,7 @@ SETTINGS = (
     Setting("private, in turn", "private", in_turn),
     Setting("private, sticky", "private", sticky),
     Setting("pool, in turn", "pool", in_turn),
-    Setting("nixl, in turn", "nixl", in_turn),
 )
-NIXL = "NixlConnector"
 
 
 @dataclass(frozen=True)
@@ -88,14 +82,10 @@ def servers_of(args: argparse.Namespace, kind: str, store: ServedStore, folder: 
     flags = ("--num-gpu-blocks-override", str(blocks), "--max-num-seqs", str(args.running))
     flags += ("--max-model-len", str(args.context))
     where = (store.address, str(store.secret_file)) if kind == "pool" else ("", "")
-    found = []
-    for cpus in args.cpus.split("/"):
-        one = Vllm(args.vllm, args.model, *where, cpus, flags, log=folder / f"{kind}.log", dtype=args.dtype)
-        if kind == "nixl":
-            one.connector = (NIXL, "")
-            one.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
-        found.append(one)
-    return found
+    log = folder / f"{kind}.log"
+    return [
+        Vllm(args.vllm, args.model, *where, cpus, flags, log=log, dtype=args.dtype) for cpus in args.cpus.split("/")
+    ]
 
 
 def measure(setting: Setting, servers: list[Vllm], load: Load, args: argparse.Namespace) -> Found:
@@ -148,7 +138,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=1, help="requests that a server computes at once")
     parser.add_argument("--cpus", default="0-1/2-3", help="cores of each server")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--settings", default=";".join(setting.name for setting in SETTINGS[:3]), help="A;B")
+    parser.add_argument("--settings", default=";".join(setting.name for setting in SETTINGS), help="A;B")
     parser.add_argument("--folder", type=Path, help="for logs; default: a temporary one")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
