@@ -5,9 +5,9 @@
 
 No model runs. *chats*: answers of the model, as the next turn's prompt has them; *agents*: what recorded agents and
 their tools said next. Each is decoded token by token with the drafts of ``policy/drafts.py``, at fixed prices: a step
-of one sequence takes 1, a drafted token ``--cost`` of it. Printed: tokens a step, drafts and how many were kept; by number
-of equal tokens how often a place was found, how often the first token behind it was right, and a token behind right
-ones.
+of one sequence takes 1, a drafted token ``--cost`` of it. Printed: tokens a step, drafts and how many were kept; by
+number of equal tokens how often a place was found, how often the first token behind it was right, and a token behind
+right ones.
 """
 
 from __future__ import annotations

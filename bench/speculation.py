@@ -14,7 +14,7 @@ Printed for each kind: tokens a second behind the first token, off and on (and o
 all, by CPU second of this process (``cpu``: less disturbed by what else the machine does), as the median and the least
 of the groups; how many drafts were computed and kept; how many answers differ (in float32 none may; in bfloat16 the
 kernels of more rows round differently, with or without drafts). ``--drafts 0`` measures off beside off: the noise of
-the machine.
+the machine. ``--cpu-time --threads 1``: CPU seconds in the place of seconds throughout, for a machine that others use.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import chats
@@ -35,6 +36,7 @@ import rivals
 
 from memserve import LLM
 from memserve.llm import Completion
+from memserve.model import device
 from memserve.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -166,11 +168,13 @@ class Bench:
             if min(count for count, _ in tokens.values()) < LEAST_TOKENS * len(group):
                 continue
             for name, (count, seconds) in tokens.items():
-                paces[name].add(count, seconds, self.cpu_s[name])
+                cpu_s = self.cpu_s[name]
+                paces[name].add(count, cpu_s if self.args.cpu_time else seconds, cpu_s)
             if self.rival is not None:
                 new = max(1, round(tokens["off"][0] / len(group)))
                 paces["llama.cpp"].add(
-                    new * len(group), self.rival.ask({"prompts": group, "new": new, "seed": 0})["decode_s"]
+                    new * len(group),
+                    self.rival.ask({"prompts": group, "new": new, "cpu": self.args.cpu_time})["decode_s"],
                 )
         after = self.engines["on"].stats().instance
         ratios = [on / off for on, off in zip(paces["on"].rates, paces["off"].rates, strict=True)]
@@ -206,12 +210,17 @@ def main() -> int:
     parser.add_argument("--requests", type=Path, help="keep the prompts here for the next call")
     parser.add_argument("--llamacpp", default="", help="a Python that can import llama_cpp")
     parser.add_argument("--gguf", type=Path, help="what llama.cpp loads")
+    parser.add_argument("--cpu-time", action="store_true", help="tokens by CPU second: for a busy machine, one thread")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if not args.data.exists():
         print(f"skipped: no data at {args.data}")
         return 0
     prompts = gather(args)
+    if args.cpu_time:
+        if args.threads != 1:
+            raise SystemExit("--cpu-time is for --threads 1: threads that wait for each other take CPU time as well")
+        device.time = SimpleNamespace(perf_counter_ns=time.thread_time_ns)  # what steps take, as the policy learns it
     bench = Bench(args)
     rows = []
     sources = {"chats": "chats", "agents": "agents", "again": "chats", "drawn": "chats"}
