@@ -8,13 +8,18 @@ const FRESH = "memserve_router_new_prompt_tokens_total";
 export function cacheView(figures) {
   const parts = [];
   if (figures.isFleet()) return figures.now.viewer.sees_cluster ? [hits(figures)] : [unseen()];
-  if (figures.now.viewer.sees_cluster) parts.push(hits(figures), latencies(figures), objectives(figures));
-  parts.push(tenants(figures));
+  if (figures.now.viewer.sees_cluster) parts.push(hits(figures), latencies(figures));
+  if (figures.now.viewer.sees_cluster && !isRecorded()) parts.push(objectives(figures));
+  if (!isRecorded()) parts.push(tenants(figures));
   return parts;
 }
 
 function unseen() {
   return h("p", { class: "note" }, "These figures need the key of /metrics.");
+}
+
+function isRecorded() {
+  return "recorded" in document.documentElement.dataset; // by tenant and by objective nothing is
 }
 
 function hits(figures) {
@@ -71,7 +76,8 @@ function latencies(figures) {
     const chart = bars(figures.buckets(name).map(([until, amount]) => [upTo(until), amount]), `${label}: its spread`);
     return figure(`${label}, median`, at(0.5), { metric: `${name}_count`, value: seen, sub, chart });
   });
-  return h("section", {}, h("h2", {}, "Latency at the HTTP edge"), h("div", { class: "tiles wide" }, ...tiles));
+  const title = isRecorded() ? "Latency as clients saw it" : "Latency at the HTTP edge";
+  return h("section", {}, h("h2", {}, title), h("div", { class: "tiles wide" }, ...tiles));
 }
 
 function upTo(seconds) {

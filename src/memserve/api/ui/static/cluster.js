@@ -59,6 +59,7 @@ function totals(figures) {
   const sub = `${count(figures.sum(waiting))} wait${clustered ? " for admission" : " in engines"}`;
   const under = sample(waiting, figures.sum(waiting));
   const moments = { sub, under, chart: spark(inFlight, "Requests in flight, the last minutes") };
+  const connections = "memserve_http_connections";
   const resident = bytes(figures.sum("memserve_resident_bytes"));
   return h(
     "div",
@@ -67,7 +68,7 @@ function totals(figures) {
     !figures.isFleet() && speed("Generated tokens/s", generated),
     speed("Prompt tokens/s", prompts),
     figure("KV from the cache", percent(figures.sum(cached), figures.sum(prompts)), { ...hits, chart: trend }),
-    tile("HTTP connections", "memserve_http_connections", { sub: `the server: ${resident} resident` }),
+    figures.has(connections) && tile("HTTP connections", connections, { sub: `the server: ${resident} resident` }),
   );
 }
 
@@ -87,7 +88,8 @@ function drawn(figures) {
 function routerCard(figures) {
   const decided = figures.rows("memserve_router_decisions_total");
   const ways = decided.map(([labels, value]) => `${labels.way} ${count(value)}`).join(", ");
-  const title = figures.has("memserve_router_instances") || figures.isFleet() ? "router" : "server";
+  const isRouter = figures.has("memserve_router_instances") || figures.now.members.length > 0;
+  const title = isRouter ? "router" : "server";
   const about = figures.isFleet() ? "before servers of other projects" : null;
   const name = h("h3", {}, title, about && h("span", { class: "role" }, ` ${about}`));
   const parts = [name, ways && h("p", { class: "facts" }, `KV of prompts: ${ways}`)];
