@@ -18,13 +18,10 @@ def ui(
     from memserve.bench.playback import open_runs
 
     runs = open_runs(folder)
-    import uvicorn
-
     from memserve.api.server import bind
-    from memserve.api.ui.recorded import recorded_app
+    from memserve.api.ui.recorded import serve_runs
 
     with bind(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host
         typer.echo(f"{len(runs)} run{'s' if len(runs) > 1 else ''}: http://{shown}:{listener.getsockname()[1]}/ui")
-        server = uvicorn.Server(uvicorn.Config(recorded_app(runs), log_level="warning", lifespan="off"))
-        server.run(sockets=[listener])
+        serve_runs(runs, listener)

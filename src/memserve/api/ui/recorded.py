@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, Protocol
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -23,6 +25,12 @@ class Run(Protocol):
 
     def snapshots(self) -> list[dict[str, Any]]:
         """At even distances, in the form of ``/ui/snapshot``."""
+
+
+def serve_runs(runs: Mapping[str, Run], listener: socket.socket) -> None:
+    """Serve them until a signal ends the process."""
+    config = uvicorn.Config(recorded_app(runs), log_level="warning", lifespan="off")
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 def recorded_app(runs: Mapping[str, Run]) -> Starlette:

@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from browser import browsers
 from fleet_server import FleetServer, fleet_server, spec_of
+from memserve.api.ui import feed
 from memserve.config import ClusterConfig
 from scripted_engine import scripted_engines
 from waiting import eventually
@@ -19,6 +21,11 @@ SHOWN = """
 return [...document.querySelectorAll('[data-metric][data-value]')].map(
   (element) => [element.dataset.metric, JSON.parse(element.dataset.labels), Number(element.dataset.value)])
 """
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "INTERVAL_S", 0.1)
 
 
 def snapshot(server: FleetServer) -> dict[str, Any]:
