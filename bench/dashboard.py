@@ -1,12 +1,15 @@
-"""What does an open dashboard cost the router, and does a page that stays open leak?
+"""What does an open dashboard cost the router, does an open page leak, and is the attainable hit rate right?
 
     python bench/dashboard.py router --model FOLDER [--rounds 20] [--seconds 4]
+    python bench/dashboard.py ceiling --trace FILE.jsonl.gz
     python bench/dashboard.py leak --url http://127.0.0.1:8000 [--minutes 5] [--key KEY]
 
 ``router``: the null instances and the load of ``router_overhead.py``, prompts of 1,024 token ids over 32 connections,
 in rounds that alternate between no page and one: its stream of events and, every two seconds, its prefixes, as the page
 asks for them. Printed: requests/s and CPU of the router a request, medians of the rounds, and the median change of a
 pair of rounds with its quartiles. Needs wrk.
+
+``ceiling``: the attainable hit rate of a trace in Mooncake's form, by the router's sketch and by a set of all blocks.
 
 ``leak``: opens the page in Chromium on a server that is under load, changes its view every five seconds, and every ten
 prints the JavaScript heap after a garbage collection and the number of elements. Needs chromium and chromedriver.
@@ -15,6 +18,8 @@ prints the JavaScript heap after a garbage collection and the number of elements
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
 import itertools
 import json
 import os
@@ -117,9 +122,10 @@ def measure_leak(args: argparse.Namespace) -> None:
     with browsers() as opener:
         browser = opener()
         if args.key:
-            browser.open(f"{args.url}/ui/icon.svg")
-            browser.run("sessionStorage.setItem('memserve-key', arguments[0])", args.key)
-            browser.errors()  # a picture alone has no icon of its own
+            browser.open(f"{args.url}/ui")
+            browser.until("return document.getElementById('keys').open")
+            browser.errors()  # of the refused call
+            browser.run("sessionStorage.setItem('memserve-key', arguments[0]); location.reload()", args.key)
         browser.open(f"{args.url}/ui")
         browser.until("return document.getElementById('state').textContent === 'live'")
         load_ms = browser.run("return performance.getEntriesByType('navigation')[0].loadEventEnd")
@@ -141,8 +147,31 @@ def measure_leak(args: argparse.Namespace) -> None:
         print(f"heap: mean of the first third {first:.2f} MiB, of the last {last:.2f} MiB; console: {browser.errors()}")
 
 
+def measure_ceiling(args: argparse.Namespace) -> None:
+    """The sketch beside the exact count."""
+    from memserve.policy.distinct import IDENTITY_BYTES, ReuseCeiling
+
+    block = 512
+    ceiling, seen, new, known, sketch_s = ReuseCeiling(), 0, 0, set(), 0.0
+    with gzip.open(args.trace, "rt") as file:
+        prompts = [json.loads(line)["hash_ids"] for line in file]
+    for hashes in prompts:
+        tokens = block * len(hashes) + 1  # every block whole
+        names = b"".join(hashlib.blake2b(str(one).encode(), digest_size=IDENTITY_BYTES).digest() for one in hashes)
+        started = time.perf_counter()
+        ceiling.prompt("", names, tokens, block)
+        sketch_s += time.perf_counter() - started
+        seen, new = seen + tokens, new + block * len(set(hashes) - known) + 1
+        known |= set(hashes)
+    exact, estimate = 1 - new / seen, ceiling.whole().attainable
+    sizes = sum(sketch.nbytes for sketch, _ in ceiling._tenants.values())
+    print(f"{len(known):,} different blocks, {seen:,} prompt tokens")
+    print(f"attainable: exact {exact:.4%}, sketch {estimate:.4%}, off by {100 * abs(estimate / exact - 1):.3f} %")
+    print(f"{sizes:,} bytes for the tenant; {sketch_s * 1e6 / len(prompts):.0f} us a prompt")
+
+
 def main() -> int:
-    """Measure one of the two."""
+    """Measure one of the three."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     kinds = parser.add_subparsers(required=True)
     router = kinds.add_parser("router")
@@ -150,6 +179,9 @@ def main() -> int:
     router.add_argument("--rounds", type=int, default=20)
     router.add_argument("--seconds", type=float, default=4)
     router.set_defaults(measure=measure_router)
+    ceiling = kinds.add_parser("ceiling")
+    ceiling.add_argument("--trace", type=Path, required=True)
+    ceiling.set_defaults(measure=measure_ceiling)
     leak = kinds.add_parser("leak")
     leak.add_argument("--url", default="http://127.0.0.1:8000")
     leak.add_argument("--minutes", type=float, default=5)

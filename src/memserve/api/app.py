@@ -34,7 +34,7 @@ from memserve.api.responses.endpoint import ResponsesRoutes
 from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.shapes import ChatShape, CompletionShape
 from memserve.api.tokens import TokenRoutes
-from memserve.api.ui.feed import Feed
+from memserve.api.ui.feed import EngineSource, Feed
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.timelines import Timelines, Watch
 from memserve.runtime.loop import EngineStopped
@@ -177,7 +177,8 @@ def create_app(
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names)
     keys, metrics_keys = KeyRing(api_keys), KeyRing(() if metrics_key is None else (metrics_key,))
     pages, timelines = _Pages(hub, model, names, metrics, metrics_keys), Timelines(model.name)
-    dashboard = Dashboard(Feed(hub, metrics, timelines, model.name), timelines, keys, metrics_keys)
+    feed = Feed(EngineSource(hub, model.name), metrics, timelines)
+    dashboard = Dashboard(feed, timelines, keys, metrics_keys)
     shared = Shared(hub, model, encoder, metrics, edge)
     closing = ExitStack()
     closing.callback(encoder.close)

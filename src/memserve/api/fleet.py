@@ -25,8 +25,11 @@ from memserve.api.fleet_metrics import FleetSnapshot
 from memserve.api.fleet_relay import Relay
 from memserve.api.guard import Cors, Guard, on_http_error
 from memserve.api.metrics import ApiMetrics
+from memserve.api.ui.feed import Feed
+from memserve.api.ui.fleet_source import FleetSource
+from memserve.api.ui.pages import Dashboard
+from memserve.api.ui.timelines import Timelines, Watch
 from memserve.runtime.fleet import FleetHost
-from memserve.runtime.memory import resident_bytes
 
 SILENCE_S = 600.0
 """How long an engine may say nothing in the middle of a request, by default."""
@@ -67,7 +70,7 @@ class _Pages:
         self._metrics_keys.tenant(request.headers.get("authorization"))
         registry = CollectorRegistry()
         registry.register(FleetSnapshot(self._host.machine.engines(), self._host.machine.admission()))
-        self._metrics.resident.set(resident_bytes())
+        self._metrics.read_process()
         page = generate_latest(self._metrics.registry) + generate_latest(registry)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -94,7 +97,9 @@ def create_fleet_app(
     metrics = ApiMetrics()
     edge, keys = Edge(limits, metrics), KeyRing(api_keys)
     relay = Relay(host, edge, metrics, silence_s, not keys.is_open)
-    pages = _Pages(host, relay, metrics, KeyRing(() if metrics_key is None else (metrics_key,)))
+    metrics_keys, timelines = KeyRing(() if metrics_key is None else (metrics_key,)), Timelines("")
+    pages = _Pages(host, relay, metrics, metrics_keys)
+    dashboard = Dashboard(Feed(FleetSource(host, relay), metrics, timelines), timelines, keys, metrics_keys)
     closing = ExitStack()
 
     @asynccontextmanager
@@ -115,9 +120,11 @@ def create_fleet_app(
             Route("/health", pages.health),
             Route("/metrics", pages.metrics),
             *Engines(host, engines_key).routes(),
+            *dashboard.routes(),
         ],
         middleware=[
             *request_log(limits.log_requests, "", closing),
+            Middleware(Watch, timelines=timelines),
             Middleware(Cors, origins=limits.cors_origins),
             Middleware(Guard, keys=keys, metrics=metrics),
         ],

@@ -28,7 +28,7 @@ from memserve.api.edge import TENANT_KEY, ClientGone, Edge, json_body, wait_for_
 from memserve.api.endpoints import asks_to_explain
 from memserve.api.errors import ApiError, bad_request, echo, model_not_found, rejected, shutting_down
 from memserve.api.exchange import REQUEST_ID_KEY
-from memserve.api.fleet_explain import explanation
+from memserve.api.fleet_explain import FORWARDED_KEY, explanation
 from memserve.api.fleet_prefill import answering_body, may_split, prefill_body
 from memserve.api.metrics import ApiMetrics
 from memserve.fleet.words import (
@@ -209,6 +209,7 @@ class Relay:
                 raise rejected(Rejected(ticket.request_id, decision.reason, decision.retry_after_s, refusal))
             ticket.call = HttpCall(self._host.specs[decision.engine].url)
             is_answer = isinstance(decision, Forward)
+            scope[FORWARDED_KEY] = decision, failures
             try:
                 asked = body if is_answer else prefill_body(body)
                 await ticket.call.send("POST", scope["path"], headers, asked, self._silence_s)

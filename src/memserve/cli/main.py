@@ -18,7 +18,8 @@ _ClickException: type = typer.BadParameter.__mro__[2]
 """What typer raises for a wrong command line. It has no public name since typer bundles its own click."""
 
 _COMMANDS = (
-    "serve", "engine", "instance", "store", "chat", "top", "explain", "trees", "doctor", "profile", "bench", "sim",
+    "serve", "engine", "instance", "store", "chat", "top", "explain", "trees", "ui", "doctor", "profile", "bench",
+    "sim",
 )  # fmt: skip
 
 
@@ -64,6 +65,10 @@ def _add(app: typer.Typer, name: str) -> None:
             from memserve.cli import watch
 
             app.command()(getattr(watch, name))
+        case "ui":
+            from memserve.cli.ui import ui
+
+            app.command()(ui)
         case "doctor":
             from memserve.cli.doctor import doctor
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,7 +13,7 @@ from memserve.api.errors import ApiError, engine_silent
 from memserve.api.hub import Hub
 from memserve.api.metrics import ApiMetrics
 from memserve.api.served import MappedEngine
-from memserve.api.ui.snapshot import SnapshotBuilder, Viewer
+from memserve.api.ui.snapshot import EngineReading, Reading, SnapshotBuilder, Viewer
 from memserve.api.ui.timelines import Timelines
 from memserve.cluster.prefix_map import PROMPTS_MAX, PrefixNode
 from memserve.runtime.loop import EngineStopped
@@ -34,12 +34,59 @@ def too_many_pages() -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "5"})
 
 
+class Source(Protocol):
+    """What the pages show, besides the HTTP edge."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server ends."""
+
+    @property
+    def model(self) -> str:
+        """The served name of the model; of several the first."""
+
+    async def read(self) -> Reading:
+        """How it is now."""
+
+    async def trees(self, tenant: str | None) -> Mapping[str, Sequence[PrefixNode]]:
+        """The prefixes of the last prompts by tenant, ``None``: of all. Raises :class:`ApiError` 503 for no answer."""
+
+
+class EngineSource:
+    """An engine of this process, or a cluster."""
+
+    def __init__(self, hub: Hub, model: str) -> None:
+        """``model``: its served name."""
+        self._hub, self.model = hub, model
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server ends."""
+        return self._hub.draining
+
+    async def read(self) -> Reading:
+        """One reading of the statistics."""
+        try:
+            return EngineReading(await asyncio.to_thread(self._hub.engine.stats))
+        except (TimeoutError, EngineStopped):
+            return EngineReading(None)
+
+    async def trees(self, tenant: str | None) -> Mapping[str, Sequence[PrefixNode]]:
+        """Empty without a router. Raises :class:`ApiError` 503 when the router does not answer."""
+        engine = self._hub.engine
+        if not isinstance(engine, MappedEngine):
+            return {}
+        try:
+            return await asyncio.to_thread(engine.prefix_trees, tenant)
+        except (TimeoutError, EngineStopped):
+            raise engine_silent() from None
+
+
 class Feed:
     """All open pages of one server."""
 
-    def __init__(self, hub: Hub, metrics: ApiMetrics, timelines: Timelines, model: str) -> None:
-        """``model``: its served name."""
-        self._hub, self._metrics, self._timelines, self._model = hub, metrics, timelines, model
+    def __init__(self, source: Source, metrics: ApiMetrics, timelines: Timelines) -> None:
+        self._source, self._metrics, self._timelines = source, metrics, timelines
         self._pages = 0
         self._reader: asyncio.Task[None] | None = None
         self._builder: SnapshotBuilder | None = None
@@ -64,7 +111,7 @@ class Feed:
         self._pages += 1
         try:
             seen: SnapshotBuilder | None = None
-            while not self._hub.draining:
+            while not self._source.draining:
                 if self._reader is None or self._reader.done():
                     self._reader = asyncio.create_task(self._read())
                 if self._builder is None or self._builder is seen:
@@ -79,18 +126,12 @@ class Feed:
 
     async def one(self, viewer: Viewer) -> dict[str, Any]:
         """A snapshot of this moment, for a viewer without a stream."""
-        builder = SnapshotBuilder(self._metrics, self._timelines, self._model, await self._stats())
-        return builder.build(viewer)
+        return (await self._moment()).build(viewer)
 
     async def trees(self, viewer: Viewer) -> dict[str, Any]:
-        """The prefixes of the last prompts that ``viewer`` may see, by tenant; empty without a router. Raises
-        :class:`ApiError` 503 when the router does not answer."""
-        engine, found = self._hub.engine, {}
-        if isinstance(engine, MappedEngine):
-            try:
-                found = await asyncio.to_thread(engine.prefix_trees, viewer.tenant)
-            except (TimeoutError, EngineStopped):
-                raise engine_silent() from None
+        """The prefixes of the last prompts that ``viewer`` may see, by tenant. Raises :class:`ApiError` 503 when the
+        router does not answer."""
+        found = await self._source.trees(viewer.tenant)
         now_ns = time.monotonic_ns()
         return {
             "prompts_max": PROMPTS_MAX,
@@ -120,10 +161,10 @@ class Feed:
 
     async def _read(self) -> None:
         while True:
-            stats = await self._stats()
+            builder = await self._moment()
             self.readings += 1
             async with self._turned:
-                self._builder = SnapshotBuilder(self._metrics, self._timelines, self._model, stats)
+                self._builder = builder
                 self._encoded = {}
                 self._turned.notify_all()
             await asyncio.sleep(INTERVAL_S)
@@ -132,11 +173,9 @@ class Feed:
             if owed_s > 0:
                 await asyncio.sleep(owed_s)
 
-    async def _stats(self) -> Any | None:
-        try:
-            return await asyncio.to_thread(self._hub.engine.stats)
-        except (TimeoutError, EngineStopped):
-            return None
+    async def _moment(self) -> SnapshotBuilder:
+        reading = await self._source.read()
+        return SnapshotBuilder(self._metrics, self._timelines, self._source.model, reading)
 
     def _stop(self) -> None:
         """The last page has closed: keep nothing."""

@@ -63,11 +63,11 @@ class Dashboard:
 
     async def page(self, request: Request) -> Response:
         """``GET /ui``."""
-        return _file("index.html")
+        return static_file("index.html")
 
     async def file(self, request: Request) -> Response:
         """``GET /ui/{name}``: a script, a style or a picture."""
-        return _file(request.path_params["name"])
+        return static_file(request.path_params["name"])
 
     async def events(self, request: Request) -> Response:
         """``GET /ui/events``: a snapshot about once a second."""
@@ -100,10 +100,13 @@ def _files() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def _file(name: str) -> Response:
+def static_file(name: str, *, is_recorded: bool = False) -> Response:
+    """A file of the page; ``is_recorded``: it plays finished runs. Raises :class:`ApiError` 404 for another name."""
     content, suffix = _files().get(name), name.rpartition(".")[2]
     if content is None or suffix not in MEDIA_TYPES:
         raise ApiError(404, f"Unknown request URL: /ui/{echo(name)}", code="unknown_url")
+    if is_recorded:
+        content = content.replace(b"<html ", b"<html data-recorded ", 1)
     return Response(content, headers={**HEADERS, "content-type": f"{MEDIA_TYPES[suffix]}; charset=utf-8"})
 
 

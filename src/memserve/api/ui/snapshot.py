@@ -6,9 +6,9 @@ The figures are the very samples that ``/metrics`` renders, so that a page canno
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client.core import Metric
 
@@ -41,11 +41,48 @@ class Viewer:
     """Whether ``/metrics`` names tenants to this viewer."""
 
 
-class SnapshotBuilder:
-    """Builds the events of one moment. ``engine_stats``: one reading for all viewers; ``None``: no answer."""
+class Reading(Protocol):
+    """What serves behind the HTTP edge, at one moment."""
 
-    def __init__(self, metrics: ApiMetrics, timelines: Timelines, model: str, engine_stats: Any | None) -> None:
-        self._metrics, self._timelines, self._model, self._stats = metrics, timelines, model, engine_stats
+    def families(self, names_tenants: bool) -> Iterable[Metric]:
+        """Its part of ``/metrics``."""
+
+    def of_tenants(self) -> Iterable[Metric]:
+        """What ``/metrics`` has by tenant, beyond the edge's own."""
+
+    def members(self) -> list[Mapping[str, Any]]:
+        """Up to :data:`MEMBERS_MAX` processes to draw: ``name``, ``role``, ``state``, ``host``."""
+
+
+class EngineReading:
+    """An engine, or a router's cluster. ``stats``: its statistics; ``None``: no answer."""
+
+    def __init__(self, stats: Any | None) -> None:
+        self._stats = stats
+
+    def families(self, names_tenants: bool) -> Iterable[Metric]:
+        """As :meth:`ApiMetrics.render` has them."""
+        return Snapshot(self._stats, names_tenants).collect()
+
+    def of_tenants(self) -> Iterable[Metric]:
+        """The router's: what each tenant's cache could have had."""
+        cluster = getattr(self._stats, "cluster", None)
+        return () if cluster is None else tenant_ceiling_families(cluster)
+
+    def members(self) -> list[Mapping[str, Any]]:
+        """The instances and stores of the cluster; none for an engine alone."""
+        views = (member.view for member in getattr(self._stats, "members", ())[:MEMBERS_MAX])
+        return [
+            {"name": view.peer.name, "role": view.role.value, "state": view.state, "host": view.host_id}
+            for view in views
+        ]
+
+
+class SnapshotBuilder:
+    """Builds the events of one moment. ``reading``: one for all viewers."""
+
+    def __init__(self, metrics: ApiMetrics, timelines: Timelines, model: str, reading: Reading) -> None:
+        self._metrics, self._timelines, self._model, self._reading = metrics, timelines, model, reading
         self._time_ms = time.time_ns() // NS_PER_MS
 
     def build(self, viewer: Viewer) -> dict[str, Any]:
@@ -56,15 +93,15 @@ class SnapshotBuilder:
             "model": self._model,
             "viewer": {"tenant": viewer.tenant, "sees_cluster": viewer.sees_cluster},
             "metrics": self._samples(viewer),
-            "members": self._members() if viewer.sees_cluster else [],
+            "members": self._reading.members() if viewer.sees_cluster else [],
             "live": self._timelines.live(viewer.tenant, LIVE_MAX),
             "recent": self._timelines.recent(viewer.tenant, RECENT_MAX),
         }
 
     def _samples(self, viewer: Viewer) -> Samples:
         of_tenants = _read(self._metrics.by_tenant.collect())
-        if (cluster := getattr(self._stats, "cluster", None)) is not None and not viewer.names_tenants:
-            of_tenants |= _read(tenant_ceiling_families(cluster))
+        if not viewer.names_tenants:
+            of_tenants |= _read(self._reading.of_tenants())
         if viewer.tenant is not None:
             of_tenants = {
                 name: [(labels, value) for labels, value in rows if labels["tenant"] == viewer.tenant]
@@ -73,15 +110,8 @@ class SnapshotBuilder:
         if not viewer.sees_cluster:
             return of_tenants
         self._metrics.read_process()
-        edge, engine = self._metrics.registry.collect(), Snapshot(self._stats, viewer.names_tenants).collect()
+        edge, engine = self._metrics.registry.collect(), self._reading.families(viewer.names_tenants)
         return _read(edge) | _read(engine) | of_tenants
-
-    def _members(self) -> list[dict[str, Any]]:
-        members = getattr(self._stats, "members", ())[:MEMBERS_MAX]
-        return [
-            {"name": view.peer.name, "role": view.role.value, "state": view.state, "host": view.host_id}
-            for view in (member.view for member in members)
-        ]
 
 
 def _read(families: Iterable[Metric]) -> Samples:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memserve.api.edge import TENANT_KEY
 from memserve.api.exchange import REQUEST_ID_KEY
+from memserve.api.fleet_explain import FORWARDED_KEY, told
 from memserve.api.guard import REPLY_KEY, account, is_work, route_of
 from memserve.api.reply import Reply
 from memserve.units import NS_PER_MS
@@ -27,10 +28,11 @@ Entry = dict[str, Any]
 class _Open:
     """A request that is being answered. The ASGI scope is read when a page asks: the request pays for a dict entry."""
 
-    __slots__ = ("scope", "started_ms", "started_ns", "status")
+    __slots__ = ("answered_ns", "scope", "started_ms", "started_ns", "status")
 
     def __init__(self, scope: Scope) -> None:
         self.scope, self.status = scope, 0
+        self.answered_ns: int | None = None
         self.started_ns, self.started_ms = time.monotonic_ns(), time.time_ns() // NS_PER_MS
 
     @property
@@ -38,6 +40,9 @@ class _Open:
         """``None``: no key has been checked yet, or the key was refused."""
         tenant: str | None = self.scope.get(TENANT_KEY)
         return tenant
+
+    def _answered_ms(self) -> float | None:
+        return None if self.answered_ns is None else round((self.answered_ns - self.started_ns) / NS_PER_MS, 3)
 
     def entry(self, model: str, *, ended: bool) -> Entry:
         """What is shown of it now."""
@@ -55,7 +60,19 @@ class _Open:
             # the account's times count from the arrival, those of the explanation from the end of reading
             entry |= reply.explanation() | account(reply, model, self.started_ns) | own
             entry["stages"] = stages(entry, entry["total_ms"])
+        elif FORWARDED_KEY in self.scope:
+            entry |= told(*self.scope[FORWARDED_KEY])
+            entry["stages"] = relayed_stages(self._answered_ms(), entry["total_ms"])
         return entry
+
+
+def relayed_stages(answered_ms: float | None, total_ms: float) -> list[Entry]:
+    """Of a request that an engine of another project answers: ``waiting`` until its answer began, then ``decode``."""
+    first_ms = total_ms if answered_ms is None else min(answered_ms, total_ms)
+    return [
+        {"stage": "waiting", "from_ms": 0, "to_ms": first_ms},
+        {"stage": "decode", "from_ms": first_ms, "to_ms": total_ms},
+    ]
 
 
 def stages(entry: Entry, total_ms: float) -> list[Entry]:
@@ -95,8 +112,12 @@ class Timelines:
     def end(self, request: _Open) -> None:
         """The request has its answer, or its client has left. Requests without a valid key are not kept."""
         del self._open[id(request.scope)]
-        if request.tenant is not None and (REPLY_KEY in request.scope or request.status >= 400):
+        if request.tenant is not None and (self._is_shown(request) or request.status >= 400):
             self._ended.append(request.entry(self._model, ended=True))
+
+    @staticmethod
+    def _is_shown(request: _Open) -> bool:
+        return REPLY_KEY in request.scope or FORWARDED_KEY in request.scope
 
     def live(self, tenant: str | None, most: int) -> list[Entry]:
         """Up to ``most`` requests in flight of ``tenant``, oldest first; ``None``: of all tenants."""
@@ -139,7 +160,7 @@ class Watch:
 
         async def send_noting_status(message: Message) -> None:
             if message["type"] == "http.response.start":
-                request.status = message["status"]
+                request.status, request.answered_ns = message["status"], time.monotonic_ns()
             await send(message)
 
         try:

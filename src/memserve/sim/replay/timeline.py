@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from memserve.mempool.events import TierReport
 from memserve.sim.clock import Clock
 from memserve.sim.replay.nodes import ReplayNode
 from memserve.units import NS_PER_S
@@ -26,6 +27,8 @@ class Look:
     """Share of the time since the last sample that the device worked."""
     served: int
     """Requests answered so far."""
+    blocks: tuple[tuple[int, ...], ...] = ()
+    """Of each instance: used, cached and free blocks of HBM, then of DRAM."""
 
 
 class Timeline:
@@ -58,15 +61,23 @@ class Timeline:
         now = self._clock.now
         if now <= self._last_ns:
             return
-        waiting, running, used, busy = [], [], [], []
+        waiting, running, used, busy, blocks = [], [], [], [], []
         for node in self._instances:
             in_line, at_work = node.machine.state.waiting_and_running()
             waiting.append(in_line)
             running.append(at_work)
             used.append(round(1 - node.machine.pool.blocks_free / node.host.setup.machine.hbm_blocks, 4))
+            blocks.append(tuple(count for tier in node.machine.pool.report().tiers for count in _states(tier)))
             before = self._busy_ns.get(node.peer.name, 0)
             self._busy_ns[node.peer.name] = node.device.busy_ns
             busy.append(round(min(1.0, max(0, node.device.busy_ns - before) / (now - self._last_ns)), 4))
         at_s = round((now - self._start_ns) / NS_PER_S, 3)
-        self.looks.append(Look(at_s, tuple(waiting), tuple(running), tuple(used), tuple(busy), self._answered()))
+        shares = tuple(used), tuple(busy)
+        self.looks.append(Look(at_s, tuple(waiting), tuple(running), *shares, self._answered(), tuple(blocks)))
         self._last_ns = now
+
+
+def _states(tier: TierReport) -> tuple[int, int, int]:
+    """Used, cached and free blocks: what could be evicted counts as cached."""
+    cached = tier.blocks_evictable
+    return tier.blocks_total - tier.blocks_free - cached, cached, tier.blocks_free

@@ -101,11 +101,12 @@ def test_every_figure_is_that_of_metrics(open_browser: Opener) -> None:
     listed = [f"{name}={key}" for name, key in keys.items()]
     with serve(FakeEngine(says(SCRIPT_TEXT)), api_keys=listed, metrics_key="sk-op") as world:
         browser = open_browser()
-        browser.open(f"{world.url}/ui/icon.svg")
+        browser.open(f"{world.url}/ui")
+        browser.until("return document.getElementById('keys').open")
+        browser.errors()  # of the refused call
         browser.run("sessionStorage.setItem('memserve-key', 'sk-op')")
-        browser.errors()  # a picture alone has no icon of its own
         names = [ask(world, key) for key in (*keys.values(), "sk-ada")]
-        browser.open(f"{world.url}/ui#requests")
+        browser.run("location.hash = '#requests'; location.reload()")
         browser.until("return arguments[0].every((id) => document.body.textContent.includes(id))", names)
         seen = set()
         for view in ("cluster", "cache"):

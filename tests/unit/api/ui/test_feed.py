@@ -11,7 +11,7 @@ import pytest
 from memserve.api.errors import ApiError
 from memserve.api.metrics import ApiMetrics
 from memserve.api.ui import feed as feeds
-from memserve.api.ui.feed import Feed
+from memserve.api.ui.feed import EngineSource, Feed
 from memserve.api.ui.snapshot import Viewer
 from memserve.api.ui.timelines import Timelines
 from memserve.runtime.loop import EngineStopped
@@ -50,7 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened() -> tuple[Edge, Feed]:
     hub: Any = Edge()
-    return hub, Feed(hub, ApiMetrics(), Timelines("tiny"), "tiny")
+    return hub, Feed(EngineSource(hub, "tiny"), ApiMetrics(), Timelines("tiny"))
 
 
 def steps(event: bytes) -> float:

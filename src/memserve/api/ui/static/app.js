@@ -4,7 +4,8 @@ import { cacheView } from "./cache.js";
 import { chatView } from "./chat.js";
 import { clusterView, connect } from "./cluster.js";
 import { h } from "./dom.js";
-import { Figures } from "./figures.js";
+import { Figures, HISTORY } from "./figures.js";
+import { play } from "./player.js";
 import { requestsView } from "./requests.js";
 import { follow } from "./stream.js";
 import { treesView } from "./trees.js";
@@ -39,6 +40,13 @@ function take(snapshot) {
   figures.take(snapshot);
   document.getElementById("model").textContent = `${snapshot.model}, memserve ${snapshot.version}`;
   render();
+}
+
+// A moment of a finished run: what went before it is its history.
+function show(snapshots, at) {
+  figures.history = [];
+  for (const earlier of snapshots.slice(Math.max(0, at - HISTORY + 1), at)) figures.take(earlier);
+  take(snapshots[at]);
 }
 
 function told(text, isBad, needsKey) {
@@ -78,5 +86,14 @@ document.addEventListener("keydown", (event) => {
   const name = Object.keys(VIEWS)[Number(event.key) - 1];
   if (!typing && !event.ctrlKey && !event.metaKey && !event.altKey && name) location.hash = name;
 });
+if ("recorded" in document.documentElement.dataset) {
+  for (const name of ["trees", "chat"]) {
+    delete VIEWS[name]; // nothing of them is recorded
+    document.querySelector(`nav a[href="#${name}"]`).remove();
+  }
+  document.getElementById("key").remove();
+  play(show, told);
+} else {
+  follow(take, told);
+}
 render();
-follow(take, told);

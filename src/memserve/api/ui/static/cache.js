@@ -3,29 +3,38 @@
 import { bars, count, figure, h, millis, percent, sample, spark } from "./dom.js";
 
 const WINDOW_S = 60;
-const PROMPTS = "memserve_prompt_tokens_total";
 const FRESH = "memserve_router_new_prompt_tokens_total";
-const CACHED = "memserve_cached_prompt_tokens_total";
 
 export function cacheView(figures) {
   const parts = [];
-  if (figures.now.viewer.sees_cluster) parts.push(hits(figures), latencies(figures), objectives(figures));
-  parts.push(tenants(figures));
+  if (figures.isFleet()) return figures.now.viewer.sees_cluster ? [hits(figures)] : [unseen()];
+  if (figures.now.viewer.sees_cluster) parts.push(hits(figures), latencies(figures));
+  if (figures.now.viewer.sees_cluster && !isRecorded()) parts.push(objectives(figures));
+  if (!isRecorded()) parts.push(tenants(figures));
   return parts;
 }
 
+function unseen() {
+  return h("p", { class: "note" }, "These figures need the key of /metrics.");
+}
+
+function isRecorded() {
+  return "recorded" in document.documentElement.dataset; // by tenant and by objective nothing is
+}
+
 function hits(figures) {
-  const [cached, prompts] = [figures.sum(CACHED), figures.sum(PROMPTS)];
-  const [lately, all] = [figures.grown(CACHED, WINDOW_S), figures.grown(PROMPTS, WINDOW_S)];
+  const [promptName, cachedName] = figures.promptNames();
+  const [cached, prompts] = [figures.sum(cachedName), figures.sum(promptName)];
+  const [lately, all] = [figures.grown(cachedName, WINDOW_S), figures.grown(promptName, WINDOW_S)];
   const tiles = [
     figure("Hit rate since the start", percent(cached, prompts), {
       chart: reached(figures, prompts ? cached / prompts : 0),
-      metric: CACHED, value: cached, under: sample(PROMPTS, prompts),
+      metric: cachedName, value: cached, under: sample(promptName, prompts),
       sub: `${count(cached)} of ${count(prompts)} prompt tokens`,
     }),
     figure("Hit rate of the last minute", percent(lately.grown, all.grown), {
       sub: `${count(lately.grown)} of ${count(all.grown)} prompt tokens in ${all.seconds.toFixed(0)} s`,
-      chart: spark(figures.shares(CACHED, PROMPTS), "Hit rate, the last minutes", 1),
+      chart: spark(figures.shares(cachedName, promptName), "Hit rate, the last minutes", 1),
     }),
     ...ceiling(figures),
   ];
@@ -67,7 +76,8 @@ function latencies(figures) {
     const chart = bars(figures.buckets(name).map(([until, amount]) => [upTo(until), amount]), `${label}: its spread`);
     return figure(`${label}, median`, at(0.5), { metric: `${name}_count`, value: seen, sub, chart });
   });
-  return h("section", {}, h("h2", {}, "Latency at the HTTP edge"), h("div", { class: "tiles wide" }, ...tiles));
+  const title = isRecorded() ? "Latency as clients saw it" : "Latency at the HTTP edge";
+  return h("section", {}, h("h2", {}, title), h("div", { class: "tiles wide" }, ...tiles));
 }
 
 function upTo(seconds) {

@@ -12,6 +12,7 @@ let stopping = null;
 export function chatView(figures) {
   view ??= build();
   view.model = figures.now.model;
+  view.isFleet = figures.isFleet();
   return [view.element];
 }
 
@@ -69,14 +70,22 @@ async function ask(built) {
 }
 
 async function stream(built, answer) {
-  const body = JSON.stringify({ model: built.model, messages, stream: true, explain: true });
-  const headers = { "content-type": "application/json", ...keyHeaders() };
+  const own = built.isFleet ? {} : { explain: true }; // servers of others get no field that they do not know
+  const body = JSON.stringify({ model: built.model, messages, stream: true, ...own });
+  const headers = { "content-type": "application/json", "x-memserve-explain": "1", ...keyHeaders() };
   const response = await fetch(CHATS, { method: "POST", headers, body, signal: stopping.signal });
   if (!response.ok) throw new Error((await response.json()).error?.message ?? `status ${response.status}`);
+  const why = JSON.parse(response.headers.get("x-memserve-explain") ?? "null");
+  const facts = Object.entries(why ?? {}).map(([fact, value]) => told(fact, value));
+  if (why) built.beside.replaceChildren(story({ story: facts }));
   await read(response.body.getReader(), (chunk) => {
     if (chunk.error) throw new Error(chunk.error.message);
     for (const choice of chunk.choices ?? []) answer.append(choice.delta?.content ?? "");
     built.said.scrollTop = built.said.scrollHeight;
     if (chunk.memserve) built.beside.replaceChildren(story(chunk.memserve));
   });
+}
+
+function told(fact, value) {
+  return { fact, value: typeof value === "object" ? JSON.stringify(value) : value };
 }

@@ -39,10 +39,10 @@ export function connect(root) {
 
 function totals(figures) {
   const clustered = figures.has("memserve_router_requests_live");
-  const waiting = clustered ? "memserve_gate_waiting" : "memserve_requests_waiting";
+  const alone = figures.isFleet() ? "memserve_fleet_engine_waiting" : "memserve_requests_waiting";
+  const waiting = clustered ? "memserve_gate_waiting" : alone;
   const generated = "memserve_generated_tokens_total";
-  const prompts = "memserve_prompt_tokens_total";
-  const cached = "memserve_cached_prompt_tokens_total";
+  const [prompts, cached] = figures.promptNames();
   const tile = (label, name, more = {}) => {
     const value = figures.sum(name);
     return figure(label, count(value), { metric: name, value, ...more });
@@ -56,18 +56,19 @@ function totals(figures) {
   const inFlight = figures.history.map((point) => [point.time_ms, point.live]);
   const hits = { sub: "of prompt tokens, since the start", metric: cached, value: figures.sum(cached) };
   const trend = spark(figures.shares(cached, prompts), "KV from the cache, the last minutes", 1);
-  const sub = `${count(figures.sum(waiting))} wait${clustered ? " for admission" : ""}`;
+  const sub = `${count(figures.sum(waiting))} wait${clustered ? " for admission" : " in engines"}`;
   const under = sample(waiting, figures.sum(waiting));
   const moments = { sub, under, chart: spark(inFlight, "Requests in flight, the last minutes") };
+  const connections = "memserve_http_connections";
   const resident = bytes(figures.sum("memserve_resident_bytes"));
   return h(
     "div",
     { class: "tiles" },
     tile("Requests in flight", figures.live(), moments),
-    speed("Generated tokens/s", generated),
+    !figures.isFleet() && speed("Generated tokens/s", generated),
     speed("Prompt tokens/s", prompts),
     figure("KV from the cache", percent(figures.sum(cached), figures.sum(prompts)), { ...hits, chart: trend }),
-    tile("HTTP connections", "memserve_http_connections", { sub: `the server: ${resident} resident` }),
+    figures.has(connections) && tile("HTTP connections", connections, { sub: `the server: ${resident} resident` }),
   );
 }
 
@@ -87,15 +88,48 @@ function drawn(figures) {
 function routerCard(figures) {
   const decided = figures.rows("memserve_router_decisions_total");
   const ways = decided.map(([labels, value]) => `${labels.way} ${count(value)}`).join(", ");
-  const title = figures.has("memserve_router_instances") ? "router" : "server";
-  const parts = [h("h3", {}, title), ways && h("p", { class: "facts" }, `KV of prompts: ${ways}`)];
+  const isRouter = figures.has("memserve_router_instances") || figures.now.members.length > 0;
+  const title = isRouter ? "router" : "server";
+  const about = figures.isFleet() ? "before servers of other projects" : null;
+  const name = h("h3", {}, title, about && h("span", { class: "role" }, ` ${about}`));
+  const parts = [name, ways && h("p", { class: "facts" }, `KV of prompts: ${ways}`)];
   if (figures.has("memserve_router_tree_blocks")) {
     parts.push(h("p", { class: "facts" }, `knows ${count(figures.sum("memserve_router_tree_blocks"))} cached blocks`));
   }
   return h("div", { class: "rank" }, h("article", { class: "card", "data-node": "router" }, ...parts));
 }
 
+// A server of another project: what it says of itself, and what the router believes that it has cached.
+function engineCard(figures, member) {
+  const engine = { engine: member.name };
+  const fact = (metric, text) => {
+    const value = figures.sum(metric, engine);
+    if (!value && !metric.endsWith("_open")) return null;
+    return h("p", { class: "facts", ...sample(metric, value, engine) }, text(value));
+  };
+  const open = figures.sum("memserve_fleet_requests_open", engine);
+  const prompts = figures.sum("memserve_fleet_prompt_tokens_total", engine);
+  const usage = figures.sum("memserve_fleet_engine_kv_usage", engine);
+  const shown = `KV memory: ${percent(usage, 1)} in use`;
+  const parts = [
+    h("h3", {}, h("span", { class: `dot ${member.state}`, title: member.state }), ` ${member.name} `,
+      h("span", { class: "role" }, member.state === "live" ? "engine" : "engine, takes no requests")),
+    fact("memserve_fleet_requests_open", (value) => `${count(value)} open here`),
+    fact("memserve_fleet_engine_running", (value) => `${count(value)} running by its own count`),
+    fact("memserve_fleet_engine_waiting", (value) => `${count(value)} waiting by its own count`),
+    fact("memserve_fleet_requests_total", (value) => `${counted(value, "attempt")} sent`),
+    fact("memserve_fleet_requests_failed_total", (value) => `${count(value)} of them failed`),
+    fact("memserve_fleet_matched_tokens_total",
+      (value) => `${percent(value, prompts)} of ${count(prompts)} prompt tokens believed cached`),
+    fact("memserve_fleet_cached_blocks", (value) => `${count(value)} blocks believed cached`),
+    h("p", { class: "facts" }, shown), bar([["held", usage]], 1, shown),
+  ];
+  const busy = open ? "yes" : "no";
+  return h("article", { class: "card", "data-node": "member", "data-name": member.name, "data-busy": busy }, ...parts);
+}
+
 function card(figures, member, clustered) {
+  if (figures.isFleet()) return engineCard(figures, member);
   const mine = (name) => figures.sum(`memserve_instance_${name}`, { instance: member.name });
   const running = clustered ? mine("sequences_running") : figures.sum("memserve_sequences_running");
   const waiting = clustered ? mine("requests_waiting") : figures.sum("memserve_requests_waiting");

@@ -37,6 +37,17 @@ export class Figures {
     return this.rows(name, labels).reduce((sum, [, value]) => sum + value, 0);
   }
 
+  // Whether this is a router before servers of other projects.
+  isFleet() {
+    return this.has("memserve_fleet_engine_up");
+  }
+
+  // The totals of prompt tokens, and of those from KV.
+  promptNames() {
+    if (this.isFleet()) return ["memserve_fleet_prompt_tokens_total", "memserve_fleet_matched_tokens_total"];
+    return ["memserve_prompt_tokens_total", "memserve_cached_prompt_tokens_total"];
+  }
+
   // The gauge of requests that are not answered yet.
   live() {
     const names = ["memserve_router_requests_live", "memserve_fleet_requests_open", "memserve_sequences_running"];

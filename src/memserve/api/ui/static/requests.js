@@ -42,7 +42,7 @@ function shown(entry, longest) {
 function tokens(entry) {
   const prompt = `${count(entry.prompt_tokens)} in`;
   const cached = entry.cached_tokens ? ` (${count(entry.cached_tokens)} from KV)` : "";
-  return `${prompt}${cached}, ${count(entry.output_tokens)} out`;
+  return `${prompt}${cached}${entry.output_tokens === undefined ? "" : `, ${count(entry.output_tokens)} out`}`;
 }
 
 function timeline(entry, longest) {
