@@ -51,6 +51,7 @@ def instance(
     link: opt.Link = opt.DEFAULT_LINK,
     engine: EngineOptions,
     drain_s: opt.DrainS = DRAIN_S,
+    health_file: opt.HealthFile = None,
     log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
     supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
 ) -> None:
@@ -60,7 +61,7 @@ def instance(
         return
     opt.set_up_logging(log_level)
     opt.check_name(name or "")
-    place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s)
+    place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
     started = time.perf_counter()
     typer.echo(f"loading {engine.model} ...", err=True)
     from memserve.runtime.instance_host import run_instance
@@ -107,6 +108,7 @@ def _place(
     secret_file: Path | None,
     link: str,
     drain_s: float,
+    health_file: Path | None,
 ) -> MemberOptions:
     from memserve.runtime.instance_host import MemberOptions
 
@@ -124,6 +126,7 @@ def _place(
         port=port,
         advertise=here,
         link=link,
+        health_file=health_file,
     )
 
 

@@ -96,6 +96,7 @@ def store(
     cluster_secret_file: credentials.StoreSecretFile = None,
     link: opt.Link = opt.DEFAULT_LINK,
     drain_s: DrainS = DRAIN_S,
+    health_file: opt.HealthFile = None,
     log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
     supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
 ) -> None:
@@ -121,7 +122,7 @@ def store(
         raise UserError("this store would serve neither clients nor a cluster", hint=hint, param="listen")
     opt.set_up_logging(log_level)
     secret = _secret(options, cluster_secret_file)
-    place = _place(options, join, name, advertise, secret, link, drain_s)
+    place = _place(options, join, name, advertise, secret, link, drain_s, health_file=health_file)
     started = time.perf_counter()
     from memserve.runtime.store_host import run_store
 
@@ -172,6 +173,7 @@ def _place(
     link: str,
     drain_s: float,
     here: str | None = None,
+    health_file: Path | None = None,
 ) -> StorePlace:
     from memserve.runtime.store_place import StorePlace
 
@@ -193,6 +195,7 @@ def _place(
         advertise=advertise,
         link=link,
         drain_s=drain_s,
+        health_file=health_file,
     )
 
 
