@@ -72,6 +72,7 @@ ONE_BY_ONE = (
     "process/cli/test_commands",
     "process/test_store_hostile",
     "process/test_store_kills",
+    "process/test_deploy_pods",
     "process/client/test_store_process",
     "process/runtime/test_pool_peer",
     "process/runtime/links/test_data",
