@@ -93,6 +93,14 @@ def test_pods_join_are_ready_drain_and_end(cluster: Cluster) -> None:
     assert status == 200, first
     assert all(name in json.dumps(first["memserve"]) for name in ("chat-prefill-0", "chat-decode-0")), first
 
+    expected = "prefill=1,decode=1,store=1"
+    doctor = ("memserve", "doctor", "--cluster", "http://127.0.0.1:8000", "--api-key", KEY, "--expect", expected)
+    told = router.exec(*doctor)
+    assert told.returncode == 0 and "1 decode, 1 prefill, 1 store" in told.stdout, told.stdout + told.stderr
+    port = ("--join", "chat-router-0.chat-routers:7000", "--cluster-secret-file", "/srv/memserve/secret/cluster")
+    told = everything["decode"].exec("memserve", "doctor", *port)
+    assert told.returncode == 0 and "takes the secret" in told.stdout, told.stdout + told.stderr
+
     answers: list[tuple[int, Any]] = []
     running = threading.Thread(target=lambda: answers.append(cluster.ask(150)))
     running.start()
@@ -107,6 +115,8 @@ def test_pods_join_are_ready_drain_and_end(cluster: Cluster) -> None:
         everything[role].terminate()
         assert everything[role].status() == 0, everything[role].said()
         assert not everything[role].probe("readinessProbe"), "what is gone is not ready"
+    told = router.exec(*doctor)
+    assert told.returncode == 1 and "0 of 1 are live" in told.stdout, told.stdout + told.stderr
     router.wait("readinessProbe", 30, wanted=False)
     assert router.probe("livenessProbe"), "a router without instances is not restarted"
     router.terminate()

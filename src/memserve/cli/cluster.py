@@ -232,7 +232,7 @@ def _check_memory(
 def _open_router(options: ClusterOptions, secret: str, kept: Metadata) -> RouterEngine:
     """Open the router where the last one listened, if that port is free: its instances ask there first."""
     last_host, _, last_port = kept.recovered.address.removeprefix("tcp://").rpartition(":")
-    if options.port is None and last_host == options.host:
+    if options.port is None and last_host.strip("[]") == options.host:
         try:
             return _router_at(options, secret, kept, int(last_port))
         except UserError:  # another process has taken the port: members are told the new one

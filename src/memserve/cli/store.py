@@ -18,6 +18,7 @@ from memserve.cli import options as opt
 from memserve.cli.instance import listens_at, own_address_to
 from memserve.cli.store_tools import add_tools
 from memserve.errors import UserError
+from memserve.runtime.links.devices import with_port
 from memserve.runtime.process import ignore_terminal
 from memserve.runtime.store_secret import store_secret, stored_secret, with_absolute_folders
 from memserve.store_options import StoreOptions, read_folders
@@ -191,7 +192,7 @@ def _place(
         folders=tuple((Path(folder), nbytes) for folder, nbytes in options.folders),
         disks=disks_config(options),
         secret=secret,
-        join=tuple(f"tcp://{router}:{its_port}" for router, its_port in routers),
+        join=tuple(f"tcp://{with_port(*router)}" for router in routers),
         advertise=advertise,
         link=link,
         drain_s=drain_s,
