@@ -211,3 +211,28 @@ def test_the_image_takes_what_is_there() -> None:
     assert pods.entrypoint() == ["memserve"]
     pinned = (ROOT / "constraints.txt").read_text()
     assert all(f"torch=={version}" in pinned for version in set(re.findall(r"torch==([\d.]+)", DOCKERFILE)))
+
+
+def test_commands_of_the_guide_are_known() -> None:
+    """What a reader types stands in the guide as it is typed: every flag is one of its command."""
+    page = (ROOT / "docs" / "guides" / "HOSTS.md").read_text()
+    blocks = re.findall(r"```\n(.*?)```", page, re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    commands = reference().typer.main.get_command(reference().command_line()).commands
+    seen = set()
+    for line in lines:
+        found = re.search(r"(?:^|-- )memserve (\w+)(.*)$", line)
+        if found is None:
+            continue
+        known = {option for param in commands[found[1]].params for option in param.opts}
+        assert set(re.findall(r"--[\w-]+", found[2])) <= known, line
+        seen.add(found[1])
+    assert seen == {"serve", "instance", "store", "doctor", "scale"}
+    sets = re.findall(r"--set ([\w.]+)=", "\n".join(lines))
+    chart = yaml.safe_load((pods.CHART / "values.yaml").read_text())
+    for path in sets:
+        at: Any = chart
+        for word in path.split("."):
+            assert word in at, f"--set {path}"
+            at = at[word]
+    assert sets
