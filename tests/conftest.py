@@ -73,6 +73,8 @@ ONE_BY_ONE = (
     "process/cli/test_commands",
     "process/test_store_hostile",
     "process/test_store_kills",
+    "process/test_deploy_pods",
+    "process/test_net_hosts",
     "process/client/test_store_process",
     "process/runtime/test_pool_peer",
     "process/runtime/links/test_data",

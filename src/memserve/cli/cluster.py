@@ -16,6 +16,7 @@ from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, PeerInfo
 from memserve.options import command_line_of
+from memserve.placement import PlacementOptions
 from memserve.policy.capacity import (
     APART_CORES_MIN,
     CLIENT_TOKENS,
@@ -67,6 +68,7 @@ class ClusterOptions:
     """A line about the shape, where it was chosen to suit the machine. Empty: the options set it."""
     store: StoreOptions = dataclasses.field(default_factory=StoreOptions)
     """The store of this host; default: none."""
+    placement: PlacementOptions = dataclasses.field(default_factory=PlacementOptions)
 
     def __post_init__(self) -> None:
         if self.store.is_used and self.config.caching is Caching.OFF:
@@ -232,7 +234,7 @@ def _check_memory(
 def _open_router(options: ClusterOptions, secret: str, kept: Metadata) -> RouterEngine:
     """Open the router where the last one listened, if that port is free: its instances ask there first."""
     last_host, _, last_port = kept.recovered.address.removeprefix("tcp://").rpartition(":")
-    if options.port is None and last_host == options.host:
+    if options.port is None and last_host.strip("[]") == options.host:
         try:
             return _router_at(options, secret, kept, int(last_port))
         except UserError:  # another process has taken the port: members are told the new one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import importlib.util
 import json
 import os
@@ -12,14 +11,15 @@ import shlex
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from memserve.cli import credentials
 from memserve.cli import options as opt
+from memserve.cli.findings import Finding, Status, print_finding
 from memserve.config import DEFAULT_MODEL
 from memserve.errors import UserError
 from memserve.runtime.memory import available_memory_bytes
@@ -29,24 +29,6 @@ from memserve.units import GIB, MIB, human_bytes
 PYTHON_MIN = (3, 11)
 MEMORY_NEED_BYTES = int(1.2 * GIB)
 DISK_NEED_BYTES = 1 * GIB
-
-
-class Status(enum.StrEnum):
-    """How bad a finding is."""
-
-    OK = "ok"
-    WARN = "warn"  # works, but slower or with less
-    FAIL = "fail"  # memserve cannot serve
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    name: str
-    status: Status
-    detail: str
-    hint: str | None = None
 
 
 def check_python() -> Iterator[Finding]:
@@ -284,9 +266,6 @@ def check_extras() -> Iterator[Finding]:
         yield Finding("shared memory", Status.WARN, f"{human_bytes(free)} free", hint)
 
 
-_MARKS = {Status.OK: ("ok  ", "green"), Status.WARN: ("warn", "yellow"), Status.FAIL: ("FAIL", "red")}
-
-
 def doctor(
     model: opt.Model = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address that serve would listen on.")] = opt.DEFAULT_HOST,
@@ -294,19 +273,46 @@ def doctor(
     ssd: Annotated[
         list[str] | None, typer.Option(help="DIR=20GiB, as serve would be given: is this a place for KV? Repeatable.")
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="URL of a running router: what is wrong with its cluster, instead of this machine?"),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", help="With --cluster: the key of --metrics-key.", envvar="MEMSERVE_CHAT_KEY"),
+    ] = None,
+    expect: Annotated[
+        str | None, typer.Option(help="With --cluster: members that there should be, as prefill=2,decode=2,store=1.")
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of a router's cluster port: can it be reached, does it take the secret?"),
+    ] = None,
+    cluster_secret_file: credentials.ClusterSecretFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Check this machine, the model and the installation. Exit status 1: something essential is missing."""
-    findings = [*examine(model, host, port), *check_disks(ssd or [])]
+    """Check this machine, the model and the installation, or a cluster that runs. Exit status 1: something essential is
+    missing."""
+    findings: list[Finding] = []
+    if cluster is not None or join is not None:
+        from memserve.cli.doctor_cluster import examine_cluster, examine_port, read_expected
+
+        if cluster is not None:
+            findings += examine_cluster(cluster, api_key, read_expected(expect))
+        if join is not None:
+            findings += examine_port(join, cluster_secret_file)
+        closing = ("the cluster is well, as far as its router says", "the cluster is not well: see what says FAIL")
+    else:
+        findings += [*examine(model, host, port), *check_disks(ssd or [])]
+        closing = (f"ready to serve: {_serve_command(model, findings)}", "not ready: fix what says FAIL")
     worst = Status.FAIL if any(finding.status is Status.FAIL for finding in findings) else Status.OK
     if as_json:
         listed = [dataclasses.asdict(finding) for finding in findings]
         typer.echo(json.dumps({"ok": worst is Status.OK, "checks": listed}, indent=1))
     else:
         for finding in findings:
-            _print(finding)
-        ready = f"ready to serve: {_serve_command(model, findings)}"
-        typer.echo(ready if worst is Status.OK else "not ready: fix what says FAIL")
+            print_finding(finding)
+        typer.echo(closing[worst is not Status.OK])
     if worst is Status.FAIL:
         raise typer.Exit(1)
 
@@ -329,10 +335,3 @@ def _serve_command(model: str, findings: list[Finding]) -> str:
     taken = any(finding.name == "port" and finding.status is not Status.OK for finding in findings)
     command = "memserve serve" + (f" --model {shlex.quote(model)}" if model != DEFAULT_MODEL else "")
     return command + (" --port 0" if taken else "")
-
-
-def _print(finding: Finding) -> None:
-    mark, color = _MARKS[finding.status]
-    typer.echo(f"{typer.style(mark, fg=color)}  {finding.name:<18} {finding.detail}")
-    if finding.hint and finding.status is not Status.OK:
-        typer.echo(f"      hint: {finding.hint}")

@@ -17,7 +17,7 @@ from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.config import DRAIN_S, EngineOptions
 from memserve.errors import UserError
-from memserve.runtime.links.devices import own_address
+from memserve.runtime.links.devices import address_towards, own_address, with_port
 from memserve.runtime.process import die_with, ignore_terminal
 from memserve.types import Role
 
@@ -51,6 +51,7 @@ def instance(
     link: opt.Link = opt.DEFAULT_LINK,
     engine: EngineOptions,
     drain_s: opt.DrainS = DRAIN_S,
+    health_file: opt.HealthFile = None,
     log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
     supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
 ) -> None:
@@ -60,7 +61,7 @@ def instance(
         return
     opt.set_up_logging(log_level)
     opt.check_name(name or "")
-    place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s)
+    place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
     started = time.perf_counter()
     typer.echo(f"loading {engine.model} ...", err=True)
     from memserve.runtime.instance_host import run_instance
@@ -107,6 +108,7 @@ def _place(
     secret_file: Path | None,
     link: str,
     drain_s: float,
+    health_file: Path | None,
 ) -> MemberOptions:
     from memserve.runtime.instance_host import MemberOptions
 
@@ -117,28 +119,26 @@ def _place(
     return MemberOptions(
         role=role,
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
-        join=tuple(f"tcp://{router}:{its_port}" for router, its_port in routers),
+        join=tuple(f"tcp://{with_port(*router)}" for router in routers),
         secret=credentials.read_secret(secret_file),
         drain_s=drain_s,
         host=listens_at(here),
         port=port,
         advertise=here,
         link=link,
+        health_file=health_file,
     )
 
 
 def listens_at(advertised: str) -> str:
     """Where to listen: at the advertised address if it is this host's; else (behind NAT) at all addresses."""
-    own = own_address(advertised)
-    return own if own is not None and ":" not in own else "0.0.0.0"
+    return own_address(advertised) or ("::" if ":" in advertised else "0.0.0.0")
 
 
 def own_address_to(router_host: str) -> str:
     """The address of this host on the way to the router, found without sending anything."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((router_host, 9))
-            return str(probe.getsockname()[0])
+        return address_towards(router_host)
     except OSError as error:
         hint = "check --join, or name this host with --advertise HOST:PORT"
         raise UserError(f"there is no route to {router_host}: {error.strerror or error}", hint=hint) from None

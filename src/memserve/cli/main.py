@@ -18,8 +18,8 @@ _ClickException: type = typer.BadParameter.__mro__[2]
 """What typer raises for a wrong command line. It has no public name since typer bundles its own click."""
 
 _COMMANDS = (
-    "serve", "engine", "instance", "store", "chat", "top", "explain", "trees", "ui", "doctor", "profile", "bench",
-    "sim",
+    "serve", "engine", "instance", "store", "scale", "chat", "top", "explain", "trees", "ui", "doctor", "profile",
+    "bench", "sim",
 )  # fmt: skip
 
 
@@ -57,6 +57,10 @@ def _add(app: typer.Typer, name: str) -> None:
             from memserve.cli import store
 
             app.add_typer(store.app, name=name)
+        case "scale":
+            from memserve.cli.on_ray import scale
+
+            app.command()(scale)
         case "chat":
             from memserve.cli.chat import chat
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from memserve.cli.options import split_address
 from memserve.errors import StoreUnavailable, UserError
-from memserve.runtime.links.devices import own_address
+from memserve.runtime.links.devices import own_address, with_port
 
 if TYPE_CHECKING:
     from memserve.runtime.router import RouterEngine
@@ -55,7 +55,7 @@ def find_store(address: str, secret: str, cluster_host: str, say: Callable[[str]
     from memserve.client.connection import Connection
 
     host, port = split_address(address, "--store")
-    address = f"{host}:{port}"
+    address = with_port(host, port)
     if own_address(cluster_host) in _LOOPBACK and own_address(host) is None:
         hint = "name the address by which other hosts reach this one: --cluster-host HOST"
         raise UserError(f"the store at {address} cannot reach a router at {cluster_host}", hint=hint, param="store")

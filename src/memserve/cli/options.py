@@ -18,6 +18,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 import typer
@@ -36,6 +37,13 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 DEFAULT_LOG_LEVEL = "warning"
 
 DrainS = Annotated[float, typer.Option(min=0, help="Seconds that streams may go on after SIGTERM or SIGHUP.")]
+HealthFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File that says once a second what this process is: member, outside (it works without a router) or drains."
+        " For probes of containers; a file that is older than a minute is of a process that hangs."
+    ),
+]
 Link = Annotated[str, typer.Option(help="How KV moves: auto, shm (same host) or nixl.")]
 LogLevel = Annotated[str, typer.Option(help=f"Lowest level that is logged: {', '.join(LOG_LEVELS)}.")]
 

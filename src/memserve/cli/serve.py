@@ -22,6 +22,7 @@ from memserve.cli.fleet import run_fleet
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.fleet.words import FleetOptions
+from memserve.placement import PlacementOptions
 from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
 from memserve.runtime.store_secret import with_absolute_folders
@@ -98,10 +99,9 @@ def serve(
     metadata_credentials: credentials.MetadataCredentials = None,
     in_process: Annotated[bool, typer.Option(help="Run one engine in this process, without a cluster.")] = False,
     fleet: FleetOptions,
+    placement: PlacementOptions,
 ) -> None:
-    """Serve a model over the OpenAI HTTP API: a router, and one colocated instance, or a prefill and a decode instance
-    where there are eight cores and memory for both; the start says which. With ``--engine``: a router in front of
-    servers of other projects."""
+    """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(log_level)
     keys = credentials.api_keys(api_key, api_key_file)
@@ -109,18 +109,19 @@ def serve(
     answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
     http = opt.HttpOptions(host, port, *secrets, *answers, drain_s, edge, log_level, api)
     if fleet.engines or fleet.admin_key_file is not None:
-        own = in_process or any(count is not None for count in (prefill, decode, colocated, cluster_port))
+        own = in_process or any(one is not None for one in (prefill, decode, colocated, cluster_port, placement.asked))
         run_fleet(fleet, http, cluster, None if own else store)
         return
     if in_process:
         store.refuse("leave out --in-process")
-        run_server(_alone(engine, cluster.admission, prefill, decode, colocated, cluster_port), http, None)
+        cluster_options = (prefill, decode, colocated, cluster_port, placement.asked)
+        run_server(_alone(engine, cluster.admission, *cluster_options), http, None)
         return
     config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
     shape = choose_counts(prefill, decode, colocated, engine)
     kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
-    members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape), with_absolute_folders(store))
+    members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape), with_absolute_folders(store), placement)
     run_server(engine, http, ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members))
 
 
@@ -148,6 +149,11 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     """Bind, load, serve, drain. ``cluster`` None: one engine in this process.
 
     Raises :class:`UserError`: for wrong options before anything is loaded."""
+    if cluster is not None and cluster.placement.asked is not None:
+        from memserve.cli.on_ray import run_on_ray
+
+        run_on_ray(engine_options, http, cluster)
+        return
     started = time.perf_counter()
     from memserve.api.auth import KeyRing
     from memserve.api.server import bind

@@ -18,6 +18,7 @@ from memserve.cli import options as opt
 from memserve.cli.instance import listens_at, own_address_to
 from memserve.cli.store_tools import add_tools
 from memserve.errors import UserError
+from memserve.runtime.links.devices import with_port
 from memserve.runtime.process import ignore_terminal
 from memserve.runtime.store_secret import store_secret, stored_secret, with_absolute_folders
 from memserve.store_options import StoreOptions, read_folders
@@ -96,6 +97,7 @@ def store(
     cluster_secret_file: credentials.StoreSecretFile = None,
     link: opt.Link = opt.DEFAULT_LINK,
     drain_s: DrainS = DRAIN_S,
+    health_file: opt.HealthFile = None,
     log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
     supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
 ) -> None:
@@ -121,7 +123,7 @@ def store(
         raise UserError("this store would serve neither clients nor a cluster", hint=hint, param="listen")
     opt.set_up_logging(log_level)
     secret = _secret(options, cluster_secret_file)
-    place = _place(options, join, name, advertise, secret, link, drain_s)
+    place = _place(options, join, name, advertise, secret, link, drain_s, health_file=health_file)
     started = time.perf_counter()
     from memserve.runtime.store_host import run_store
 
@@ -172,6 +174,7 @@ def _place(
     link: str,
     drain_s: float,
     here: str | None = None,
+    health_file: Path | None = None,
 ) -> StorePlace:
     from memserve.runtime.store_place import StorePlace
 
@@ -189,10 +192,11 @@ def _place(
         folders=tuple((Path(folder), nbytes) for folder, nbytes in options.folders),
         disks=disks_config(options),
         secret=secret,
-        join=tuple(f"tcp://{router}:{its_port}" for router, its_port in routers),
+        join=tuple(f"tcp://{with_port(*router)}" for router in routers),
         advertise=advertise,
         link=link,
         drain_s=drain_s,
+        health_file=health_file,
     )
 
 

@@ -80,6 +80,10 @@ class Samples:
         rows = self._metrics.get(f"memserve_{name}", ())
         return float(sum(value for has, value in rows if labels.items() <= has.items()))
 
+    def rows(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each sample of ``memserve_<name>``."""
+        return [(has, float(value)) for has, value in self._metrics.get(f"memserve_{name}", ())]
+
     def has(self, name: str) -> bool:
         """Whether there are samples of ``memserve_<name>``."""
         return bool(self._metrics.get(f"memserve_{name}"))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memserve.errors import UserError
-from memserve.runtime.links.devices import own_address
+from memserve.runtime.links.devices import address_towards, own_address, with_port
 from memserve.runtime.meta_folder import SECRET, default_folder
 from memserve.runtime.private_files import SECRET_FILE_VARIABLE, read_secret
 from memserve.runtime.store_secret import SECRET as STORE_SECRET
@@ -70,19 +69,17 @@ def checked_address(address: str) -> str:
     if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
         hint = "HOST:PORT, as `memserve store --listen` has it"
         raise UserError(f"{address[:100]!r} is no address of a store", hint=hint, param="address")
-    return f"{host}:{port}"
+    return with_port(host.strip("[]"), port)
 
 
 def own_host(address: str) -> str:
     """The address of this host that a store at ``address`` can answer to; nothing is sent to find it."""
-    host, _, port = address.rpartition(":")
+    host = address.rpartition(":")[0].strip("[]")
     found = own_address(host)
     if found is not None:
         return found
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))
-            return str(probe.getsockname()[0])
+        return address_towards(host)
     except OSError as error:
         hint = "correct the address, or name this host: listen=HOST"
         raise UserError(f"there is no way to {host}: {error.strerror or error}", hint=hint, param="address") from None

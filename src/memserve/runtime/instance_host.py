@@ -15,6 +15,7 @@ from memserve.errors import UserError
 from memserve.mempool.identity import identity_key
 from memserve.messages import Peer, PeerInfo
 from memserve.runtime.build import Parts, build_parts
+from memserve.runtime.health_file import HealthFile
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
@@ -55,6 +56,8 @@ class MemberOptions:
     """How KV moves: ``auto``, ``shm`` or ``nixl``."""
     is_supervised: bool = False
     """A ``memserve serve`` on this host has started it, and ends it."""
+    health_file: Path | None = None
+    """Where it says once a second what it is to its cluster."""
 
 
 def run_instance(
@@ -72,6 +75,7 @@ def run_instance(
     Raises :class:`UserError` when the model cannot be served, no router answers, or the router refuses it.
     """
     keep_heap_small()
+    health = HealthFile(place.health_file) if place.health_file is not None else None
     me = Peer(place.name, new_generation())
     members: list[Member] = []
     if outlive is not None:
@@ -92,14 +96,23 @@ def run_instance(
         signal.signal(signal.SIGTERM, end)
     else:
         on_ending_signals(end)
+
+    def tell_health() -> None:
+        standing = member.standing
+        if health is not None and standing is not None:
+            health.tell(standing)
+
     try:
         member.start()
         if wait_joined(member, place, say):
             on_ready()
-            member.wait()
+            tell_health()
+            member.wait(tell_health)
         elif asked.names:
             say(f"ended by {asked.names[0]} before it was a member")
     finally:
+        if health is not None:
+            health.remove()
         member.close()
 
 

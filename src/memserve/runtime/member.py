@@ -39,6 +39,7 @@ from memserve.instance.machine import Instance
 from memserve.instance.member import MemberMachine
 from memserve.messages import AnyMessage, Expelled, Load, Peer, PeerInfo, RequestRefused, Tokens
 from memserve.runtime.engine import HostedInstance
+from memserve.runtime.health_file import STALL_S, Standing
 from memserve.runtime.loop import EngineStopped
 from memserve.runtime.ports import DataPort, Device, Mailbox, OnMessage, OnPages
 from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
@@ -74,6 +75,7 @@ class Member:
         self._failure: UserError | None = None
         self._joined = threading.Event()
         self._last = LoadRead(Load(), 0)
+        self._worked_s = time.monotonic()
         self._instance = HostedInstance(machine, device, self._perform, on_broken=self._broke)
         self._port = open_port(self._instance.post)
         with self._lock:  # messages may arrive as soon as there is a mailbox
@@ -116,10 +118,19 @@ class Member:
         """Whether it has left, or broke."""
         return self._ended.is_set()
 
-    def wait(self) -> None:
+    @property
+    def standing(self) -> Standing | None:
+        """What it is to its cluster. None: its thread, which keeps membership, hangs."""
+        if time.monotonic() - self._worked_s > STALL_S:
+            return None
+        if self._member.drains:
+            return Standing.DRAINS
+        return Standing.MEMBER if self._member.router is not None else Standing.OUTSIDE
+
+    def wait(self, each_second: Callable[[], None] = lambda: None) -> None:
         """Wait for the end: drained, told to leave, or broken. Raises :class:`UserError` when it was not in order."""
         while not self._ended.wait(1.0):  # short waits: a signal's handler runs between them
-            pass
+            each_second()
         if self._failure is not None:
             raise self._failure
 
@@ -216,8 +227,10 @@ class Member:
             wait_s = None if due_ns is None else max(0.0, (due_ns - time.monotonic_ns()) / 1e9)
             work = self._slow.get(timeout=wait_s)
         except queue.Empty:
+            self._worked_s = time.monotonic()
             self._handle(ClockTicked())
             return
+        self._worked_s = time.monotonic()
         match work:
             case DrainAsked():
                 self._handle(work)

@@ -30,9 +30,10 @@ from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
 from memserve.mempool.identity import identity_key
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.policy.costs import CostModel
+from memserve.runtime.health_file import STALL_S, HealthFile, Standing
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
-from memserve.runtime.loop import MachineLoop
+from memserve.runtime.loop import EngineStopped, MachineLoop
 from memserve.runtime.member import new_generation
 from memserve.runtime.meta_children import end_when_orphaned
 from memserve.runtime.process import Askings, on_ending_signals
@@ -142,6 +143,16 @@ class StoreLife:
     def numbers(self) -> dict[str, int]:
         """Sizes and totals, as ``memserve store stat`` shows them."""
         return self._loop.ask(self.machine.clients.numbers)
+
+    @property
+    def standing(self) -> Standing | None:
+        """What it is to its cluster. None: its loop hangs, or has ended."""
+        member = self.machine.member
+        try:
+            has_router, drains = self._loop.ask(lambda: (member.router is not None, member.drains), STALL_S)
+        except (TimeoutError, EngineStopped):
+            return None
+        return Standing.DRAINS if drains else Standing.MEMBER if has_router else Standing.OUTSIDE
 
     def end(self, patience_s: float, why: str = "") -> None:
         """Write what is in memory alone, for ``patience_s`` at most, then end. A signal's handler may call it."""
@@ -262,6 +273,7 @@ def run_store(
     """
     lives: list[StoreLife] = []
     asked = Askings()
+    health = HealthFile(place.health_file) if place.health_file is not None else None
 
     def end(sig: int, _frame: object) -> None:
         if asked.came(sig) and lives:
@@ -285,7 +297,7 @@ def run_store(
             on_ready(life)
             is_first = False
         while not life.ended.wait(1.0):  # short waits: a signal's handler runs between them
-            pass
+            _tell_health(health, life)
         generation = max(generation, life.me.generation)
         model = life.next_model if not asked.count else None
         if model is not None:
@@ -296,6 +308,13 @@ def run_store(
         del life
         gc.collect()  # machine and memory are a cycle, and the next life takes over the memory's files
     forget_model(place)
+    if health is not None:
+        health.remove()
+
+
+def _tell_health(health: HealthFile | None, life: StoreLife) -> None:
+    if health is not None and (standing := life.standing) is not None:
+        health.tell(standing)
 
 
 def _open_memory(place: StorePlace, block_bytes: int) -> _core.MemoryTier:

@@ -41,6 +41,8 @@ class StorePlace:
     link: str = "auto"
     drain_s: float = 20.0
     """How long it may write what is in memory alone when it is told to end."""
+    health_file: Path | None = None
+    """Where it says once a second what it is to its cluster."""
 
     @property
     def memory_name(self) -> str:

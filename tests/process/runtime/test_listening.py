@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
 import socket
@@ -12,8 +13,11 @@ import pytest
 
 from memserve.cli.cluster import ClusterOptions
 from memserve.cli.instance import listens_at
+from memserve.messages import Leave, Peer
 from memserve.runtime.links import devices, nixl_agent
-from memserve.runtime.links.devices import device_of, own_address, ucx_devices
+from memserve.runtime.links.devices import address_towards, device_of, own_address, ucx_devices
+from memserve.runtime.links.knock import Knock, knock
+from memserve.runtime.links.mailbox import ZmqMailbox
 from ports import free_port
 from served_cluster import Server, eventually, is_alive, processes_below
 from tiny_models import save_folder, tiny_module
@@ -92,6 +96,7 @@ def test_an_instancelistens_at_the_address_that_it_advertises() -> None:
     assert listens_at("127.0.0.1") == listens_at("localhost") == "127.0.0.1"
     assert listens_at(OUTSIDE) == OUTSIDE
     assert listens_at("192.0.2.201") == listens_at("no.such.host.invalid") == "0.0.0.0"
+    assert listens_at("2001:db8::7") == "::"
 
 
 def test_nixl_is_told_the_network_device_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,3 +115,21 @@ def test_nixl_is_told_the_network_device_of_the_host(tmp_path: Path, monkeypatch
 )
 def test_a_cluster_of_this_host_alone_needs_no_network_link(host: str, port: int | None, spans: bool) -> None:
     assert ClusterOptions(host=host, port=port, secret="s" * 32).may_span_hosts is spans
+
+
+@pytest.mark.skipif(own_address("::1") is None, reason="this machine has no IPv6")
+def test_mailboxes_meet_at_ipv6_addresses() -> None:
+    heard: queue.SimpleQueue[tuple[Peer, object]] = queue.SimpleQueue()
+    me, you = Peer("me", 1), Peer("you", 1)
+    mine = ZmqMailbox(me, "a secret of the tests, long enough", "::1", 0, lambda *letter: None)
+    yours = ZmqMailbox(you, "a secret of the tests, long enough", "::1", 0, lambda *letter: heard.put(letter))
+    try:
+        assert yours.address.startswith("tcp://[::1]:")
+        assert knock(yours.address, "a secret of the tests, long enough", 10.0) is Knock.LET_IN
+        mine.connect(you, yours.address)
+        mine.send(you, Leave())
+        assert heard.get(timeout=30) == (me, Leave())
+        assert address_towards("::1") == address_towards("[::1]") == "::1"
+    finally:
+        mine.close()
+        yours.close()

@@ -29,6 +29,25 @@ def own_address(host: str) -> str | None:
     return None
 
 
+def with_port(host: str, port: int | str) -> str:
+    """``host:port``; an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine on the way to ``host``, found without sending anything. Raises :class:`OSError`."""
+    found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
+    failed = OSError(f"no way to {host}")
+    for family, kind, _, _, address in sorted(found):  # IPv4 first
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            failed = error
+    raise failed
+
+
 def device_of(address: str) -> str | None:
     """The network device that has an IP address (``eth0``, ``lo``); ``None``: none of this machine's."""
     wanted = ipaddress.ip_address(address)

@@ -28,6 +28,7 @@ def knock(address: str, secret: str, timeout_s: float) -> Knock:
     try:
         socket = context.socket(zmq.PUSH)
         socket.linger = 0
+        socket.ipv6 = "[" in address
         CurveKeys.derived_from(secret).speak(socket)
         monitor = socket.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         socket.connect(address)

@@ -20,6 +20,7 @@ from memserve.errors import UserError
 from memserve.messages import AnyMessage, Peer
 from memserve.runtime.links import wire
 from memserve.runtime.links.curve import Context, CurveKeys, Doorkeeper, Socket
+from memserve.runtime.links.devices import with_port
 from memserve.runtime.links.outbox import MailboxCounters, Outbox, configure, new_context
 from memserve.runtime.links.strangers import Strangers
 from memserve.runtime.ports import OnMessage
@@ -63,11 +64,11 @@ class ZmqMailbox:
         self._context = new_context()
         self._doorkeeper = Doorkeeper(self._context, keys)
         self._inbox = self._context.socket(zmq.PULL)
-        configure(self._inbox)
+        configure(self._inbox, with_port(host, port))
         keys.listen(self._inbox)
         bound_port = _bind(self._context, self._inbox, host, port)
         self._strangers = Strangers(self._inbox, bound_port)
-        self.address = f"tcp://{advertise or host}:{bound_port}"
+        self.address = f"tcp://{with_port(advertise or host, bound_port)}"
         """Where others reach it, ``tcp://host:port``."""
         self._outbox = Outbox(self._context, keys, me, self.address, self._counters)
         self._newest: OrderedDict[Peer, int] = OrderedDict()
@@ -186,10 +187,10 @@ class ZmqMailbox:
 def _bind(context: Context, inbox: Socket, host: str, port: int) -> int:
     """Bind and return the port."""
     try:
-        inbox.bind(f"tcp://{host}:{port or '*'}")
+        inbox.bind(f"tcp://{with_port(host, port or '*')}")
     except zmq.ZMQError as error:
         context.destroy(linger=0)
-        message = f"cannot listen on {host}:{port}: {error.strerror}"
+        message = f"cannot listen on {with_port(host, port)}: {error.strerror}"
         raise UserError(message, hint="choose another --cluster-port", param="cluster_port") from error
     endpoint = cast(bytes, inbox.getsockopt(zmq.LAST_ENDPOINT))
     return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])

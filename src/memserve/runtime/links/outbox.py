@@ -65,8 +65,12 @@ class _Heard:
     answered_ns: int | None = None
 
 
-def configure(socket: Socket) -> None:
-    """What both ends of a line agree on: bounded queues, small letters at once, dead connections noticed."""
+def configure(socket: Socket, address: str = "", own: str = "") -> None:
+    """What both ends of a line agree on: bounded queues, small letters at once, dead connections noticed.
+
+    IPv6 is on where ``address``, or the ``own`` one of this process, is of IPv6: elsewhere a name would be looked up
+    as IPv6 first, where nothing listens."""
+    socket.ipv6 = "[" in address or "[" in own
     socket.linger = 0
     socket.set_hwm(LETTERS_QUEUED_MAX)
     socket.setsockopt(zmq.MAXMSGSIZE, wire.LETTER_BYTES_MAX)
@@ -198,7 +202,7 @@ class Outbox:
             socket = self._context.socket(zmq.PUSH)
         except zmq.ZMQError:
             return None
-        configure(socket)
+        configure(socket, address, self._reply_to)
         self._keys.speak(socket)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)

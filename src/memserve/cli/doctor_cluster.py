@@ -1,0 +1,215 @@
+"""``memserve doctor --cluster URL``: what is wrong with a cluster that runs, by what its router says of it.
+
+Nothing is asked of the router that clients may not ask: ``/health``, and the snapshot behind ``/ui``, which has the
+samples of ``/metrics``. With ``--join`` and the secret file it also knocks at the cluster port, as an instance would.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from memserve import __version__
+from memserve.cli.findings import Finding, Status
+from memserve.cli.watch import Samples
+from memserve.errors import UserError
+from memserve.runtime.links.knock import Knock, knock
+from memserve.runtime.links.nixl_agent import nixl_is_installed
+from memserve.runtime.private_files import read_secret
+from memserve.types import Role
+
+CALL_S = 10.0
+KNOCK_S = 3.0
+CLOCK_OFF_S = 2.0
+"""Clocks that differ by more confuse the order of an instance's lives, and when documents end."""
+_LOG = "the router's log has the reason, by name"
+
+_COUNTS = (
+    ("joins refused", "router_members_refused_total", "an instance has another model, dtype, block size or version"),
+    ("messages refused", "router_letters_malformed_total", "processes of several versions share this cluster"),
+    ("strangers", "router_strangers_total", "a process has another cluster secret, or is no member at all"),
+    ("members lost", "router_members_died_total", "look for the kernel's out-of-memory killer, and for the network"),
+    ("damaged KV", "instance_checksum_mismatches_total", "check the network cards and the memory of these hosts"),
+    ("failed transfers", "instance_transfers_failed_total", "hosts cannot read each other's KV: open NIXL's ports"),
+    ("lost store reads", "instance_store_fetches_failed_total", "a store is away or slow: look at its log and disks"),
+    ("disk errors", "store_disk_errors_total", "replace the disk; the store does without it"),
+)
+"""Counters that are 0 where all is well: name of the finding, metric, what it means."""
+
+
+def examine_cluster(url: str, key: str | None, expected: dict[Role, int]) -> Iterator[Finding]:
+    """The findings about the cluster behind ``url``; ``expected``: members of each role that there should be."""
+    base = url.rstrip("/").removesuffix("/v1")
+    health = _get(base, "/health", None)
+    yield _reached(url, health)
+    if health is None:
+        return
+    asked_ns = time.time_ns()
+    told = _get(base, "/ui/snapshot", key)
+    answered_ns = time.time_ns()
+    if told is None or told[0] != 200:
+        hint = "give the key of --metrics-key with --api-key" if told is not None and told[0] == 401 else None
+        yield Finding("figures", Status.FAIL, f"no snapshot from {url}: {_message(told)}", hint)
+        return
+    snapshot = told[1]
+    yield _version(snapshot)
+    yield _clock(snapshot["time_ms"] / 1000, asked_ns / 1e9, answered_ns / 1e9)
+    if not snapshot["viewer"]["sees_cluster"]:
+        hint = "give the key of --metrics-key with --api-key"
+        yield Finding("figures", Status.FAIL, "this key sees its own requests alone", hint)
+        return
+    samples = Samples(snapshot)
+    if not samples.total("engine_up"):
+        yield Finding("router", Status.FAIL, "the machine behind the API does not answer", "read its log; restart it")
+        return
+    if not samples.has("router_instances"):
+        yield Finding("members", Status.OK, "none: one engine without a cluster (--in-process), or a fleet of others")
+        return
+    yield from _members(snapshot["members"], samples, expected)
+    yield from _metadata(samples)
+    yield from _hosts(snapshot["members"], samples)
+    yield from _stores(samples)
+    for name, metric, meaning in _COUNTS:
+        if count := samples.total(metric):
+            yield Finding(name, Status.WARN, f"{count:,.0f} since the router began", f"{meaning}; {_LOG}")
+
+
+def examine_port(join: str, secret_file: Path | None) -> Iterator[Finding]:
+    """Whether the routers at ``join`` (``HOST:PORT``, several separated by commas) take the secret, from here."""
+    if secret_file is None:
+        raise UserError("--join needs the cluster's secret", hint="add --cluster-secret-file FILE", param="join")
+    secret = read_secret(secret_file)
+    for address in join.split(","):
+        match knock(f"tcp://{address}", secret, KNOCK_S):
+            case Knock.LET_IN:
+                yield Finding("cluster port", Status.OK, f"{address} takes the secret")
+            case Knock.TURNED_AWAY:
+                hint = "give the file that the routers were given; it must be the same for all members"
+                yield Finding("cluster port", Status.FAIL, f"{address} refuses the secret of {secret_file}", hint)
+            case Knock.SILENT:
+                hint = "is a router there, and do firewalls and network policies let this host reach its port?"
+                yield Finding("cluster port", Status.FAIL, f"nothing answers at {address}", hint)
+
+
+def read_expected(text: str | None) -> dict[Role, int]:
+    """``prefill=2,decode=2,store=1`` as counts. Raises :class:`UserError` for anything else."""
+    expected: dict[Role, int] = {}
+    for part in (text or "").split(",") if text else ():
+        role, equals, count = part.partition("=")
+        if role not in [one.value for one in Role] or not equals or not count.isdigit():
+            hint = "for example --expect prefill=2,decode=2,store=1"
+            raise UserError(f"--expect has ROLE=COUNT, not {part!r}", hint=hint, param="expect")
+        expected[Role(role)] = int(count)
+    return expected
+
+
+def _reached(url: str, health: tuple[int, Any] | None) -> Finding:
+    if health is None:
+        hint = "is `memserve serve` running there? A router without instances answers when the first one has joined"
+        return Finding("router", Status.FAIL, f"no answer from {url} within {CALL_S:.0f} s", hint)
+    status, body = health
+    if status == 200:
+        return Finding("router", Status.OK, f"{url}: {body.get('status')}, {body.get('model', '')}".rstrip(", "))
+    return Finding("router", Status.FAIL, f"{url} takes no requests: {_message(health)}", "see the members below")
+
+
+def _version(snapshot: dict[str, Any]) -> Finding:
+    theirs = snapshot["version"]
+    if theirs == __version__:
+        return Finding("version", Status.OK, theirs)
+    hint = "members of one cluster run one version: install the router's here, or start the router anew"
+    return Finding("version", Status.WARN, f"the router is {theirs}, and this is {__version__}", hint)
+
+
+def _clock(theirs_s: float, asked_s: float, answered_s: float) -> Finding:
+    off_s = max(asked_s - theirs_s, theirs_s - answered_s, 0.0)
+    if off_s <= CLOCK_OFF_S:
+        return Finding("clock", Status.OK, "that of the router, as far as this can be seen")
+    hint = "let NTP keep the clocks: an instance with a late clock may be taken for an earlier life of itself"
+    return Finding("clock", Status.WARN, f"the router's clock and this one differ by {off_s:,.1f} s", hint)
+
+
+def _members(members: list[dict[str, str]], samples: Samples, expected: dict[Role, int]) -> Iterator[Finding]:
+    counts: dict[str, int] = {}
+    for member in members:
+        counts[member["role"]] = counts.get(member["role"], 0) + (member["state"] == "live")
+    text = ", ".join(f"{count} {role}" for role, count in sorted(counts.items())) or "none"
+    instances = sum(count for role, count in counts.items() if role != Role.STORE.value)
+    hint = "start instances: memserve instance --join ROUTER:PORT --role ... --cluster-secret-file FILE"
+    yield Finding("members", Status.OK if instances else Status.FAIL, text, hint)
+    for role, count in expected.items():
+        if (has := counts.get(role.value, 0)) < count:
+            hint = f"look at the log of the missing {role.value}; from its host: memserve doctor --join ROUTER:PORT"
+            yield Finding(f"{role.value} missing", Status.FAIL, f"{has} of {count} are live", hint)
+    for member in members:
+        if member["state"] != "live":
+            hint = "it takes no new requests; one that rejoins for minutes has lost the router"
+            yield Finding(member["name"], Status.WARN, f"{member['role']}, {member['state']}", hint)
+    names = {member["name"] for member in members}
+    for labels, is_up in samples.rows("instance_process_up"):
+        if not is_up or labels["instance"] not in names:
+            state = "its process does not run" if not is_up else "its process runs, and is no member"
+            yield Finding(labels["instance"], Status.FAIL, state, f"the router starts it again; {_LOG}")
+
+
+def _metadata(samples: Samples) -> Iterator[Finding]:
+    lag_s, failures = samples.total("router_metadata_lag_seconds"), samples.total("router_metadata_failures_total")
+    if samples.total("router_metadata_durable"):
+        yield Finding("metadata", Status.OK, f"durable, {failures:,.0f} failed writes since the router began")
+        return
+    detail = (
+        f"not durable for {lag_s:,.0f} s" if failures or lag_s else "none is kept (--metadata none), or not durable"
+    )
+    yield Finding(
+        "metadata", Status.WARN, detail, "documents and sessions end with the router: check its disk, or etcd"
+    )
+
+
+def _hosts(members: list[dict[str, str]], samples: Samples) -> Iterator[Finding]:
+    live = [member for member in members if member["state"] == "live"]
+    hosts = {member["host"] for member in live}
+    yield Finding("hosts", Status.OK, f"{len(hosts)} with members")
+    if len(hosts) < 2:
+        return
+    if not nixl_is_installed():
+        hint = "pip install 'memserve[nixl]' on every host: without it KV stays where it was computed"
+        yield Finding("NIXL", Status.WARN, "members on several hosts, and NIXL is not installed on this one", hint)
+    moved = samples.total("instance_handed_over_total")
+    if moved and not samples.total("instance_received_bytes_total"):
+        hint = "NIXL is missing on one side, or its ports are closed: every prompt is computed twice"
+        yield Finding("KV transfer", Status.WARN, f"{moved:,.0f} requests were handed over, and no KV with them", hint)
+
+
+def _stores(samples: Samples) -> Iterator[Finding]:
+    for labels, is_up in samples.rows("store_up"):
+        name = labels["store"]
+        full = samples.total("store_disks_full", store=name)
+        if not is_up:
+            yield Finding(name, Status.WARN, "the store takes no KV: it drains", "it ends, or was told to")
+        elif full:
+            yield Finding(
+                name, Status.WARN, f"{full:,.0f} disks without room", "they are read and not written: make room"
+            )
+        else:
+            yield Finding(name, Status.OK, f"keeps {samples.total('store_kv_blocks', store=name):,.0f} blocks of KV")
+
+
+def _get(base: str, path: str, key: str | None) -> tuple[int, Any] | None:
+    """Status and JSON. None: there was no answer."""
+    import httpx
+
+    try:
+        answer = httpx.get(base + path, headers={"authorization": f"Bearer {key}"} if key else {}, timeout=CALL_S)
+        return answer.status_code, answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return None
+
+
+def _message(answer: tuple[int, Any] | None) -> str:
+    if answer is None:
+        return "no answer"
+    status, body = answer
+    error = body.get("error", {}) if isinstance(body, dict) else {}
+    return str(error.get("message") or (body.get("status") if isinstance(body, dict) else None) or status)

@@ -1,0 +1,256 @@
+"""Processes of a cluster as Ray actors: Ray places them, and starts them again where there is room when they die.
+
+::
+
+    driver (memserve serve --on ray)
+      controller actor, on the driver's node --> router actor, on the same node: clients know its address
+                                             --> instance and store actors, in placement groups, on any node
+
+An actor keeps one ordinary process (``memserve serve``, ``instance``, ``store``) and dies with it; the process dies
+with its actor. Which of them are members is memserve's own protocol: Ray is asked for places and for restarts alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memserve.errors import UserError
+from memserve.runtime.health_file import Standing
+from memserve.runtime.process import die_with
+
+NAMESPACE, CONTROLLER = "memserve", "memserve-controller"
+PLACE_S = 60.0
+"""How long Ray may take to find room."""
+START_S = 600.0
+"""How long a process may take until it is a member."""
+END_S = 30.0
+"""Beyond its patience, until a process that drains is ended."""
+_LOOK_S = 0.2
+ROUTER = "router"
+
+
+@dataclass(frozen=True)
+class ProcessOrder:
+    """One process: what ``memserve`` is told, and what it runs with."""
+
+    name: str
+    words: tuple[str, ...]
+    secret: str = field(repr=False)
+    """The cluster's; the process reads it from a pipe."""
+    drain_s: float
+    cwd: str | None = None
+    """None: wherever the actor runs."""
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+class ProcessActor:
+    """An actor with one process. What it prints is in the log of Ray's worker."""
+
+    def __init__(self, order: ProcessOrder) -> None:
+        self._order = order
+        self._ends = False
+        self._folder = tempfile.TemporaryDirectory(prefix="memserve-ray-")
+        self._health = Path(self._folder.name) / "health"
+        readable, writable = os.pipe()
+        with os.fdopen(writable, "w") as pipe:
+            pipe.write(order.secret)
+        words = [*order.words, "--cluster-secret-file", f"/dev/fd/{readable}"]
+        if order.name != ROUTER:
+            words += ["--name", _name_of_this_life(order), "--health-file", str(self._health)]
+        worker_pid = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "memserve", *words],
+            cwd=order.cwd,
+            env={**os.environ, **order.env},
+            pass_fds=[readable],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: die_with(worker_pid),
+        )
+        os.close(readable)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        """End with the process, so that Ray starts the actor again; and with the raylet, whose worker this is: it may
+        be killed, and its workers live on, while Ray starts others in their place."""
+        raylet_pid = os.getppid()
+        while self._process.poll() is None:
+            time.sleep(_LOOK_S)
+            if os.getppid() != raylet_pid:
+                os._exit(1)
+        if not self._ends:
+            os._exit(1)
+
+    def is_member(self) -> bool:
+        """Whether a router has accepted the process, by its health file."""
+        try:
+            return self._health.read_text().strip() == Standing.MEMBER.value
+        except OSError:
+            return False
+
+    def pid(self) -> int:
+        """The process's."""
+        return self._process.pid
+
+    def drain(self, patience_s: float) -> int:
+        """End the process in good order, for ``patience_s`` at most; its exit status."""
+        self._ends = True
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(patience_s + END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """What a controller starts."""
+
+    router: ProcessOrder
+    members: Mapping[str, ProcessOrder]
+    """By role: the order of each, but for its name."""
+    counts: Mapping[str, int]
+    resources: Mapping[str, Mapping[str, float]]
+    """By role: what Ray reserves for each, ``CPU``, ``GPU`` or a resource of the nodes' own."""
+
+
+class Controller:
+    """Starts, scales and ends the actors of one cluster. An actor itself, so that ``memserve scale`` finds it."""
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        self._plan = plan
+        self._actors: dict[str, dict[str, Any]] = {role: {} for role in plan.members}
+        self._groups: dict[str, Any] = {}
+        self._router: Any = None
+
+    def start(self) -> None:
+        """Start the router, then all members; returns before they are ready. Raises :class:`UserError` without room."""
+        import ray
+
+        self._router = ray.remote(ProcessActor).options(
+            num_cpus=0, max_restarts=-1, scheduling_strategy=on_this_node()
+        ).remote(self._plan.router)  # fmt: skip
+        for role, count in self._plan.counts.items():
+            self._add(role, count)
+
+    def scale(self, counts: Mapping[str, int]) -> dict[str, list[str]]:
+        """Come to ``counts`` members of each role named there: new ones are members when this returns, and those that
+        are too many have drained. Returns all names by role. Raises :class:`UserError`."""
+        for role, count in counts.items():
+            if role not in self._actors:
+                known = ", ".join(self._actors)
+                raise UserError(f"this cluster has no {role}", hint=f"its roles: {known}", param="counts")
+            self._add(role, count - len(self._actors[role]))
+        self.wait_members()
+        for role, count in counts.items():
+            self._remove(role, len(self._actors[role]) - count)
+        return self.names()
+
+    def names(self) -> dict[str, list[str]]:
+        """All members by role."""
+        return {role: list(actors) for role, actors in self._actors.items()}
+
+    def wait_members(self, timeout_s: float = START_S) -> None:
+        """Wait until every member has joined. Raises :class:`UserError` when one has not by then."""
+        import ray
+
+        deadline = time.monotonic() + timeout_s
+        while missing := [name for name, actor in self._everyone() if not _answers(actor.is_member.remote(), ray)]:
+            if time.monotonic() > deadline:
+                hint = "Ray's dashboard, or `ray logs`, has what they print"
+                raise UserError(f"{', '.join(missing)}: no member after {timeout_s:.0f} s", hint=hint)
+            time.sleep(_LOOK_S)
+
+    def stop(self) -> int:
+        """End all processes in good order, the router first; its exit status."""
+        import ray
+
+        status = ray.get(self._router.drain.remote(self._plan.router.drain_s))
+        ray.kill(self._router)
+        for role, actors in self._actors.items():
+            self._remove(role, len(actors), patience_s=0.0)
+        return int(status)
+
+    def _everyone(self) -> list[tuple[str, Any]]:
+        return [pair for actors in self._actors.values() for pair in actors.items()]
+
+    def _add(self, role: str, count: int) -> None:
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if count <= 0:
+            return
+        actors, needs = self._actors[role], dict(self._plan.resources[role])
+        group = placement_group([needs] * count, strategy="SPREAD")
+        if not group.wait(PLACE_S):
+            remove_placement_group(group)
+            text = ", ".join(f"{name} {amount:g}" for name, amount in needs.items())
+            hint = "add nodes, ask for fewer, or for less with --ray-resources"
+            raise UserError(f"Ray has no room for {count} more {role} with {text} each", hint=hint)
+        own = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
+        free = (f"{role[0]}{number}" for number in range(1, 1 << 20) if f"{role[0]}{number}" not in actors)
+        for bundle, name in zip(range(count), list(_first(free, count)), strict=True):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            order = self._plan.members[role]
+            named = dataclasses.replace(order, name=name)
+            actors[name] = ray.remote(ProcessActor).options(
+                num_cpus=needs.get("CPU", 0), num_gpus=needs.get("GPU", 0), resources=own, max_restarts=-1,
+                scheduling_strategy=place,
+            ).remote(named)  # fmt: skip
+            self._groups[name] = group
+
+    def _remove(self, role: str, count: int, patience_s: float | None = None) -> None:
+        """Those that came last; they drain side by side."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        actors = self._actors[role]
+        patience_s = self._plan.members[role].drain_s if patience_s is None else patience_s
+        leaving = list(actors)[len(actors) - count :] if count > 0 else []
+        ends = [actors[name].drain.remote(patience_s) for name in leaving]
+        ray.wait(ends, num_returns=len(ends), timeout=patience_s + 2 * END_S) if ends else None
+        for name in leaving:
+            ray.kill(actors.pop(name))
+            group = self._groups.pop(name)
+            if group not in self._groups.values():
+                remove_placement_group(group)
+
+
+def _name_of_this_life(order: ProcessOrder) -> str:
+    """Of an instance: another one in each life. Where a node is lost from sight, its processes may live on beside those
+    that were started in their place, and of two with one name each would have the other expelled. A store keeps its
+    name: what it has left is found by it."""
+    return order.name if order.words[0] == "store" else f"{order.name}-{secrets.token_hex(2)}"
+
+
+def _first(names: Any, count: int) -> list[str]:
+    return [next(names) for _ in range(count)]
+
+
+def _answers(asked: Any, ray: Any) -> bool:
+    """Whether an actor says yes; one that is being started again says nothing."""
+    try:
+        return bool(ray.get(asked, timeout=5.0))
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return False
+
+
+def on_this_node() -> Any:
+    """Where this process is, and nowhere else."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
