@@ -246,6 +246,11 @@ ERRORS = (
     Error(404, "request_not_found", "not in flight, not among the last that have ended, or another key's"),
     Error(404, "session_not_found", "kept no KV, was ended, has expired, or is another key's"),
     Error(404, "unknown_url", "no such path"),
+    Error(
+        404,
+        "not_served",
+        "a path of OpenAI's that no model here answers, such as `/v1/embeddings`; the message says why",
+    ),
     Error(405, "method_not_allowed", "the path does not support this method"),
     Error(408, "header_timeout", "the headers did not arrive in time"),
     Error(408, "body_timeout", "the body did not arrive in time"),

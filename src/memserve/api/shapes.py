@@ -100,6 +100,8 @@ class ChatShape:
             "content": self._echo(reply, sequence) + sequence.content,
             "refusal": None,
         }
+        if sequence.reasoning is not None:
+            message["reasoning_content"] = sequence.reasoning
         if sequence.calls:
             message["tool_calls"] = [call.as_json() for call in sequence.calls]
         yield b'{"index":%d,"message":%b,"logprobs":' % (sequence.choice, _encode(message))
