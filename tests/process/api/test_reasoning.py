@@ -16,6 +16,7 @@ from memserve.errors import UserError
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 TEMPLATE = (
+    "{% if reasoning_effort %}effort {{ reasoning_effort }}\n{% endif %}"
     "{% for m in messages %}<|start|>{{ m['role'] }}\n"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m['content'] }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% if begin %}<think>\n{% endif %}{% endif %}"
@@ -84,6 +85,11 @@ def test_thoughts_of_earlier_answers_reach_the_template(world: World, client: op
     client.chat.completions.create(model=MODEL, messages=[*HELLO, past, *HELLO])
     asked = world.engine.submitted[-1].prompt.tolist()
     assert "<think>Hm.</think>Rome." in tiny_tokenizer().decode(asked)
+
+
+def test_an_effort_is_a_variable_of_the_template(world: World, client: openai.OpenAI) -> None:
+    client.chat.completions.create(model=MODEL, messages=HELLO, reasoning_effort="high")
+    assert "effort high" in tiny_tokenizer().decode(world.engine.submitted[-1].prompt.tolist())
 
 
 def test_a_server_can_leave_thoughts_in_the_text() -> None:
