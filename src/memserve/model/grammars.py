@@ -86,7 +86,14 @@ class Grammars:
 
     def _mask(self, matcher: Any) -> Mask:
         if matcher.is_error():
-            raise ValueError(matcher.get_error()[:200])
+            raise ValueError(_reason(matcher))
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            raise ValueError(_reason(matcher))
         mask: Mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         return mask
+
+
+def _reason(matcher: Any) -> str:
+    """The first line of an error; the state of the parser follows it."""
+    return str(next(iter(matcher.get_error().splitlines()), ""))[:200]
