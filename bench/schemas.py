@@ -1,6 +1,6 @@
 """Structured output by 200 JSON schemas: always valid, what it costs a token, and whether it holds up other requests.
 
-    .venv/bin/python bench/schemas.py [--vllm PYTHON] [--path FOLDER] [--count N] [--seed N] [--threads N]
+    .venv/bin/python bench/schemas.py [--vllm PYTHON] [--path FOLDER] [--count N] [--seed N] [--threads N] [--walk]
 
 ``--path``: a folder with ``jsonschema`` where it is not installed (``pip install --target FOLDER jsonschema``).
 ``--vllm``: a Python with vLLM's CPU build (``docs/guides/VLLM.md``), served with the same grammar engine (backend
@@ -99,7 +99,7 @@ class Schemas:
         return {"enum": self._random.sample(["red", "green", "two words", 3, 4.5, True, None, "é"], 3)}
 
     def _nullable(self, _: int) -> Json:
-        return {"type": [self._random.choice(["boolean", "null"]), "null"][: self._random.randint(1, 2)]}
+        return self._random.choice([{"type": ["boolean", "null"]}, {"anyOf": [self._string(0), {"type": "null"}]}])
 
     def _constant(self, _: int) -> Json:
         return {"const": self._random.choice(["fixed", 7, False])}
@@ -237,6 +237,40 @@ def beside(server: Server, schemas: list[Json], lengths: list[int], constrained:
             client.join()
 
 
+def walk(schemas: list[Json], seed: int) -> None:
+    """Without a server: the masks alone, each token drawn evenly from those that may come."""
+    import numpy as np
+
+    from memserve.api.structure import json_grammar
+    from memserve.config import DEFAULT_MODEL
+    from memserve.model.grammars import Grammars
+    from memserve.model.loading.loader import load_tokenizer
+    from memserve.model.loading.sources import resolve_source
+
+    tokenizer, draw = load_tokenizer(resolve_source(DEFAULT_MODEL, "float32")), random.Random(seed)
+    eos, valid, tokens, spent_s = tokenizer.eos_token_id, 0, 0, []
+    grammars = Grammars(tokenizer, len(tokenizer), (eos,))
+    for at, schema in enumerate(schemas):
+        said: list[int] = []
+        grammars.open(0, json_grammar(schema, "schema"), [])
+        while len(said) < TOKENS_MAX and (not said or said[-1] != eos):
+            begun_s = time.perf_counter()
+            allowed = np.flatnonzero(grammars.mask(0))
+            said.append(eos if eos in allowed else int(draw.choice(allowed)))
+            spent_s += [time.perf_counter() - begun_s]
+            if said[-1] != eos:
+                grammars.drawn(0, said[-1])
+        grammars.close(0)
+        text = tokenizer.decode(said, skip_special_tokens=True)
+        why = fault(Answer(text, len(said), "stop" if said[-1] == eos else "length", 0.0, []), schema)
+        valid, tokens = valid + (not why), tokens + len(said)
+        if why:
+            print(f"schema {at}: {why}\n  {json.dumps(schema)[:400]}")
+    print(
+        f"masks alone: {valid} of {len(schemas)} valid, {tokens} tokens, a mask {median([s * 1e6 for s in spent_s])} us"
+    )
+
+
 @contextmanager
 def memserve(threads: int) -> Iterator[Server]:
     from served import serving
@@ -268,12 +302,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--pairs", type=int, default=60, help="schemas whose time is compared with plain answers")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--walk", action="store_true", help="no server: random tokens among those that the masks admit")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     if options.path:
         sys.path.append(str(options.path))
     draw = Schemas(options.seed)
     schemas = [draw.draw() for _ in range(options.count)]
+    if options.walk:
+        walk(schemas, options.seed)
+        return
     runs = [memserve(options.threads)] + ([vllm(options.vllm, options.threads)] if options.vllm else [])
     rows = []
     for run in runs:
