@@ -271,9 +271,11 @@ class _TokenColumns:
 
     def add(self, entry: TokenLogprobs, offset: int) -> None:
         """One generated token, with text that starts at ``offset``."""
-        top = {self._naming(token)[0]: finite(logprob) for token, logprob in entry.top}
         name = self._naming(entry.token)[0]
-        top.setdefault(name, finite(entry.logprob))  # OpenAI always includes the chosen token
+        top = {
+            name: finite(entry.logprob)
+        }  # OpenAI always includes the chosen token; clients of vLLM look for it first
+        top |= {self._naming(token)[0]: finite(logprob) for token, logprob in entry.top}
         self._append(name, finite(entry.logprob), top, offset)
 
     def add_prompt(self, tokens: list[int], entries: tuple[TokenLogprobs | None, ...]) -> Iterator[bytes]:
