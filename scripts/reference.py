@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import inspect
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,12 @@ from memserve.kv_transfer.sender import EXPORT
 from memserve.options import NEGATED, field_docs, options_of
 from memserve.runtime.stats import EngineStats, RouterStats
 from memserve.units import human_bytes
+
+_ROWS = importlib.util.spec_from_file_location("openai_rows", Path(__file__).with_name("openai_rows.py"))
+assert _ROWS is not None and _ROWS.loader is not None
+openai_rows = importlib.util.module_from_spec(_ROWS)
+sys.modules["openai_rows"] = openai_rows  # dataclasses look their module up
+_ROWS.loader.exec_module(openai_rows)
 
 MACHINES = (REQUEST_PHASES, SEQUENCE, IMPORT, EXPORT)
 MACHINES_HEAD = """Each object moves through phases by its own table; a move that is not in the table is a bug, and
@@ -169,6 +177,9 @@ def http_page() -> str:
             sections.append(f"Body: [{operation.body.__name__}](#{operation.body.__name__.lower()}).")
         for example in operation.examples:
             sections.append(f"{example.title}:\n\n    {curl(operation, example)}")
+    rows = [cells(row.what, row.works, f"`tests/{row.test}`") for row in openai_rows.ROWS]
+    sections += ["## What of OpenAI's reference works", openai_rows.HEAD]
+    sections.append("\n".join(["| what | works | test |", "| --- | --- | --- |", *rows]))
     sections.append("## Errors")
     sections.append('Every error is `{"error": {"message", "type", "param", "code"}}`.')
     rows = [cells(str(e.status), f"`{e.code}`" if e.code else "none", e.when) for e in openapi.ERRORS]

@@ -58,7 +58,20 @@ START_S, ANSWER_S, TEST_S, STOP_S = 300.0, 110.0, 400.0, 30.0
 TOKENS_MAX = 512
 """Of an answer whose request names no limit: the bundled model does not always come to an end."""
 
-REASONS: dict[str, str] = {}
+_ALL_LOGPROBS = "asks for the log probabilities of the whole vocabulary; memserve reports at most 20 alternatives"
+_SENSE = "asks the model for the right answer, and the bundled model gives another"
+REASONS: dict[str, str] = {
+    "chat_completion/test_chat.py::test_long_seed": "looks for pydantic's name of the error; memserve names the range",
+    "chat_completion/test_chat.py::test_complex_message_content": _SENSE,
+    "chat_completion/test_chat.py::test_response_format_json_object": _SENSE,
+    "chat_completion/test_chat.py::test_response_format_json_schema": _SENSE,
+    "chat_completion/test_chat.py::test_structured_outputs_choice_chat": "two draws must differ, by chance",
+    "chat_completion/test_chat_echo.py::test_prompt_logprobs": _ALL_LOGPROBS,
+    "chat_completion/test_chat_echo.py::test_top_logprobs": _ALL_LOGPROBS,
+    "chat_completion/test_completion_with_function_calling.py::test_function_tool_use": "asks for thoughts, which the "
+    "bundled model does not write",
+    "completion/test_completion.py::test_single_completion": "counts the tokens of another model's tokenizer",
+}
 """Test -> why memserve does not pass it."""
 
 

@@ -36,6 +36,15 @@ def test_reference_is_up_to_date(reference: types.ModuleType) -> None:
     assert reference.HTTP_PAGE.read_text() == reference.http_page(), "run `make docs`"
 
 
+def test_each_row_of_openais_reference_names_a_test(reference: types.ModuleType) -> None:
+    rows = reference.openai_rows.ROWS
+    assert len({row.what for row in rows}) == len(rows) > 30
+    for row in rows:
+        file, _, name = row.test.partition("::")
+        defined = re.findall(r"^(?:async )?def (test_\w+)\(", (ROOT / "tests" / file).read_text(), re.M)
+        assert name in defined, f"{row.what}: no test {row.test}"
+
+
 def test_every_config_field_is_described(reference: types.ModuleType) -> None:
     page = reference.page()
     classes = [c for c in vars(config).values() if dataclasses.is_dataclass(c) and c.__module__ == config.__name__]

@@ -226,7 +226,8 @@ def _unsupported(model: str) -> Iterator[HostileCase]:
 
 
 def _routes(model: str) -> Iterator[HostileCase]:
-    yield HostileCase("unknown route", "/v1/embeddings", _completion(model), 404, says="unknown request url")
+    yield HostileCase("unknown route", "/v1/nothing", _completion(model), 404, says="unknown request url")
+    yield HostileCase("a route for other models", "/v1/embeddings", _completion(model), 404, says="no embeddings")
     yield HostileCase("outside of v1", "/admin", b"", 404, says="unknown", method="GET")
     yield HostileCase("an unknown model's card", "/v1/models/gpt-17", b"", 404, says="does not exist", method="GET")
     yield HostileCase("wrong method", COMPLETIONS, b"", 405, says="GET", method="GET")

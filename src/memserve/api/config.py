@@ -16,6 +16,7 @@ _ORIGIN = re.compile(
 """Scheme, host and port; host names or addresses."""
 _ROOT = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 TOOL_CALL_PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral")
+REASONING_PARSERS = ("auto", "think", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +30,20 @@ class ApiConfig:
     """Serve below this path as well, e.g. ``/llm``: for a proxy that passes it on."""
     tool_call_parser: str = option("auto")
     """How the model writes tool calls: auto (as its chat template says), hermes, qwen, llama3 or mistral."""
+    reasoning_parser: str = option("auto")
+    """Where the model's thoughts stand, which chats report as ``reasoning_content``: think (between ``<think>`` and
+    ``</think>``), none (nowhere), or auto (think where the chat template has such a mark)."""
     enable_force_include_usage: bool = option(False)
     """Each chunk of each stream carries the usage, as if ``stream_options`` asked for it."""
     return_tokens_as_token_ids: bool = option(False)
     """Logprobs name tokens ``token_id:N``, as if each request asked for it."""
 
     def __post_init__(self) -> None:
-        if self.tool_call_parser not in TOOL_CALL_PARSERS:
-            hint = f"use one of {', '.join(TOOL_CALL_PARSERS)}"
-            raise UserError(
-                f"unknown tool call parser {self.tool_call_parser[:100]!r}", hint=hint, param="tool_call_parser"
-            )
+        for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+            given = getattr(self, name)
+            if given not in known:
+                words = name.replace("_", " ")
+                raise UserError(f"unknown {words} {given[:100]!r}", hint=f"use one of {', '.join(known)}", param=name)
         if self.root_path and not _ROOT.fullmatch(self.root_path):
             raise UserError(f"{self.root_path[:200]!r} is no path", hint="give one like /llm", param="root_path")
 

@@ -21,6 +21,7 @@ from memserve.api.messages import check_messages
 from memserve.api.metrics import ApiMetrics
 from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
 from memserve.api.prompts import CHECKING, PARSING, Prompt, PromptEncoder, is_token_list
+from memserve.api.reasoning import thoughts_after
 from memserve.api.reply import Reply
 from memserve.api.respond import answer, new_envelope
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody, parse_leniently
@@ -118,8 +119,15 @@ class ChatPlanner:
     ) -> Generation:
         """The engine request for a checked body. Raises :class:`ApiError` 400."""
         calls = self._calls(body)
-        plan = plan_chat(body, self._prompt(body, document), self._model, caller, response_id, calls)
+        prompt = self._prompt(body, document)
+        plan = plan_chat(body, prompt, self._model, caller, response_id, calls)
+        if not plan.requests[0].sampling.grammar:  # a grammar leaves no place for thoughts
+            thoughts = thoughts_after(prompt.ending, self._config.reasoning_parser, self._template())
+            plan = replace(plan, thoughts=thoughts)
         return _as_configured(plan, self._config, ignored)
+
+    def _template(self) -> str:
+        return str(getattr(self._model.tokenizer, "chat_template", None) or "")
 
     def _prompt(self, body: ChatBody, document: Document | None) -> Prompt:
         messages = check_messages(body.messages)
@@ -128,7 +136,7 @@ class ChatPlanner:
     def _calls(self, body: ChatBody) -> CallPlan | None:
         style = self._config.tool_call_parser
         if style == "auto":
-            style = style_of(str(getattr(self._model.tokenizer, "chat_template", None) or ""))
+            style = style_of(self._template())
         parallel = body.parallel_tool_calls is not False
         return call_plan(body.tools, body.tool_choice, parallel=parallel, style=style)
 

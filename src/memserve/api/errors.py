@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from memserve.errors import UserError
-from memserve.instance.events import NO_TOKEN_LEFT
+from memserve.instance.events import GRAMMAR_FAILED, NO_TOKEN_LEFT
 from memserve.runtime.engine import Refusal, Rejected
 
 ECHO_CHARS_MAX = 200
@@ -147,7 +147,9 @@ def deadline_passed() -> ApiError:
 
 def row_failed(reason: str) -> ApiError:
     """500: computing this request failed, and would fail again; other requests are not affected. 400 when its own
-    parameters leave no token to draw."""
+    parameters leave no token to draw, or its grammar cannot be followed."""
+    if reason.startswith(GRAMMAR_FAILED):
+        return ApiError(400, f"The request cannot be answered: {reason}", code="grammar_too_complex")
     if reason == NO_TOKEN_LEFT:
         return ApiError(400, f"The request cannot be answered: {reason}", code="no_token_left")
     return ApiError(500, f"The request failed: {reason}", kind="server_error", code="request_failed")

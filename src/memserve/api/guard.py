@@ -30,6 +30,7 @@ from memserve.api.exchange import REQUEST_ID_KEY
 from memserve.api.metrics import ApiMetrics
 from memserve.api.reply import Reply
 from memserve.api.respond import send_json
+from memserve.api.unserved import why_unserved
 from memserve.errors import UserError
 from memserve.types import RequestLogFormat
 from memserve.units import NS_PER_MS
@@ -116,6 +117,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     shown = echo(f"{request.method} {request.url.path}")
     message = {404: f"Unknown request URL: {shown}", 405: f"Not allowed to {shown}"}.get(status, "Request failed")
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(status)
+    if status == 404 and (reason := why_unserved(request.url.path)):
+        message, code = reason, "not_served"
     body = ApiError(status, message, code=code).body()
     return Response(body, status, headers, "application/json")
 

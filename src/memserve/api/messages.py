@@ -30,6 +30,8 @@ _IGNORED = ("refusal", "annotations")
 _FIELDS = {"role", "content", "tool_calls", "function_call", "audio", *_TEXTS, *_IGNORED}
 EXTRA_FIELDS_MAX = 32
 """Further fields of one message: templates may read them."""
+_SENSES = {"image": "Vision", "video": "Vision", "audio": "Audio", "file": "Reading files"}
+"""What kinds of content ask for, by a part of their names."""
 _CALL_FIELDS = {"id", "type", "function", "index"}
 
 
@@ -164,7 +166,8 @@ def _part(part: Any, where: str) -> str:
         raise bad_request(f"'{where}' must be an object like {{'type': 'text', 'text': ...}}", where)
     kind = part["type"]
     if kind not in ("text", "refusal"):
-        raise unsupported(where, f"Content of type {kind!r}")
+        what = next((f"{name} (content of type {kind!r})" for mark, name in _SENSES.items() if mark in kind), None)
+        raise unsupported(where, what or f"Content of type {kind!r}")
     if not isinstance(part.get(kind), str):
         raise bad_request(f"'{where}.{kind}' must be a string", f"{where}.{kind}")
     text: str = part[kind]

@@ -14,6 +14,7 @@ from msgspec import structs
 from memserve.api.documents import document_handle
 from memserve.api.errors import bad_request
 from memserve.api.prompts import Prompt, context_exceeded
+from memserve.api.reasoning import Thoughts
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
 from memserve.api.served import ServedModel, chosen_sampling
 from memserve.api.structure import structure_of
@@ -60,6 +61,7 @@ class Generation:
     continuous_usage: bool = False  # each chunk carries the usage
     ignored: tuple[str, ...] = ()  # fields of the request without effect
     calls: CallPlan | None = None  # of a chat with tools
+    thoughts: Thoughts = Thoughts.NONE  # of a chat: how its answers begin
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ TEMPLATE_CALLS_MAX = 2_000_000
 """Function calls of a chat template: about a second. Common templates make 300,000 for 10,000 messages."""
 
 PROMPTS_MAX = 2048
+ENDING_CHARS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Prompt:
 
     tokens: TokenArray
     text: str | None = None
+    ending: str = ""
+    """Of a chat: the last characters of the prompt, which may begin the answer's thoughts."""
 
 
 class PromptEncoder:
@@ -83,7 +86,8 @@ class PromptEncoder:
             raise bad_request("continue_final_message and add_generation_prompt exclude each other")
         echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == "assistant" else None
         is_cut = body.truncate_prompt_tokens is not None
-        return Prompt(self._encode(self._render(messages, body), False, is_cut).tokens, echoed)
+        text = self._render(messages, body)
+        return Prompt(self._encode(text, False, is_cut).tokens, echoed, text[-ENDING_CHARS:])
 
     def chat_text(self, body: ChatBody, messages: Messages) -> str:
         """Checked messages through the model's chat template, as text."""

@@ -12,7 +12,8 @@ from memserve.api.errors import ApiError, deadline_passed, internal, rejected, r
 from memserve.api.hub import Call
 from memserve.api.metrics import ApiMetrics
 from memserve.api.plan import Generation
-from memserve.api.tools.parse import CallReader, Piece, ToolCall
+from memserve.api.reasoning import AnswerReader, Thoughts
+from memserve.api.tools.parse import Piece, ToolCall
 from memserve.runtime.engine import Rejected
 from memserve.runtime.text import Stops, TextStream
 from memserve.types import FinishReason, TokenLogprobs, TokenOutput
@@ -33,12 +34,18 @@ class Sequence:
     shown_tokens: int = 0
     cumulative_logprob: float | None = None
     last_ns: int = 0
-    reader: CallReader | None = None  # of a chat with tools
+    reader: AnswerReader | None = None  # of a chat with tools or thoughts
+    thoughts: list[str] = field(default_factory=list)  # as ``texts``
 
     @property
     def content(self) -> str:
-        """The text so far, without calls."""
+        """The text so far, without thoughts and calls."""
         return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str | None:
+        """The thoughts so far; ``None``: there are none."""
+        return "".join(self.thoughts) if self.reader is not None and self.reader.had_thoughts else None
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -63,7 +70,7 @@ class Delta:
     opens: bool
     """The first news of the sequence."""
     pieces: tuple[Piece, ...] | None = None
-    """Of a chat with tools: the text as content and calls; ``text`` is then empty."""
+    """Of a chat with tools or thoughts: the text as content, thoughts and calls; ``text`` is then empty."""
 
     @property
     def deltas(self) -> list[dict[str, Any]]:
@@ -74,7 +81,7 @@ class Delta:
 def _delta_of(piece: Piece) -> dict[str, Any]:
     call = piece.call
     if call is None:
-        return {"content": piece.content}
+        return {"reasoning_content": piece.reasoning} if piece.reasoning else {"content": piece.content}
     named = {"id": call.call_id, "type": "function"} if piece.begins else {}
     function = ({"name": call.name} if piece.begins else {}) | {"arguments": piece.arguments}
     return {"tool_calls": [{"index": call.index, **named, "function": function}]}
@@ -100,6 +107,7 @@ class Reply:
         self.prompt_logprobs: list[tuple[TokenLogprobs | None, ...] | None] = [None] * len(plan.prompts)
         self.prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
         self.completion_tokens = 0
+        self.reasoning_tokens: int | None = None if plan.thoughts is Thoughts.NONE else 0
         self._cached: list[int | None] = [None] * len(plan.prompts)
         self._story: list[list[tuple[str, str | int | float]]] = [[] for _ in plan.prompts]
         self._unfinished = len(self.sequences)
@@ -113,7 +121,9 @@ class Reply:
             min_tokens=stop.min_tokens,
             skip_special_tokens=self.plan.skip_special_tokens,
         )
-        reader = CallReader(self.plan.calls) if self.plan.calls is not None else None
+        plan = self.plan
+        reads = plan.calls is not None or plan.thoughts is not Thoughts.NONE
+        reader = AnswerReader(plan.thoughts, plan.calls) if reads else None
         return Sequence(at, index, at * self.plan.n + index, stream, reader=reader)
 
     @property
@@ -187,10 +197,14 @@ class Reply:
         sequence.logprob_sum += sum(entry.logprob for entry in logprobs)
         text, pieces = news.text, None
         if (reader := sequence.reader) is not None:
+            thinks = reader.thinks
             pieces = tuple(reader.push(text) + (reader.finish() if news.finish_reason is not None else []))
             text = ""
+            if self.reasoning_tokens is not None and (thinks or reader.thinks):
+                self.reasoning_tokens += taken
         if not self.plan.stream:
             sequence.texts += [text] if pieces is None else [piece.content for piece in pieces]
+            sequence.thoughts += [piece.reasoning for piece in pieces or ()]
         sequence.cumulative_logprob = output.cumulative_logprob
         first, sequence.shown_tokens = sequence.shown_tokens, sequence.shown_tokens + news.tokens_shown
         self._count(sequence, taken, opens)
@@ -212,11 +226,13 @@ class Reply:
     def usage(self, completion_tokens: int | None = None) -> dict[str, Any]:
         """The ``usage`` object, with all tokens so far or with those that were shown."""
         drawn = self.completion_tokens if completion_tokens is None else completion_tokens
+        thoughts = self.reasoning_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": drawn,
             "total_tokens": self.prompt_tokens + drawn,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            **({} if thoughts is None else {"completion_tokens_details": {"reasoning_tokens": thoughts}}),
         }
 
     def finished(self) -> None:

@@ -100,6 +100,8 @@ class ChatShape:
             "content": self._echo(reply, sequence) + sequence.content,
             "refusal": None,
         }
+        if sequence.reasoning is not None:
+            message["reasoning_content"] = sequence.reasoning
         if sequence.calls:
             message["tool_calls"] = [call.as_json() for call in sequence.calls]
         yield b'{"index":%d,"message":%b,"logprobs":' % (sequence.choice, _encode(message))
@@ -269,9 +271,11 @@ class _TokenColumns:
 
     def add(self, entry: TokenLogprobs, offset: int) -> None:
         """One generated token, with text that starts at ``offset``."""
-        top = {self._naming(token)[0]: finite(logprob) for token, logprob in entry.top}
         name = self._naming(entry.token)[0]
-        top.setdefault(name, finite(entry.logprob))  # OpenAI always includes the chosen token
+        top = {
+            name: finite(entry.logprob)
+        }  # OpenAI always includes the chosen token; clients of vLLM look for it first
+        top |= {self._naming(token)[0]: finite(logprob) for token, logprob in entry.top}
         self._append(name, finite(entry.logprob), top, offset)
 
     def add_prompt(self, tokens: list[int], entries: tuple[TokenLogprobs | None, ...]) -> Iterator[bytes]:

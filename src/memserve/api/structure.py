@@ -6,6 +6,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
+from memserve.api.closing import closed
 from memserve.api.errors import bad_request, unsupported
 from memserve.api.schema import GenerationBody
 from memserve.api.tools.plan import CallPlan
@@ -75,9 +76,10 @@ def _of_format(body: GenerationBody) -> str:
 
 
 def json_grammar(schema: dict[str, Any], field: str, *, lenient: bool = False) -> str:
-    """The grammar of what ``schema`` admits. ``lenient``: parts that the engine does not know admit anything."""
+    """The grammar of what ``schema`` admits, its objects closed. ``lenient``: parts that the engine does not know admit
+    anything."""
     options = {**_SPACING, **({"lenient": True} if lenient else {})}
-    return _checked(json.dumps({"grammars": [{"json_schema": {**schema, "x-guidance": options}}]}), field)
+    return _checked(json.dumps({"grammars": [{"json_schema": {**closed(schema), "x-guidance": options}}]}), field)
 
 
 def _object(value: Any, field: str) -> dict[str, Any]:

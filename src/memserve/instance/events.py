@@ -137,6 +137,9 @@ class RowFailed:
 NO_TOKEN_LEFT = "penalties, biases and min_tokens leave no token that could come next"
 """Reason of a row when its own request made every token impossible."""
 
+GRAMMAR_FAILED = "the form that is asked of the answer is more than the grammar engine takes"
+"""The beginning of a row's reason when its own grammar cannot be followed."""
+
 
 @dataclass(slots=True)
 class LinkUse:

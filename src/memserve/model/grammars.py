@@ -4,7 +4,8 @@
                      -> the mask is there when that step's logits are
 
 A mask takes microseconds where a step takes milliseconds, so a step hardly ever waits; a slot with a mask that is late
-by :data:`WAIT_S` fails alone. New grammars are built in a thread of their own: masks of others do not wait for them.
+by :data:`WAIT_S`, or by :data:`BUILD_S` with a new grammar, fails alone. New grammars are built in a thread of their
+own: masks of others do not wait for them.
 Masks change logits only; KV and prefix cache know nothing of them.
 """
 
@@ -17,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 WAIT_S = 1.0
+BUILD_S = 15.0
+"""A large vocabulary takes seconds on a busy machine, once; large grammars take hundreds of milliseconds."""
 
 Mask = NDArray[np.bool_]
 """``[vocab]``: the tokens that may come next."""
@@ -31,6 +34,7 @@ class Grammars:
         self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None  # building, matching
         self._vocabulary: Any = None  # of llguidance: a second of work, for the first grammar
         self._masks: dict[int, Future[tuple[Any, Mask]]] = {}
+        self._new: set[int] = set()  # slots whose grammar is being built, or has given one mask
 
     def open(self, slot: int, grammar: str, drawn: list[int]) -> None:
         """Begin with the tokens that the sequence has ``drawn`` before. Raises ``ImportError`` without llguidance."""
@@ -42,6 +46,7 @@ class Grammars:
                 ThreadPoolExecutor(1, thread_name_prefix="memserve-masks"),
             )
         self._masks[slot] = self._threads[0].submit(self._built, grammar, drawn)
+        self._new.add(slot)
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._masks
@@ -51,16 +56,18 @@ class Grammars:
 
     def mask(self, slot: int) -> Mask:
         """What may come next. Raises ``ValueError`` where that is nothing, ``TimeoutError`` where it is not known."""
-        return self._masks[slot].result(WAIT_S)[1]
+        return self._masks[slot].result(BUILD_S if slot in self._new else WAIT_S)[1]
 
     def drawn(self, slot: int, token: int) -> None:
         """A token was drawn, and its sequence may go on."""
         before = self._masks[slot]
         if self._threads is not None and before.done() and before.exception() is None:  # else the slot has failed
             self._masks[slot] = self._threads[1].submit(self._next, before.result()[0], token)
+            self._new.discard(slot)
 
     def close(self, slot: int) -> None:
         """The slot is free."""
+        self._new.discard(slot)
         if future := self._masks.pop(slot, None):
             future.cancel()
 
@@ -86,7 +93,14 @@ class Grammars:
 
     def _mask(self, matcher: Any) -> Mask:
         if matcher.is_error():
-            raise ValueError(matcher.get_error()[:200])
+            raise ValueError(_reason(matcher))
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            raise ValueError(_reason(matcher))
         mask: Mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         return mask
+
+
+def _reason(matcher: Any) -> str:
+    """The first line of an error; the state of the parser follows it."""
+    return str(next(iter(matcher.get_error().splitlines()), ""))[:200]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve import _kernels
-from memserve.instance.events import RowFailed
+from memserve.instance.events import GRAMMAR_FAILED, RowFailed
 from memserve.model.drawing import Truncation, draw, draw_native, uniforms
 from memserve.model.slots import NOT_NUMBERS, NOTHING_LEFT, Failures, Int64s, SlotTable, each, stage
 from memserve.types import SamplingParams, StopParams, TokenLogprobs
@@ -119,7 +119,12 @@ def _adjust(row: Tensor, slot: int, table: SlotTable, failed: Failures) -> tuple
         else:
             adjust_logits(row, known, prompt_tokens, sampling, stop)
             if table.grammars is not None and slot in table.grammars:
-                row[torch.from_numpy(~table.grammars.mask(slot)).to(row.device)] = -torch.inf
+                try:
+                    mask = table.grammars.mask(slot)
+                except ValueError as error:
+                    failed[slot] = RowFailed(f"{GRAMMAR_FAILED}: {error}")
+                    return touched, before
+                row[torch.from_numpy(~mask).to(row.device)] = -torch.inf
         return touched, before
     return None
 

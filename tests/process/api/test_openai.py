@@ -25,7 +25,8 @@ from api_world import (
 )
 from fake_engine import FakeEngine
 from memserve.api.served import TokenNames
-from memserve.types import Request
+from memserve.api.shapes import _TokenColumns
+from memserve.types import Request, TokenLogprobs
 
 ANSWER_TOKENS = len(encode(SCRIPT_TEXT)) + 1  # the end-of-sequence token counts, as at OpenAI and vLLM
 HELLO = [{"role": "user", "content": "hello"}]
@@ -201,6 +202,14 @@ def test_echo_and_logprobs(client: openai.OpenAI) -> None:
     assert columns.text_offset[0] == 0 and columns.text_offset[prompt_tokens] == len(prompt)
     for at in range(prompt_tokens, prompt_tokens + 3):
         assert choice.text[columns.text_offset[at] :].startswith(columns.tokens[at])
+
+
+def test_the_chosen_token_stands_first_among_the_alternatives() -> None:
+    columns = _TokenColumns(lambda token: (f"t{token}", b""))
+    columns.add(TokenLogprobs(9, -3.0, ((5, -0.1), (6, -0.2))), 0)
+    columns.add(TokenLogprobs(6, -0.2, ((5, -0.1), (6, -0.2))), 2)
+    told = [list(entry.items()) for entry in json.loads(columns.encoded())["top_logprobs"]]
+    assert told == [[("t9", -3.0), ("t5", -0.1), ("t6", -0.2)], [("t6", -0.2), ("t5", -0.1)]]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -169,6 +169,21 @@ def test_a_request_that_excludes_every_token_is_the_clients_mistake(
     whole.check_nothing_is_held()
 
 
+def test_a_schema_beyond_the_grammar_engine_is_the_clients_mistake(whole: WholeWorld) -> None:
+    """It is found while the answer is drawn, and no other request notices."""
+    pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
+    fields = {f"f{at}": {"enum": [1]} for at in range(700)}
+    schema = {"type": "object", "properties": fields, "required": ["f699"], "additionalProperties": False}
+    body = {"model": NAME, "prompt": "hello", "max_tokens": 30, "structured_outputs": {"json": schema}}
+    answer = whole.http.post("/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "grammar_too_complex"), answer.text
+    assert "items" in error["message"] and "\n" not in error["message"]
+    small = {**body, "structured_outputs": {"json": {"enum": [1]}}}
+    assert whole.http.post("/v1/completions", json=small).json()["choices"][0]["text"] == "1"
+    whole.check_nothing_is_held()
+
+
 def test_logprobs_of_a_prompt_do_not_depend_on_the_cache(whole: WholeWorld) -> None:
     body = {"model": NAME, "prompt": "hello world " * 12, "max_tokens": 0, "echo": True, "logprobs": 1}
     cold, warm = (whole.http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"] for _ in range(2))

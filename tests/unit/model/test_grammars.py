@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -98,3 +100,16 @@ def test_a_slot_whose_grammar_is_no_grammar_fails_alone(grammars: Grammars) -> N
         table.open(OpenSequence(slot, prompt, len(prompt), 0, sampling, [0]))
     drawn = sample(torch.randn(2, TinyModel().vocab_size), np.arange(2), np.arange(2), table)
     assert list(drawn.failed) == [0]
+
+
+def test_a_grammar_that_takes_long_to_build_is_waited_for(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = grammars._built
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.2)
+        return built(*given)
+
+    monkeypatch.setattr(grammars, "_built", slowly)
+    monkeypatch.setattr("memserve.model.grammars.WAIT_S", 0.1)
+    grammars.open(0, grammar('start: "hello"'), [])
+    assert grammars.mask(0).any()

@@ -41,6 +41,8 @@ class Items:
         for piece in (Piece(delta.text),) if delta.pieces is None else delta.pieces:
             if piece.call is not None:
                 yield from self._arguments(piece)
+            elif piece.reasoning:
+                yield from self._thought(piece.reasoning)
             elif piece.content:
                 yield from self._content(piece.content)
 
@@ -58,6 +60,18 @@ class Items:
         self._text += text
         self._logprobs += fresh
         yield self._event("response.output_text.delta", content_index=0, delta=text, logprobs=fresh)
+
+    def _thought(self, text: str) -> Iterator[Event]:
+        if self._open is None or self._open["type"] != "reasoning":
+            yield from self._close("completed")
+            opened: Json = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": []}
+            self._open, self._text = {**opened, "status": "in_progress"}, ""
+            yield self._event("response.output_item.added", item=self._open)
+            part = {"type": "reasoning_text", "text": ""}
+            yield self._event("response.content_part.added", content_index=0, part=part)
+        self._fresh.clear()  # log probabilities are those of the answer
+        self._text += text
+        yield self._event("response.reasoning_text.delta", content_index=0, delta=text)
 
     def _begin_message(self) -> Iterator[Event]:
         opened: Json = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "content": []}
@@ -89,6 +103,11 @@ class Items:
             item = {**item, "content": [part], "status": status}
             if self._text:
                 yield self._event("response.output_text.done", content_index=0, **said)
+            yield self._event("response.content_part.done", content_index=0, part=part)
+        elif item["type"] == "reasoning":
+            part = {"type": "reasoning_text", "text": self._text}
+            item = {**item, "content": [part], "status": status}
+            yield self._event("response.reasoning_text.done", content_index=0, text=self._text)
             yield self._event("response.content_part.done", content_index=0, part=part)
         elif self._call is not None:
             said = {"name": self._call.name, "arguments": self._call.arguments}

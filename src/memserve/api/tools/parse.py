@@ -70,12 +70,13 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """News: content, or arguments of a call, with its beginning if it begins here."""
+    """News: content, or thoughts, or arguments of a call, with its beginning if it begins here."""
 
     content: str = ""
     call: ToolCall | None = None
     begins: bool = False
     arguments: str = ""
+    reasoning: str = ""
 
 
 class _Value:

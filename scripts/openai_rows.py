@@ -1,0 +1,89 @@
+"""What of OpenAI's reference works, row by row, each with a test that shows it: for docs/reference/HTTP.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEAD = """What works of OpenAI's reference, and the test that shows it. Libraries that speak it are run by
+`scripts/openai_clients.py`, vLLM's own tests of its server by `scripts/vllm_server_tests.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that OpenAI's reference describes."""
+
+    what: str
+    works: str
+    """``yes``, ``no``, or what is different."""
+    test: str
+    """``file::function``, below ``tests``."""
+
+
+_OPENAI, _EXTRAS = "process/api/test_openai.py", "process/api/test_vllm_extras.py"
+_RESPONSES, _REASONING = "process/api/test_responses.py", "process/api/test_reasoning.py"
+_CLIENTS = "process/test_openai_clients.py"
+
+ROWS = (
+    Row("`POST /v1/chat/completions`", "yes", f"{_OPENAI}::test_chat"),
+    Row("`stream`", "yes", f"{_OPENAI}::test_chat_stream_has_openais_order"),
+    Row("`stream_options.include_usage`", "yes", f"{_OPENAI}::test_chat_stream_without_usage_does_not_mention_it"),
+    Row("roles, text parts, developer messages", "yes",
+        f"{_OPENAI}::test_chat_accepts_text_parts_developer_role_and_resent_answers"),
+    Row("`logprobs`, `top_logprobs`", "yes", f"{_OPENAI}::test_chat_logprobs"),
+    Row("`logprobs` of a stream", "yes", f"{_OPENAI}::test_streamed_logprobs_equal_whole_ones"),
+    Row("`bytes` of tokens that are part of a character", "yes",
+        f"{_OPENAI}::test_a_token_that_is_part_of_a_character_has_exact_bytes"),
+    Row("`n`, `seed`, `temperature`, `top_p`, penalties, `logit_bias`", "yes",
+        f"{_OPENAI}::test_every_parameter_reaches_the_engine"),
+    Row("`stop`", "yes, up to 32", f"{_OPENAI}::test_stop_strings_over_token_borders"),
+    Row("`max_completion_tokens`, `max_tokens`", "yes",
+        "process/api/test_first_hour.py::test_a_chat_without_max_tokens_ends_at_the_servers_bound"),
+    Row("`tools`, `tool_choice`, streamed calls", "yes", f"{_EXTRAS}::test_calls_are_parsed_whole_and_streamed"),
+    Row("`parallel_tool_calls`", "yes",
+        "unit/api/tools/test_parse.py::test_the_schema_of_required_calls_has_the_definitions_at_its_root"),
+    Row("results of tools in the history", "yes",
+        "process/api/test_messages.py::test_the_official_clients_history_is_answered"),
+    Row("`response_format`: `json_schema`, `json_object`", "yes",
+        "unit/api/test_structure.py::test_formats_of_openai"),
+    Row("`response_format` into classes (`parse`), by the official client and by frameworks", "yes",
+        f"{_CLIENTS}::test_the_examples_of_a_library_work"),
+    Row("`reasoning_effort`", "a variable of the chat template",
+        f"{_REASONING}::test_an_effort_is_a_variable_of_the_template"),
+    Row("reasoning in answers", "`reasoning_content`, whole and streamed",
+        f"{_REASONING}::test_thoughts_are_reported_apart_from_the_answer"),
+    Row("reasoning in the history", "`reasoning_content`",
+        f"{_REASONING}::test_thoughts_of_earlier_answers_reach_the_template"),
+    Row("`completion_tokens_details.reasoning_tokens`", "yes",
+        f"{_REASONING}::test_thoughts_are_reported_apart_from_the_answer"),
+    Row("`prompt_tokens_details.cached_tokens`", "yes", f"{_OPENAI}::test_cached_tokens_are_reported"),
+    Row("`prompt_cache_key`", "yes",
+        "process/api/test_documents.py::test_sessions_reach_the_engine"),
+    Row("images, audio, files in messages", "no: 400 that names them",
+        f"{_REASONING}::test_what_is_no_text_is_refused_by_its_name"),
+    Row("fields that are unknown", "400 that names them", "process/api/test_hostile.py::test_hostile_request"),
+    Row("`POST /v1/completions`", "yes", f"{_OPENAI}::test_completion"),
+    Row("prompts as texts, token ids, lists of them", "yes", f"{_OPENAI}::test_prompt_forms"),
+    Row("`echo`, `logprobs`", "yes", f"{_OPENAI}::test_echo_and_logprobs"),
+    Row("`best_of`", "yes", f"{_OPENAI}::test_best_of_returns_the_likeliest"),
+    Row("`suffix`", "no: 400", "process/api/test_hostile.py::test_hostile_request"),
+    Row("`POST /v1/responses`", "yes", f"{_RESPONSES}::test_a_text_is_answered_kept_and_forgotten"),
+    Row("`GET`, `DELETE /v1/responses/{id}`", "yes", f"{_RESPONSES}::test_a_text_is_answered_kept_and_forgotten"),
+    Row("`previous_response_id`", "yes; its KV is kept",
+        f"{_RESPONSES}::test_a_response_is_continued_without_its_instructions"),
+    Row("`store: false`", "yes", f"{_RESPONSES}::test_one_that_is_not_stored_is_not_found"),
+    Row("events of a streamed response", "yes", f"{_RESPONSES}::test_a_stream_tells_the_same_as_the_answer"),
+    Row("function calls as items", "yes", f"{_RESPONSES}::test_calls_are_items_whole_and_streamed"),
+    Row("`background`, cancel", "yes", f"{_RESPONSES}::test_a_response_in_the_background_is_read_later_or_cancelled"),
+    Row("items of reasoning", "yes", f"{_REASONING}::test_responses_have_an_item_of_reasoning"),
+    Row("tools that a server runs (web search, files, code)", "no: 400",
+        f"{_RESPONSES}::test_bad_input_is_refused_by_its_name"),
+    Row("`GET /v1/models`, `GET /v1/models/{id}`", "yes", f"{_OPENAI}::test_models_health_and_metrics"),
+    Row("errors as OpenAI's client reads them", "yes",
+        "process/api/test_lifecycle.py::test_an_error_in_the_middle_of_a_stream_reaches_the_official_client"),
+    Row("keys", "yes; each stands for a tenant",
+        "process/api/test_lifecycle.py::test_keys_are_asked_for_and_stand_for_tenants"),
+    Row("`POST /v1/embeddings`", "no: 404 that says why",
+        f"{_REASONING}::test_paths_of_openai_that_no_model_answers_say_why"),
+    Row("audio, images, moderations, files, batches, fine-tuning, assistants", "no: 404 that says why",
+        f"{_REASONING}::test_paths_of_openai_that_no_model_answers_say_why"),
+)  # fmt: skip

@@ -1,0 +1,45 @@
+"""Libraries that speak OpenAI's API: their own examples against a real server with the bundled model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = os.environ.get("MEMSERVE_CLIENTS_PYTHON", sys.executable)
+"""A Python that has the libraries."""
+
+
+def _module(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+clients = _module(ROOT / "scripts" / "openai_clients.py")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, str]]:
+    served = _module(ROOT / "bench" / "served.py")
+    with served.serving("--metadata", "none") as running:
+        yield running.url, running.model
+
+
+@pytest.mark.parametrize("library", clients.EXAMPLES)
+def test_the_examples_of_a_library_work(library: str, server: tuple[str, str]) -> None:
+    told = clients.run_in(PYTHON, *server, library)
+    if "missing" in told:
+        pytest.skip(f"{library} is not installed: name a Python that has it in MEMSERVE_CLIENTS_PYTHON")
+    assert len(told["examples"]) == len(clients.EXAMPLES[library][1])
+    failed = {name: one["error"] for name, one in told["examples"].items() if one["error"]}
+    assert not failed, "\n".join(f"{name}:\n{error}" for name, error in failed.items())
