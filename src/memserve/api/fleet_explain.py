@@ -28,7 +28,7 @@ def explanation(chosen: Forward, failed: Mapping[str, str]) -> tuple[bytes, byte
 
 
 def told(decision: Forward | Prefill, failed: Mapping[str, str]) -> dict[str, Any]:
-    """The same for a timeline. Counts of tokens only where the prompt was compared by its tokens."""
+    """A decision, for a timeline. Counts of tokens only where the prompt was compared by its tokens."""
     entry: dict[str, Any] = {"instances": [decision.engine]}
     if not isinstance(decision, Forward):
         return entry
