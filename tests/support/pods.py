@@ -77,9 +77,13 @@ class Pod:
         return re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], word)
 
     def _mounts(self) -> list[str]:
-        """A read-only root with the container's volumes in it; /tmp comes last, since it hides where they come from."""
+        """A read-only root with the container's volumes in it; /tmp comes last, since it hides where they come from.
+        A checkout below /tmp, which has the command, is put back."""
         lines = [f"mount --bind {shlex.quote(str(self._folder / 'hosts'))} /etc/hosts", "mount -t tmpfs none /srv"]
         last = []
+        checkout, aside = shlex.quote(str(ROOT)), "/srv/checkout"
+        if ROOT.is_relative_to("/tmp"):
+            lines.append(f"mkdir {aside} && mount --bind {checkout} {aside}")
         for mount in self.container["volumeMounts"]:
             path, name = mount["mountPath"], mount["name"]
             memory = self._volumes.get(name, {}).get("emptyDir", {}).get("medium") == "Memory"
@@ -97,6 +101,8 @@ class Pod:
             if mount.get("readOnly"):
                 lines.append(f"mount -o remount,ro,bind {path}")
         lines.append("mount -o remount,ro,bind /" if self._is_read_only else "true")
+        if ROOT.is_relative_to("/tmp"):
+            last.append(f"mkdir -p {checkout} && mount --bind {aside} {checkout}")
         return [*lines, *last]
 
     @property
