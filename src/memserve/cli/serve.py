@@ -188,10 +188,11 @@ def _engine(options: EngineOptions) -> Iterator[_Served]:
 
     set_thread_environment()
     from memserve.runtime.build import build_engine
-    from memserve.runtime.memory import leave_triton_out, objects_that_stay
+    from memserve.runtime.lean_torch import leave_compiler_out
+    from memserve.runtime.memory import objects_that_stay
 
     with objects_that_stay():
-        leave_triton_out(options.device)
+        leave_compiler_out(options.device)
         engine, model = build_engine(options)
     try:
         yield _Served(engine, model, room_text(model.kv_tokens, model.max_model_tokens, options.scheduler.max_running))
