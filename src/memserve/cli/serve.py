@@ -153,6 +153,10 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     from memserve.api.server import bind
     from memserve.runtime.memory import keep_heap_small
 
+    if http.api.otlp_endpoint:
+        from memserve.api.traces import refuse_without_package
+
+        refuse_without_package()
     KeyRing(http.api_keys)  # refuses malformed keys
     KeyRing(() if http.metrics_key is None else (http.metrics_key,))
     keep_heap_small()
