@@ -1,8 +1,7 @@
 """What a process of ours leaves out of torch: its compiler, and its distributed tensors.
 
-transformers imports both with every model: a second of CPU, and 70 MB resident in each instance (without sympy, which
-comes with either), for nothing that an instance runs. Only for processes of ours: other code of a library's user may
-compile.
+transformers imports both with every model: time at each start, and memory in each instance, for nothing that an instance
+runs. Only for processes of ours: other code of a library's user may compile.
 """
 
 from __future__ import annotations
