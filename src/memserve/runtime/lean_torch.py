@@ -1,7 +1,7 @@
 """What a process of ours leaves out of torch: its compiler, and its distributed tensors.
 
-transformers imports both with every model: time at each start, and memory in each instance, for nothing that an instance
-runs. Only for processes of ours: other code of a library's user may compile.
+transformers imports both with every model: time at each start, and memory in each instance, for nothing that an
+instance runs. Only for processes of ours: other code of a library's user may compile.
 """
 
 from __future__ import annotations
