@@ -7,12 +7,15 @@ import dataclasses
 import functools
 import importlib.util
 import re
+import subprocess
+import sys
 import tomllib
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from memserve import config
 
@@ -206,3 +209,37 @@ def test_the_tour_names_what_is_there() -> None:
             assert not gone, f"docs/TOUR.md: {file} has no {gone}"
     for file, test in re.findall(r"`?(tests/[\w/]+\.py)::(\w+)", tour):
         assert test in symbols(ROOT / file), f"docs/TOUR.md: {file} has no {test}"
+
+
+def test_the_site_has_every_page() -> None:
+    def pages(entries: Any) -> list[str]:
+        if isinstance(entries, str):
+            return [entries]
+        values = entries.values() if isinstance(entries, dict) else entries
+        return [page for value in values for page in pages(value)]
+
+    docs = ROOT / "docs"
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(listed) == sorted(str(page.relative_to(docs)) for page in PAGES if page.is_relative_to(docs))
+
+
+def test_links_that_leave_the_site_are_names() -> None:
+    spec = importlib.util.spec_from_file_location("site_links", ROOT / "scripts" / "site_links.py")
+    assert spec is not None and spec.loader is not None
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    text = "[a](STORE.md#b) [c](../concepts/STORE.md) [d](../../bench/x.py) [bench/README.md](../../bench/README.md)"
+    assert site.without_outside_links(f"{text}\n```\n[d](../../e)\n```", "guides/VLLM.md") == (
+        "[a](STORE.md#b) [c](../concepts/STORE.md) d (`bench/x.py`) bench/README.md\n```\n[d](../../e)\n```"
+    )
+    for page in PAGES:  # links of the repository lead to these anchors: see `anchors`
+        headings = re.findall(r"^#+ (.+)$", without_code(page), re.MULTILINE)
+        assert {site.anchor(heading, "-") for heading in headings} == anchors(page)
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "guides" / "OPERATIONS" / "index.html").exists()

@@ -34,6 +34,7 @@ from memserve.api.responses.endpoint import ResponsesRoutes
 from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.shapes import ChatShape, CompletionShape
 from memserve.api.tokens import TokenRoutes
+from memserve.api.traces import Traces, open_traces
 from memserve.api.ui.feed import EngineSource, Feed
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.timelines import Timelines, Watch
@@ -50,6 +51,16 @@ class _Pages:
         self._hub, self._model, self._names, self._metrics = hub, model, names, metrics
         self._metrics_keys = metrics_keys
         self._created_s = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/openapi.json", self.openapi),
+        ]
 
     def _card(self, name: str | None = None) -> dict[str, Any]:
         return {
@@ -153,6 +164,16 @@ def _generating(
     ]
 
 
+def _timelines(model: str, traces: Traces | None, otlp_endpoint: str, closing: ExitStack) -> Timelines:
+    """Timelines that traces are made of, if there are any; ``closing`` ends those."""
+    if traces is None and otlp_endpoint:
+        traces = open_traces(otlp_endpoint)
+    if traces is None:
+        return Timelines(model)
+    closing.callback(traces.close)
+    return Timelines(model, traces.ended)
+
+
 def create_app(
     engine: ServingEngine,
     model: ServedModel,
@@ -163,24 +184,26 @@ def create_app(
     metrics_key: str | None = None,
     limits: EdgeConfig | None = None,
     config: ApiConfig | None = None,
+    traces: Traces | None = None,
 ) -> Starlette:
     """The OpenAI API in front of ``engine``. A server drains ``app.state.hub`` and applies ``app.state.edge``'s limits.
 
     Clients may ask for ``model`` by its name, by one of ``further_names``, which are listed as well, or by one of
     ``aliases``; answers carry its name.
     ``metrics_key``: ``GET /metrics`` requires it, and names tenants; ``None``: it is open and names none.
-    Raises :class:`UserError` for malformed keys.
+    ``traces``: closed with the application; ``None``: as ``config.otlp_endpoint`` says.
+    Raises :class:`UserError` for malformed keys, and for traces without the package they need.
     """
     limits, config = limits or EdgeConfig(), config or ApiConfig()
     metrics, encoder = ApiMetrics(), PromptEncoder(model)
     hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names)
     keys, metrics_keys = KeyRing(api_keys), KeyRing(() if metrics_key is None else (metrics_key,))
-    pages, timelines = _Pages(hub, model, names, metrics, metrics_keys), Timelines(model.name)
+    pages, closing = _Pages(hub, model, names, metrics, metrics_keys), ExitStack()
+    timelines = _timelines(model.name, traces, config.otlp_endpoint, closing)
     feed = Feed(EngineSource(hub, model.name), metrics, timelines)
     dashboard = Dashboard(feed, timelines, keys, metrics_keys)
     shared = Shared(hub, model, encoder, metrics, edge)
-    closing = ExitStack()
     closing.callback(encoder.close)
 
     @asynccontextmanager
@@ -191,12 +214,8 @@ def create_app(
     app = Starlette(
         routes=[
             *_generating(shared, names, tokens, documents := Documents(), config),
-            Route("/v1/models", pages.models),
-            Route("/v1/models/{name:path}", pages.model),
+            *pages.routes(),
             *_named_prefixes(shared, documents),
-            Route("/health", pages.health),
-            Route("/metrics", pages.metrics),
-            Route("/openapi.json", pages.openapi),
             *dashboard.routes(),
         ],
         middleware=[

@@ -37,6 +37,9 @@ class ApiConfig:
     """Each chunk of each stream carries the usage, as if ``stream_options`` asked for it."""
     return_tokens_as_token_ids: bool = option(False)
     """Logprobs name tokens ``token_id:N``, as if each request asked for it."""
+    otlp_endpoint: str = option("")
+    """Send a trace of each request to this OTLP receiver, e.g. ``http://127.0.0.1:4318``: a span a stage (extra
+    ``otel``)."""
 
     def __post_init__(self) -> None:
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
@@ -46,6 +49,9 @@ class ApiConfig:
                 raise UserError(f"unknown {words} {given[:100]!r}", hint=f"use one of {', '.join(known)}", param=name)
         if self.root_path and not _ROOT.fullmatch(self.root_path):
             raise UserError(f"{self.root_path[:200]!r} is no path", hint="give one like /llm", param="root_path")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            hint = "give scheme, host and port: --otlp-endpoint http://127.0.0.1:4318"
+            raise UserError(f"{self.otlp_endpoint[:200]!r} is no OTLP receiver", hint=hint, param="otlp_endpoint")
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,9 @@ async def _preflight(headers: Headers, allowed: list[tuple[bytes, bytes]], send:
 REPLY_KEY = "memserve.reply"
 """Where an endpoint leaves its :class:`Reply` in the ASGI scope."""
 
+TRACE_KEY = "memserve.trace"
+"""Where the ASGI scope has the id of a request's trace, 32 hexadecimal digits; absent without traces."""
+
 LINES_MAX = 4096
 """Lines that may wait while stderr is read too slowly; further ones are left out and counted."""
 
@@ -270,6 +273,8 @@ class RequestLog:
             "status": status,
             "total_ms": round((now_ns - started_ns) / NS_PER_MS, 1),
         }
+        if (trace_id := scope.get(TRACE_KEY)) is not None:
+            line["trace_id"] = trace_id
         reply = scope.get(REPLY_KEY)
         return line | account(reply, self._model, started_ns) if isinstance(reply, Reply) else line
 

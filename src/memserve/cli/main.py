@@ -28,8 +28,8 @@ def command_line(word: str | None = None) -> typer.Typer:
     app = typer.Typer(
         name="memserve",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
+        context_settings={"max_content_width": 110},
         rich_markup_mode=None,  # the drawn tables cut the names of options on a narrow terminal
     )
     app.callback()(_root)

@@ -159,6 +159,10 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     from memserve.api.server import bind
     from memserve.runtime.memory import keep_heap_small
 
+    if http.api.otlp_endpoint:
+        from memserve.api.traces import refuse_without_package
+
+        refuse_without_package()
     KeyRing(http.api_keys)  # refuses malformed keys
     KeyRing(() if http.metrics_key is None else (http.metrics_key,))
     keep_heap_small()
@@ -194,10 +198,11 @@ def _engine(options: EngineOptions) -> Iterator[_Served]:
 
     set_thread_environment()
     from memserve.runtime.build import build_engine
-    from memserve.runtime.memory import leave_triton_out, objects_that_stay
+    from memserve.runtime.lean_torch import leave_compiler_out
+    from memserve.runtime.memory import objects_that_stay
 
     with objects_that_stay():
-        leave_triton_out(options.device)
+        leave_compiler_out(options.device)
         engine, model = build_engine(options)
     try:
         yield _Served(engine, model, room_text(model.kv_tokens, model.max_model_tokens, options.scheduler.max_running))

@@ -261,7 +261,7 @@ class Lifecycle:
         attempt = req.attempt if req is not None else None
         if req is None or attempt is None or attempt.decode_at is not sender or req.phase is RequestPhase.HANDED_OVER:
             return
-        attempt.news_ns = now
+        attempt.news_ns = attempt.handed_over_ns = now
         self.prefilled(req, attempt)
         self.admission.memory.handed_over(attempt)
         self.requests.hand_over(req, attempt)

@@ -20,6 +20,7 @@ from memserve.policy.admission import MemoryNeed
 from memserve.policy.candidates import Route
 from memserve.transitions import Transitions
 from memserve.types import FinishReason, Request, TokenOutput, TransferMode
+from memserve.units import NS_PER_MS
 
 
 class RequestPhase(Enum):
@@ -122,6 +123,8 @@ class Attempt:
     """Outputs behind tokens that have not come, in order of arrival: two members may speak, on two ways."""
     gap_ns: int | None = None
     """Since when there are any."""
+    handed_over_ns: int | None = None
+    """When ``decode_at`` said that it has the KV. None: it has not."""
 
     def is_from(self, peer: Peer) -> bool:
         """Whether ``peer`` may speak for it: a prefill instance's last words may come after its part has ended."""
@@ -219,7 +222,9 @@ class RequestState:
         if attempt is None:
             return (("attempts", len(self.past)), ("last_failure", self.past[-1].ended)) if self.past else ()
         where = attempt.first.name + (f" to {attempt.decode_at.name}" if attempt.decode_at is not None else "")
-        return ("route", where), ("route_why", attempt.route.reason), ("attempts", len(self.past) + 1)
+        told = ("route", where), ("route_why", attempt.route.reason), ("attempts", len(self.past) + 1)
+        moments = ("route_ms", attempt.dispatched_ns), ("handed_over_ms", attempt.handed_over_ns)
+        return *told, *((name, round((at - self.arrived_ns) / NS_PER_MS, 3)) for name, at in moments if at is not None)
 
     def story(self) -> RouteStory:
         """All attempts and what the client has, for people."""

@@ -40,6 +40,7 @@ class _Flight:
     end_block: int
     near: bool
     """Whether the pages come over no network."""
+    asked_ns: int
 
     @property
     def ends_ns(self) -> int:
@@ -225,7 +226,7 @@ class Fetches:
         first_block, end_block = begin // self._geometry.block_tokens, end // self._geometry.block_tokens
         tokens = _tokens_of(group)[:end]
         near = not self.far.get(holder.peer.name, False)
-        flight = _Flight(holder, now + self._link_busy_ns(now), link_ns, first_block, end_block, near)
+        flight = _Flight(holder, now + self._link_busy_ns(now), link_ns, first_block, end_block, near, now)
         fetch_id = self._exchange.fetch(holder.peer, group.isolation, tokens, first_block, end_block, now, deadline_ns)
         self._flights[fetch_id] = flight
         return fetch_id
@@ -270,6 +271,8 @@ class Fetches:
         if remote is None:
             return
         remote.fetch_id = None
+        spans_ns = ("fetch_after_ms", flight.asked_ns - group.arrived_ns), ("fetch_ms", now - flight.asked_ns)
+        group.facts += [(name, round(span_ns / NS_PER_MS, 3)) for name, span_ns in spans_ns]
         if outcome.ok:
             tokens = outcome.pulled_blocks * self._geometry.block_tokens
             self.fetched_tokens += tokens

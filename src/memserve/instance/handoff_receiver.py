@@ -19,6 +19,7 @@ from memserve.kv_transfer.exchange import Exchange
 from memserve.messages import Peer
 from memserve.serving import RejectRequest
 from memserve.types import FinishReason, Tier, TokenArray
+from memserve.units import NS_PER_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class HandoffReceiver:
             return False
         remote.import_id = None
         group.admitted_ns = now  # the instance that computed the prompt has counted it
-        group.facts += facts
+        group.facts += [*facts, ("handoff_ms", round((now - group.arrived_ns) / NS_PER_MS, 3))]  # since the offer
         if outcome.offer.return_kv and group.request.n == 1 and group.beam is None:
             remote.home, remote.home_tokens = outcome.sender, len(outcome.offer.tokens)
         self.taken_over += 1

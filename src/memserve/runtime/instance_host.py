@@ -16,11 +16,12 @@ from memserve.mempool.identity import identity_key
 from memserve.messages import Peer, PeerInfo
 from memserve.runtime.build import Parts, build_parts
 from memserve.runtime.health_file import HealthFile
+from memserve.runtime.lean_torch import leave_compiler_out
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
-from memserve.runtime.memory import keep_heap_small, leave_triton_out, objects_that_stay, trim_heap
+from memserve.runtime.memory import keep_heap_small, objects_that_stay, trim_heap
 from memserve.runtime.meta_children import end_when_orphaned
 from memserve.runtime.process import Askings, on_ending_signals
 from memserve.types import Role
@@ -81,7 +82,7 @@ def run_instance(
     if outlive is not None:
         end_when_orphaned(outlive, lambda: members[0].router if members else None)
     with objects_that_stay():
-        leave_triton_out(options.device)
+        leave_compiler_out(options.device)
         parts = build_parts(options, me=me, role=place.role, identity_key=identity_key(place.secret))
     member = _open_member(parts, place, me)
     members.append(member)

@@ -7,7 +7,6 @@ import ctypes
 import dataclasses
 import gc
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -130,21 +129,6 @@ def objects_that_stay() -> Iterator[None]:
         atexit.register(gc.unfreeze)
     finally:
         gc.enable()
-
-
-def leave_triton_out(device: str) -> None:
-    """For a process of ours that computes on a CPU: ``import triton`` fails there from now on.
-
-    transformers imports torch's compiler, which imports triton where it is installed: 73 MB resident in each instance
-    for kernels of a GPU. Not for a library's user: other code may compile.
-    """
-    from memserve.runtime.process import set_thread_environment
-
-    set_thread_environment()
-    import torch
-
-    if device == "cpu" or not torch.cuda.is_available():
-        sys.modules.setdefault("triton", None)  # type: ignore[arg-type]  # None: the import system's word for "absent"
 
 
 def trim_heap() -> None:

@@ -33,7 +33,8 @@ from memserve.model.device import ModelDevice
 from memserve.model.loading.loader import LoadedModel, load_model
 from memserve.model.sharding import shard
 from memserve.parallel import Share, shares
-from memserve.runtime.memory import keep_heap_small, leave_triton_out, objects_that_stay, usable_cores
+from memserve.runtime.lean_torch import leave_compiler_out
+from memserve.runtime.memory import keep_heap_small, objects_that_stay, usable_cores
 from memserve.runtime.ports import OnLayer
 from memserve.runtime.process import die_with, ignore_terminal, set_thread_environment
 from memserve.types import KVGeometry, Tier
@@ -255,7 +256,7 @@ def main(descriptor: int) -> None:
     keep_heap_small()
     try:
         with objects_that_stay():
-            leave_triton_out(order.options.device)
+            leave_compiler_out(order.options.device)
             device = _load(order, line)
     except UserError as error:
         line.send(error.message)

@@ -87,8 +87,8 @@ def test_what_is_resident_grows_with_what_is_touched() -> None:
 def test_a_process_that_computes_on_a_cpu_loads_no_kernels_of_gpus() -> None:
     """The compiler that transformers brings along would import triton: 73 MB in each instance."""
     program = """
-from memserve.runtime.memory import leave_triton_out
-leave_triton_out("cpu")
+from memserve.runtime.lean_torch import leave_compiler_out
+leave_compiler_out("cpu")
 import sys
 import torch._dynamo
 import torch.nn.attention.flex_attention

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,16 +24,19 @@ KEPT = 512
 
 Entry = dict[str, Any]
 
+Ended = Callable[[Scope, Entry, int], None]
+"""Is told of each request that has ended: its ASGI scope, its entry, and when it began, in nanoseconds of Unix time."""
+
 
 class _Open:
     """A request that is being answered. The ASGI scope is read when a page asks: the request pays for a dict entry."""
 
-    __slots__ = ("answered_ns", "scope", "started_ms", "started_ns", "status")
+    __slots__ = ("answered_ns", "scope", "started_ns", "started_unix_ns", "status")
 
     def __init__(self, scope: Scope) -> None:
         self.scope, self.status = scope, 0
         self.answered_ns: int | None = None
-        self.started_ns, self.started_ms = time.monotonic_ns(), time.time_ns() // NS_PER_MS
+        self.started_ns, self.started_unix_ns = time.monotonic_ns(), time.time_ns()
 
     @property
     def tenant(self) -> str | None:
@@ -52,7 +55,7 @@ class _Open:
             "tenant": self.tenant,
             "route": route_of(self.scope["path"]),
             "status": (self.status or 499) if ended else None,
-            "started_ms": self.started_ms,
+            "started_ms": self.started_unix_ns // NS_PER_MS,
             "total_ms": round((time.monotonic_ns() - self.started_ns) / NS_PER_MS, 3),
         }
         if isinstance(reply, Reply):
@@ -98,9 +101,10 @@ def stages(entry: Entry, total_ms: float) -> list[Entry]:
 class Timelines:
     """All requests in flight, and the last :data:`KEPT` that have ended. Lives in the event loop."""
 
-    def __init__(self, model: str) -> None:
-        """``model``: its served name."""
+    def __init__(self, model: str, ended: Ended | None = None) -> None:
+        """``model``: its served name. ``ended``: is told of them, too."""
         self._model = model
+        self._tell = ended
         self._open: dict[int, _Open] = {}
         self._ended: deque[Entry] = deque(maxlen=KEPT)
 
@@ -113,7 +117,10 @@ class Timelines:
         """The request has its answer, or its client has left. Requests without a valid key are not kept."""
         del self._open[id(request.scope)]
         if request.tenant is not None and (self._is_shown(request) or request.status >= 400):
-            self._ended.append(request.entry(self._model, ended=True))
+            entry = request.entry(self._model, ended=True)
+            self._ended.append(entry)
+            if self._tell is not None:
+                self._tell(request.scope, entry, request.started_unix_ns)
 
     @staticmethod
     def _is_shown(request: _Open) -> bool:

@@ -1,0 +1,60 @@
+"""Torch without its compiler: less is imported, and what needs the compiler still finds it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from memserve.runtime import lean_torch
+
+HEAD = f"""
+import sys
+from {lean_torch.__name__} import leave_compiler_out
+leave_compiler_out("cpu")
+import torch
+"""
+
+
+def said_by(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", HEAD + program], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_model_family_brings_neither_compiler_nor_distributed_tensors() -> None:
+    said = said_by("""
+import transformers.models.llama.modeling_llama
+print([name for name in ("torch._inductor", "torch.distributed.tensor", "sympy", "triton") if sys.modules.get(name)])
+""")
+    assert said == "[]"
+
+
+def test_what_compiles_gets_the_compiler() -> None:
+    said = said_by("""
+import transformers.models.llama.modeling_llama
+double = torch.compile(lambda x: x * 2, backend="eager")
+print(double(torch.ones(1)).item(), torch._dynamo.utils.__name__, torch.compiler.is_compiling())
+""")
+    assert said == "2.0 torch._dynamo.utils False"
+
+
+def test_masks_of_transformers_are_made_in_the_real_mode() -> None:
+    said = said_by("""
+from transformers import masking_utils
+table = torch.arange(4) % 2
+with masking_utils.TransformGetItemToIndex() as mode:
+    print(torch.vmap(lambda at: table[at])(torch.arange(4)).tolist(), type(mode).__module__)
+""")
+    assert said == "[0, 1, 0, 1] torch._dynamo._trace_wrapped_higher_order_op"
+
+
+def test_a_process_that_has_the_compiler_keeps_it() -> None:
+    program = """
+import torch._dynamo
+known = torch._dynamo
+from memserve.runtime.lean_torch import leave_compiler_out
+leave_compiler_out("cpu")
+print(torch._dynamo is known, torch.distributed.is_available())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.split() == ["True", "True"]
