@@ -92,8 +92,11 @@ def test_a_request_is_a_span_below_the_clients_and_its_stages_are_below_it() -> 
     assert line[0].start_time == root.start_time and line[-1].end_time == root.end_time
     for earlier, later in pairwise(line):
         assert earlier.end_time == later.start_time, (earlier.name, later.name)
-    assert spans["route"].end_time - spans["route"].start_time == pytest.approx(250_000, abs=1000)
-    assert spans["transfer"].end_time - spans["read"].end_time == pytest.approx(1_500_000, abs=1000)
+    # The fake answers at once, so a request may be shorter than what its story tells: a stage ends with it.
+    routed = min(spans["read"].end_time + 250_000, spans["queue"].end_time)
+    assert spans["route"].end_time == pytest.approx(routed, abs=1000)
+    arrived = min(spans["read"].end_time + 1_500_000, root.end_time)
+    assert spans["transfer"].end_time == pytest.approx(arrived, abs=1000)
     assert spans["route"].attributes["memserve.route_why"] == "cost: p1 reuses 8 tokens"
     assert spans["transfer"].attributes["memserve.handoff_bytes"] == 4096
     about = root.attributes
