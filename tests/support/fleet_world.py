@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import structs
 
 from instance_world import PROMPT, VOCAB, config, lone_beams
-from memserve.instance.events import LayerFinished, RunStep
+from memserve.instance.events import BuildGrammar, ForgetGrammar, GrammarBuilt, LayerFinished, RunStep
 from memserve.instance.machine import Instance
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PullPages, SealPages
 from memserve.messages import (
@@ -55,7 +55,8 @@ class Member:
         self.fleet, self.cfg, self.peer = fleet, cfg, Peer(name, generation)
         self.machine = Instance(cfg, BLOCK, me=self.peer, geometry=GEOMETRY)
         self.device = TruthDevice(BLOCK, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB, layers=LAYERS)
-        self.plans, self.jobs = deque(), deque()
+        self.plans, self.jobs, self.builds = deque(), deque(), deque()
+        self.built = {""}  # grammars
         self.void, self.layers_told = set(), 0
         self.tells_layers = True
         self.corrupt_pulls = 0
@@ -83,6 +84,7 @@ class Member:
 
     def _perform(self, action):
         if isinstance(action, RunStep):
+            assert {opened.sampling.grammar for opened in action.plan.open} <= self.built
             self.plans.append(action.plan)
         elif isinstance(action, EmitTokens):
             self._say(ROUTER_PEER, Tokens(tuple(action.outputs)))
@@ -92,6 +94,10 @@ class Member:
             self._say(action.to, action.message)
         elif isinstance(action, SealPages | PullPages):
             self.jobs.append(action)
+        elif isinstance(action, BuildGrammar):
+            self.builds.append(action)
+        elif isinstance(action, ForgetGrammar):
+            self.built.discard(action.grammar)
         else:
             assert isinstance(action, CancelPulls)
 
@@ -138,9 +144,15 @@ class Member:
         pulled = len(good) * (job.end_layer - job.first_layer) * GEOMETRY.page_bytes
         return self.post(PagesPulled(job.job_id, "checksum" if wrong else "", pulled, "shm", mismatches=wrong))
 
+    def do_build(self):
+        """A grammar is built; it may be that no request wants it any more."""
+        job = self.builds.popleft()
+        self.built.add(job.grammar)
+        return self.post(GrammarBuilt(job.job_id))
+
     @property
     def busy(self):
-        return bool(self.plans or self.jobs)
+        return bool(self.plans or self.jobs or self.builds)
 
     def check_nothing_held(self):
         """Idle: every block is free but for the cache, and that can be dropped."""
@@ -258,6 +270,7 @@ class Fleet:
         for member in self.members.values():
             choices += [(member.do_plan, None)] if member.plans else []
             choices += [(member.do_job, None)] if member.jobs else []
+            choices += [(member.do_build, None)] if member.builds else []
         return choices
 
     def run(self, until=lambda: False, limit=6000):

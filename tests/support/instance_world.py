@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.instance.events import RowFailed, RunStep, StepFailed
+from memserve.instance.events import BuildGrammar, ForgetGrammar, GrammarBuilt, RowFailed, RunStep, StepFailed
 from memserve.instance.machine import Instance
 from memserve.instance.sequence import Phase
 from memserve.mempool.pool import BlockPool
@@ -27,13 +27,14 @@ PROMPT = [(3 * i + i * i) % VOCAB for i in range(40)]
 
 
 def request(
-    name, prompt, *, max_tokens=5, seed=0, stops=(), min_tokens=0, logprobs=None, prompt_logprobs=False, **rest
-):
+    name, prompt, *, max_tokens=5, seed=0, stops=(), min_tokens=0, logprobs=None, prompt_logprobs=False, grammar="",
+    **rest,
+):  # fmt: skip
     """A request with the parameters that tests care about."""
     return Request(
         name,
         np.asarray(prompt, dtype=np.int32),
-        sampling=SamplingParams(seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs),
+        sampling=SamplingParams(seed=seed, logprobs=logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar),
         stop=StopParams(max_tokens, min_tokens, tuple(stops)),
         **rest,
     )
@@ -74,15 +75,16 @@ class World:
         self.machine = self.new_machine()
         sizes = block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB
         self.device = LiteralDevice(*sizes, layers=1 if cfg.scheduler.layerwise == "off" else LAYERS)
-        self.plans = deque()
+        self.plans, self.builds = deque(), deque()
+        self.built = {""}  # grammars
         self.requests, self.got, self.final, self.rejected = {}, {}, {}, {}
         self.facts = []  # of all requests
         self.asked_to_end = set()
         self.diary = []
         self.now = 0
         self.failed = False
-        #: requests of which a row failed alone
-        self.rows_failed = set()
+        #: requests of which a row failed alone, grammars that cannot be built
+        self.rows_failed, self.no_grammars = set(), set()
         #: plans that were under way when an earlier one failed
         self.void = set()
 
@@ -103,7 +105,12 @@ class World:
         self.diary.append((event, self.now, repr(actions)))
         for action in actions:
             if isinstance(action, RunStep):
+                assert {opened.sampling.grammar for opened in action.plan.open} <= self.built
                 self.plans.append(action.plan)
+            elif isinstance(action, BuildGrammar):
+                self.builds.append(action)
+            elif isinstance(action, ForgetGrammar):
+                self.built.discard(action.grammar)
             elif isinstance(action, EmitTokens):
                 for output in action.outputs:
                     self._judge(output)
@@ -156,10 +163,19 @@ class World:
         assert self.machine.stats().steps_failed == steps_failed
         return owners[slot].request_id
 
+    def build(self, error=""):
+        """The oldest grammar is built, or cannot be; it may be that no request wants it any more."""
+        job = self.builds.popleft()
+        if error:
+            self.no_grammars.add(job.grammar)
+        else:
+            self.built.add(job.grammar)
+        return self.post(GrammarBuilt(job.job_id, error))
+
     def drain(self, limit=3000):
         """Run until nothing is under way."""
-        while self.plans:
-            self.step()
+        while self.plans or self.builds:
+            self.step() if self.plans else self.build()
             limit -= 1
             assert limit, f"no end: {self.machine}"
 
@@ -204,7 +220,8 @@ class World:
         elif reason is FinishReason.LENGTH:
             assert len(got) == limit
         elif reason is FinishReason.ERROR:
-            assert self.failed or req.request_id in self.rows_failed
+            hopeless = req.request_id in self.rows_failed or req.sampling.grammar in self.no_grammars
+            assert self.failed or hopeless
         elif reason is FinishReason.CANCELLED:
             assert req.request_id in self.asked_to_end
         elif reason is FinishReason.DEADLINE:

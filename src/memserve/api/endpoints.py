@@ -27,6 +27,7 @@ from memserve.api.respond import answer, new_envelope
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody, parse_leniently
 from memserve.api.served import ModelNames, PinningEngine, ServedModel, ServingEngine
 from memserve.api.shapes import Shape
+from memserve.api.structure import work_of
 from memserve.api.tools.plan import CallPlan, call_plan, style_of
 
 EXPLAIN_HEADER = "x-memserve-explain"
@@ -76,7 +77,7 @@ class CompletionPlanner:
             return _as_configured(plan, self._config, ignored)
 
         text_bytes = len(data) // (CHECKING if is_token_list(body.prompt) and not body.echo else 1)
-        return await workers.run(caller.tenant, text_bytes + size_of(document), planned)
+        return await workers.run(caller.tenant, work_of(body, text_bytes) + size_of(document), planned)
 
     def _prompts(self, body: CompletionBody, document: Document | None) -> list[Prompt]:
         add_special_tokens = body.add_special_tokens is not False and document is None  # the document begins with them
@@ -112,7 +113,7 @@ class ChatPlanner:
         def planned() -> Generation:
             return self.planned(body, document, caller, response_id, ignored)
 
-        return await workers.run(caller.tenant, len(data) + size_of(document), planned)
+        return await workers.run(caller.tenant, work_of(body, len(data)) + size_of(document), planned)
 
     def planned(
         self, body: ChatBody, document: Document | None, caller: Caller, response_id: str, ignored: tuple[str, ...]

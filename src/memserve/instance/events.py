@@ -119,6 +119,21 @@ class RunStep:
     plan: StepPlan
 
 
+@dataclass(frozen=True, slots=True)
+class BuildGrammar:
+    """Build a grammar beside the steps, and answer with ``GrammarBuilt``. Then slots may be opened with it."""
+
+    job_id: int
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetGrammar:
+    """No request has this grammar any more, whether it is built or still being built."""
+
+    grammar: str
+
+
 # -- what the device answers
 
 
@@ -204,6 +219,15 @@ class LayerFinished:
     layer: int
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarBuilt:
+    """The answer to ``BuildGrammar``."""
+
+    job_id: int
+    error: str = ""
+    """Why there is no such grammar. Empty: it is there."""
+
+
 Event = (
     RequestArrived
     | RequestCancelled
@@ -213,12 +237,15 @@ Event = (
     | ClockTicked
     | MessageArrived
     | LayerFinished
+    | GrammarBuilt
     | PagesSealed
     | PagesPulled
     | PrefixPinned
     | PrefixUnpinned
 )
-Action = RunStep | EmitTokens | RejectRequest | Send | SealPages | PullPages | CancelPulls
+Action = (
+    RunStep | EmitTokens | RejectRequest | Send | SealPages | PullPages | CancelPulls | BuildGrammar | ForgetGrammar
+)
 
 # -- events of the member machine, beside MessageArrived and ClockTicked
 

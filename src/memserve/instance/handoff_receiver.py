@@ -116,6 +116,7 @@ class HandoffReceiver:
             self._state.park(first)
             self.parked += 1
             self._end_early(first, remote, outcome.ended)
+            self._await_grammar(group)
             return True
         self._state.memory.adopt(first, outcome.blocks, outcome.lease, tokens if group.beam is None else tokens - 1)
         self._state.move(first, Cause.REMOTE_KV_ARRIVED)
@@ -123,6 +124,7 @@ class HandoffReceiver:
             self._fork(group, first, outcome)
             for sequence in list(group.sequences.values()):
                 self._end_early(sequence, remote, outcome.ended)
+        self._await_grammar(group)
         return True
 
     def _fork(self, group: Group, first: Sequence, outcome: HandoffArrived) -> None:
@@ -142,6 +144,13 @@ class HandoffReceiver:
         reason = FinishReason.STOP if sequence.index in remote.stopped else sequence.known_ending
         if reason is not None:
             self._intake.finish_known(sequence, reason)
+
+    def _await_grammar(self, group: Group) -> None:
+        """If the grammar of ``group`` is still being built: memory does not wait for that. The KV is given up; what the
+        cache has of it is found again on admission."""
+        if self._state.grammars.awaited(group.request.sampling.grammar):
+            for sequence in list(group.sequences.values()):
+                self._state.reset(sequence)
 
     def _release(self, outcome: HandoffArrived) -> None:
         if outcome.lease is not None:

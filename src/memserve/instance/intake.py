@@ -11,13 +11,15 @@ from msgspec import structs
 
 from memserve.config import InstanceConfig
 from memserve.errors import UserError
+from memserve.instance.events import GRAMMAR_FAILED, GrammarBuilt
+from memserve.instance.grammar_waits import BUILD_NS
 from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause, Group, RemoteState, Sequence
+from memserve.instance.sequence import Cause, Group, Phase, RemoteState, Sequence
 from memserve.messages import Dispatch, Peer
 from memserve.policy.capacity import impossible_reason
 from memserve.serving import RejectRequest
 from memserve.types import FinishReason, Request
-from memserve.units import NS_PER_S
+from memserve.units import NS_PER_MS, NS_PER_S
 from memserve.validation import check_request
 
 
@@ -136,6 +138,25 @@ class RequestIntake:
         since_ns = min(line[0].group.arrived_ns for line in self._state.waiting.lines)
         return min(60.0, max(1.0, (now - since_ns) / NS_PER_S))
 
+    # -- grammars
+
+    def grammar_built(self, event: GrammarBuilt) -> None:
+        """The host has built a grammar, or cannot."""
+        if grammar := self._state.grammars.built(event.job_id):
+            self._grammar_ready(grammar, event.error)
+
+    def _grammar_ready(self, grammar: str, error: str) -> None:
+        state = self._state
+        for group in [group for group in state.groups.values() if group.request.sampling.grammar == grammar]:
+            if error:
+                state.finish_group(group, FinishReason.ERROR, f"{GRAMMAR_FAILED}: {error}")
+                continue
+            waiting = [one for one in group.sequences.values() if one.phase is Phase.WAITING_FOR_GRAMMAR]
+            if waiting:
+                group.facts.append(("grammar_ms", round((state.now - group.arrived_ns) / NS_PER_MS, 3)))
+            for sequence in waiting:
+                state.move(sequence, Cause.GRAMMAR_BUILT)
+
     # -- coming from the router
 
     def has(self, order: Dispatch) -> bool:
@@ -206,7 +227,9 @@ class RequestIntake:
             self.finish_known(sequence, FinishReason.STOP)
 
     def expire(self, now: int) -> None:
-        """End all requests that have outlived their deadlines."""
+        """End all requests that have outlived their deadlines, or wait too long for their grammars."""
+        for grammar in self._state.grammars.overdue(now):
+            self._grammar_ready(grammar, f"it was not built within {BUILD_NS // NS_PER_S} s")
         deadlines, groups = self._deadlines, self._state.groups
         while deadlines and deadlines[0][0] <= now:
             _, arrival, request_id = heapq.heappop(deadlines)
@@ -216,8 +239,9 @@ class RequestIntake:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`expire` is worth calling. None: no request has a deadline."""
-        return self._deadlines[0][0] if self._deadlines else None
+        """When :meth:`expire` is worth calling. None: no request has a deadline, or waits for a grammar."""
+        ends = self._deadlines[0][0] if self._deadlines else None, self._state.grammars.next_deadline_ns
+        return min([end for end in ends if end is not None], default=None)
 
 
 def _substitute(request: Request) -> Request:

@@ -84,6 +84,17 @@ def _check_containers(state: SchedulerState, sequences: list[Sequence]) -> None:
     for group in state.groups.values():
         check(group.sequences, "{} is unfinished but has no sequence", group)
     check(state.sequences == len(sequences), "{} sequences were counted, there are {}", state.sequences, len(sequences))
+    users = Counter(group.request.sampling.grammar for group in state.groups.values())
+    del users[""]
+    check(users == state.grammars.users(), "grammars have other users than {}", users)
+    for sequence in sequences:
+        awaits = state.grammars.awaited(sequence.group.request.sampling.grammar)
+        check(
+            awaits or sequence.phase is not Phase.WAITING_FOR_GRAMMAR, "{} waits for a grammar that is built", sequence
+        )
+        check(
+            not awaits or sequence.phase not in (*_HOLDING, Phase.WAITING), "{} goes on without its grammar", sequence
+        )
     unlisted = Phase.NEW, Phase.FINISHED
     check(all(s.phase not in unlisted for s in sequences), "a new or finished sequence is listed")
 

@@ -18,7 +18,7 @@ from memserve.config import InstanceConfig
 from memserve.errors import check
 from memserve.instance.batch import InflightPlan
 from memserve.instance.cluster_link import ClusterLink
-from memserve.instance.events import Action, Event, LayerFinished, RunStep, StepFailed, StepFinished
+from memserve.instance.events import Action, Event, GrammarBuilt, LayerFinished, RunStep, StepFailed, StepFinished
 from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
 from memserve.instance.layered import LayerPlacer
@@ -134,6 +134,8 @@ class Instance:
             self.intake.stop(event.request_id, event.index)
         elif isinstance(event, StepFailed):
             self._fail(event, now)
+        elif isinstance(event, GrammarBuilt):
+            self.intake.grammar_built(event)
         elif isinstance(event, PrefixPinned):
             name, until_ns = _pin_name(event.handle, event.tenant), now + event.ttl_ns
             self.pins.pin(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
@@ -148,6 +150,7 @@ class Instance:
         if link is not None:
             link.settle(now)
         self._plan(now, actions)
+        actions += self.state.grammars.take_orders()
         if self.state.outputs:
             actions.append(EmitTokens(self.state.outputs))
             self.state.outputs = []

@@ -6,6 +6,8 @@
              +----handed over--> REMOTE_KV_READY --admit--> PREFILLING
              +----handed over, to DRAM--> PARKED
 
+    WAITING <--> WAITING_FOR_GRAMMAR                                    (it is built beside the steps)
+
     WAITING --admit--> PREFILLING --prompt scheduled--> DECODING --all tokens scheduled--> IDLE
        ^                ^ |                               |                                  |
        |                | +---------- preempt ------------+--------> PREEMPTED <-------------+
@@ -22,6 +24,7 @@ from typing import Protocol
 
 from memserve import _core
 from memserve.errors import check
+from memserve.instance.grammar_waits import GrammarWaits
 from memserve.instance.memory import SequenceMemory
 from memserve.instance.objectives import Objectives
 from memserve.instance.queues import RankedList, WaitingQueue
@@ -89,6 +92,7 @@ class SchedulerState:
         "counters",
         "decoding",
         "free_slots",
+        "grammars",
         "groups",
         "idle",
         "memory",
@@ -116,6 +120,7 @@ class SchedulerState:
         self.counters = SchedulerCounters()
         #: time of the event that is being handled
         self.now = 0
+        self.grammars = GrammarWaits()
         #: None: requests have no objectives
         self.objectives: Objectives | None = None
         #: None: outside a cluster, where no request has transfers
@@ -158,6 +163,7 @@ class SchedulerState:
         self.groups[group.request.request_id] = group
         self.tenants[group.tenant] = self.tenants.get(group.tenant, 0) + 1
         self.turns.enter(group.tenant, group.request.weight)
+        self.grammars.opened(group.request.sampling.grammar, self.now)
 
     def first_urgency(self, tenant: str) -> int:
         """The lowest urgency of the tenant's sequences that have prompts to compute."""
@@ -209,6 +215,8 @@ class SchedulerState:
     def move(self, sequence: Sequence, cause: Cause) -> None:
         """Change the phase, and the container that goes with it. Raises :class:`InvariantError` for an illegal move."""
         before, after = sequence.phase, SEQUENCE.step(sequence.phase, cause)
+        if after is Phase.WAITING and self.grammars.awaited(sequence.group.request.sampling.grammar):
+            after = SEQUENCE.step(after, Cause.GRAMMAR_EXPECTED)
         container = self._containers.get(before)
         if container is not None:
             container.remove(sequence)
@@ -326,6 +334,7 @@ class SchedulerState:
 
     def _forget(self, group: Group) -> None:
         del self.groups[group.request.request_id]
+        self.grammars.closed(group.request.sampling.grammar)
         left = self.tenants[group.tenant] - 1
         if left:
             self.tenants[group.tenant] = left

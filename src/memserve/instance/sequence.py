@@ -44,6 +44,7 @@ class Phase(enum.Enum):
     NEW = "new"  # no container: made, and not enqueued yet
     WAITING_FOR_REMOTE_KV = "waiting for remote KV"  # no container, no blocks: another instance sends KV for it
     REMOTE_KV_READY = "remote KV ready"  # remote_kv_ready: holds HBM blocks that came from there, waits for a slot
+    WAITING_FOR_GRAMMAR = "waiting for its grammar"  # no container: holds no slot and no HBM block, as one that waits
     WAITING = "waiting"  # waiting: holds no slot and no HBM block (maybe DRAM blocks)
     PARKED = "parked"  # parked: has told tokens, its KV is in DRAM; prompts need not wait behind it
     PREFILLING = "prefilling"  # prefilling: has known tokens to compute
@@ -61,6 +62,9 @@ class Cause(enum.Enum):
     REMOTE_KV_ARRIVED = enum.auto()
     FETCH_ENDED = enum.auto()
     """The prefix is in the index, or will not come."""
+    GRAMMAR_EXPECTED = enum.auto()
+    """Its grammar is being built: it is not to be admitted yet."""
+    GRAMMAR_BUILT = enum.auto()
     ADMITTED = enum.auto()
     PROMPT_SCHEDULED = enum.auto()
     """Every known token has a row, and the sequence draws on."""
@@ -96,6 +100,8 @@ SEQUENCE = Transitions(
         (Phase.WAITING_FOR_REMOTE_KV, Cause.FETCH_ENDED): Phase.WAITING,
         (Phase.WAITING_FOR_REMOTE_KV, Cause.REMOTE_KV_ARRIVED): Phase.REMOTE_KV_READY,
         (Phase.WAITING_FOR_REMOTE_KV, Cause.PARKED): Phase.PARKED,
+        (Phase.WAITING, Cause.GRAMMAR_EXPECTED): Phase.WAITING_FOR_GRAMMAR,
+        (Phase.WAITING_FOR_GRAMMAR, Cause.GRAMMAR_BUILT): Phase.WAITING,
         (Phase.REMOTE_KV_READY, Cause.ADMITTED): Phase.PREFILLING,
         (Phase.WAITING, Cause.ADMITTED): Phase.PREFILLING,
         (Phase.PREFILLING, Cause.PROMPT_SCHEDULED): Phase.DECODING,

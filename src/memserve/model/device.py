@@ -23,7 +23,7 @@ from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tier
 from memserve.model.copier import Copy, PageCopier
 from memserve.model.crew import Crew, exchanging
 from memserve.model.forward import EagerForward, Forward
-from memserve.model.grammars import Grammars
+from memserve.model.grammars import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.sampling import Drawn, report_logprobs, sample, sample_drafts
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotTable, stage
@@ -63,8 +63,11 @@ class ModelDevice:
         # a step under way may sample one token beyond the last that the machine will use
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
         self._vocab_size = model.vocab_size
-        grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
-        self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size, grammars)
+        #: None: another worker draws
+        self.grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids) if self._leads else None
+        self._slots = SlotTable(
+            scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size, self.grammars
+        )
         self._forward = forward or EagerForward(model.module)
         share = None if crew is None else crew.share
         self._attention = attention or choose_attention(self._arenas.hbm, geometry, share)
@@ -103,6 +106,16 @@ class ModelDevice:
             raise
         link = self._copier.take_used()
         return replace(finished, device_ns=time.perf_counter_ns() - started_ns, link=link)
+
+    def build_grammar(self, grammar: str, on_built: OnBuilt) -> None:
+        """See :class:`memserve.runtime.ports.Device`."""
+        check(self.grammars is not None, "this worker draws no tokens")
+        self.grammars.build(grammar, on_built)  # type: ignore[union-attr]  # checked in the line before
+
+    def forget_grammar(self, grammar: str) -> None:
+        """See :class:`memserve.runtime.ports.Device`."""
+        if self.grammars is not None:
+            self.grammars.forget(grammar)
 
     def take_drawn(self) -> Drawing:
         """What was drawn since the last call."""

@@ -13,8 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from memserve.instance.events import Action, Event, LayerFinished, RunStep, StepFailed, StepFinished, StepPlan
+from memserve.instance.events import (
+    Action,
+    BuildGrammar,
+    Event,
+    ForgetGrammar,
+    GrammarBuilt,
+    LayerFinished,
+    RunStep,
+    StepFailed,
+    StepFinished,
+    StepPlan,
+)
 from memserve.instance.machine import Instance
 from memserve.runtime.loop import ANSWER_TIMEOUT_S, MachineLoop
 from memserve.runtime.ports import Device
@@ -216,8 +228,15 @@ class HostedInstance:
         for action in actions:
             if isinstance(action, RunStep):
                 self._plans.put(action.plan)
+            elif isinstance(action, BuildGrammar):
+                self._device.build_grammar(action.grammar, partial(self._grammar_built, action.job_id))
+            elif isinstance(action, ForgetGrammar):
+                self._device.forget_grammar(action.grammar)
             else:
                 self._outlet(action)
+
+    def _grammar_built(self, job_id: int, error: str) -> None:
+        self.post(GrammarBuilt(job_id, error))
 
     def _end_plans(self) -> None:
         self._plans.put(None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import itertools
 import signal
 import time
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +86,7 @@ def run_instance(
     with objects_that_stay():
         leave_compiler_out(options.device)
         parts = build_parts(options, me=me, role=place.role, identity_key=identity_key(place.secret))
+        _read_vocabulary(parts)
     member = _open_member(parts, place, me)
     members.append(member)
     _forget_tokenizer(parts)
@@ -170,6 +173,13 @@ def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:
         ),
         lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, place.advertise or place.host),
     )
+
+
+def _read_vocabulary(parts: Parts) -> None:
+    """Grammars need it, and to read it holds the interpreter's lock for most of a second: before there are requests."""
+    grammars = parts.device.grammars
+    if grammars is not None and importlib.util.find_spec("llguidance") is not None:
+        futures.wait([grammars.read_vocabulary()])
 
 
 def _forget_tokenizer(parts: Parts) -> None:

@@ -23,6 +23,13 @@ class Device(Protocol):
     def execute(self, plan: StepPlan) -> StepFinished:
         """Do the copies, compute the rows, draw the tokens. Blocks until done; called from one thread only."""
 
+    def build_grammar(self, grammar: str, on_built: Callable[[str], None]) -> None:
+        """Begin to build what slots will be opened with, beside the steps. ``on_built`` is called from another thread,
+        with the reason why there is no such grammar, or ""."""
+
+    def forget_grammar(self, grammar: str) -> None:
+        """No slot will be opened with it."""
+
     def close(self) -> None:
         """Give back arenas and threads."""
 

@@ -30,6 +30,7 @@ from memserve.instance.events import StepFinished, StepPlan
 from memserve.model.capture.forward import best_forward
 from memserve.model.crew import Crew
 from memserve.model.device import ModelDevice
+from memserve.model.grammars import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel, load_model
 from memserve.model.sharding import shard
 from memserve.parallel import Share, shares
@@ -202,6 +203,19 @@ class Divided:
             self._crew.abandon(f"a step failed: {type(error).__name__}: {error}")
             self.broke()
             raise WorkersBroken(self._crew.broken) from error
+
+    def build_grammar(self, grammar: str, on_built: OnBuilt) -> None:
+        """See :class:`memserve.runtime.ports.Device`."""
+        self._own.build_grammar(grammar, on_built)
+
+    def forget_grammar(self, grammar: str) -> None:
+        """See :class:`memserve.runtime.ports.Device`."""
+        self._own.forget_grammar(grammar)
+
+    @property
+    def grammars(self) -> Grammars | None:
+        """Of the worker that draws."""
+        return self._own.grammars
 
     def broke(self) -> None:
         """Say so, once."""

@@ -86,6 +86,7 @@ class Life:
             beam_width=beam_width,
             use_cache=random.random() < 0.9,
             priority=random.randrange(3),
+            grammar=random.choice(["", "", "", "one", "another"]),
         )
         first = random.choice(names)
         others = [name for name in names if name != first]

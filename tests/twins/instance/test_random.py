@@ -52,6 +52,7 @@ class InstanceLife(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "", "other"]),
         prompt_logprobs=st.sampled_from([False, False, False, True]),
         penalty=st.sampled_from([0.0, 1.0]),
+        grammar=st.sampled_from(["", "", "one", "another"]),
     )
     def arrive(self, family, shared, own, shape, lifetime, penalty, max_tokens, **rest):
         self.count += 1
@@ -104,6 +105,11 @@ class InstanceLife(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7), suspect=st.booleans())
     def fail_row(self, which, suspect):
         self.world.fail_row(which, suspect)
+
+    @precondition(lambda self: self.world.builds)
+    @rule(error=st.sampled_from(["", "", "", "it is no grammar"]))
+    def build(self, error):
+        self.world.build(error)
 
     @rule(ticks=st.integers(1, 5))
     def tick(self, ticks):

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from memserve.api.errors import ApiError
+from memserve.api.prompts import INLINE_BYTES_MAX
 from memserve.api.schema import ChatBody, body_of
-from memserve.api.structure import structure_of
+from memserve.api.structure import structure_of, work_of
 from memserve.api.tools.plan import call_plan
 
 pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
@@ -41,6 +42,16 @@ def test_formats_of_openai() -> None:
 def test_a_forced_call_is_a_grammar_and_a_free_one_is_not() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
     assert '"f"' in asked(tools=tools, tool_choice="required") and not asked(tools=tools)
+
+
+def test_a_schema_is_checked_beside_the_event_loop() -> None:
+    """A schema of some kilobytes may take as long as a step: it counts for more than its bytes."""
+    for fields in ({"structured_outputs": {"json": SCHEMA}}, {"response_format": {"type": "json_object"}}):
+        assert work_of(body_of({"model": "m", "messages": [], **fields}, ChatBody), 1000) > INLINE_BYTES_MAX
+    tools = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
+    for choice, is_forced in (("required", True), ("auto", False), ("none", False), (None, False)):
+        body = body_of({"model": "m", "messages": [], "tools": tools, "tool_choice": choice}, ChatBody)
+        assert (work_of(body, 1000) > INLINE_BYTES_MAX) == is_forced
 
 
 @pytest.mark.parametrize(

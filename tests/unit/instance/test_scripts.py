@@ -9,7 +9,8 @@ from __future__ import annotations
 from fleet_world import BLOCK, GEOMETRY, LAYERS, ROUTER_PEER, fleet_config
 from golden import Script
 from instance_world import request
-from memserve.instance.events import StepFailed, StepFinished
+from memserve.instance.events import GrammarBuilt, StepFailed, StepFinished
+from memserve.instance.grammar_waits import BUILD_NS
 from memserve.instance.machine import Instance
 from memserve.kv_transfer.events import PagesPulled, PagesSealed
 from memserve.messages import (
@@ -28,6 +29,7 @@ from memserve.messages import (
 )
 from memserve.serving import MessageArrived, RequestArrived, RequestCancelled
 from memserve.types import Request, Role
+from memserve.units import NS_PER_MS
 
 P, D = Peer("p", 1), Peer("d", 1)
 PROMPT = [5, 1, 4, 1, 5, 9, 2, 6, 5, 3]
@@ -61,8 +63,8 @@ class Alone(Script):
     steps = Member.steps
 
 
-def a_request(name: str = "r", prompt: list[int] = PROMPT, max_tokens: int = 3) -> Request:
-    return request(name, prompt, max_tokens=max_tokens)
+def a_request(name: str = "r", prompt: list[int] = PROMPT, max_tokens: int = 3, grammar: str = "") -> Request:
+    return request(name, prompt, max_tokens=max_tokens, grammar=grammar)
 
 
 def offer_in(actions: list) -> Offer:
@@ -133,6 +135,41 @@ def test_a_preemption() -> None:
     it.steps(8, 7, "EmitTokens(b 3:[1] LENGTH)", drawn=(1,))
 
 
+def test_a_request_waits_for_its_grammar_and_others_do_not() -> None:
+    """It is built once for all that name it, and forgotten with the last of them."""
+    it = Alone()
+    it.at(1, RequestArrived(a_request("a", grammar="json")), "BuildGrammar(json)")
+    it.at(2, RequestArrived(a_request("b", PROMPT[:4], 1)), "RunStep(1: open 0, slot 0 [0, 4) draws)")
+    it.at(3, RequestArrived(a_request("c", PROMPT[:4], 1, grammar="json")))
+    it.at(4, RequestCancelled("c"), "EmitTokens(c 0:[] CANCELLED)")
+    it.steps(5, 1, "EmitTokens(b 0:[7] LENGTH)", drawn=(7,))
+    planned = "RunStep(2: close 0, open 0, slot 0 [4, 10) draws)", "RunStep(3: slot 0 [10, 11) draws)"
+    it.at(6, GrammarBuilt(1), *planned)
+    it.at(7, RequestArrived(a_request("d", PROMPT[:4], 1, grammar="json")))  # it is there
+    opened = "RunStep(4: copy 1 from HBM to HBM, open 1, slot 0 [11, 12) draws, slot 1 [3, 4) draws)"
+    it.steps(8, 2, opened, "EmitTokens(a 0:[7])", drawn=(7,))
+    it.steps(9, 3, "EmitTokens(a 1:[7])", drawn=(7,))
+    ended = "ForgetGrammar(json)", "EmitTokens(a 2:[7] LENGTH; d 0:[1] LENGTH)"
+    it.steps(10, 4, *ended, drawn=(7, 1))
+    assert it.machine.is_idle
+
+
+def test_a_grammar_that_cannot_be_built_or_takes_too_long_ends_its_requests() -> None:
+    it = Alone()
+    it.at(1, RequestArrived(a_request("a", grammar="wrong")), "BuildGrammar(wrong)")
+    it.at(2, GrammarBuilt(1, "it has no end"), "ForgetGrammar(wrong)", "EmitTokens(a 0:[] ERROR)")
+    it.at(3, RequestArrived(a_request("b", grammar="slow")), "BuildGrammar(slow)")
+    late_ms = 3 + BUILD_NS / NS_PER_MS
+    assert it.machine.next_deadline_ns == round(late_ms * NS_PER_MS)
+    it.later(late_ms - 1)
+    it.later(late_ms, "ForgetGrammar(slow)", "EmitTokens(b 0:[] ERROR)")
+    it.at(late_ms, RequestArrived(a_request("c", grammar="slow")), "BuildGrammar(slow)")
+    it.at(late_ms + 1, GrammarBuilt(2))  # what the first one waited for
+    assert not it.machine.is_idle
+    planned = "RunStep(1: open 0, slot 0 [0, 8))", "RunStep(2: slot 0 [8, 10) draws)"
+    it.at(late_ms + 2, GrammarBuilt(3), *planned)
+
+
 def test_a_prefill_instance_hands_over() -> None:
     """Blocks are offered at once, sealed when they are computed, and held until the taker has them."""
     it = Member(P)
@@ -176,6 +213,23 @@ def test_a_decode_instance_takes_over() -> None:
     it.steps(5, 1, "EmitTokens(r 1:[8])", drawn=(8,))
     it.steps(6, 2, "EmitTokens(r 2:[9] LENGTH)", "Send(router, KvEvents)", drawn=(9,))
     assert it.machine.is_idle
+
+
+def test_kv_that_comes_before_the_grammar_is_built_is_not_held() -> None:
+    """What the cache keeps of it is found again: blocks of 4 tokens, and the last token is computed in any case."""
+    theirs = Instance(fleet_config(), BLOCK, me=P, geometry=GEOMETRY)
+    theirs.handle(MessageArrived(ROUTER_PEER, JoinAccepted((info(D),))), 0)
+    theirs.handle(MessageArrived(ROUTER_PEER, Dispatch(a_request(grammar="json"), decode_at=D)), 0)
+    offer = offer_in(theirs.handle(GrammarBuilt(1), 0))
+    it = Member(D)
+    it.hears(1, P, offer, "BuildGrammar(json)")
+    ready = Ready(offer.transfer_id, 0, 0, LAYERS, (11, 22, 33))
+    it.hears(2, P, ready, "PullPages(blocks 0 1 2 of p into blocks 0 1 2)")
+    it.at(3, PagesPulled(1, "", 100, "shm"))
+    said = "Send(router, HandedOver r)", "Send(router, KvEvents)", "Send(p, Release p/1/1)"
+    it.hears(4, P, Handoff(offer.transfer_id, ((7,),)), *said)
+    planned = "RunStep(1: open 0, slot 0 [8, 11) draws)", "RunStep(2: slot 0 [11, 12) draws)"
+    it.at(5, GrammarBuilt(1), *planned)
 
 
 def test_a_prefix_is_fetched_and_when_its_holder_is_gone_it_is_computed() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
+import queue
+import threading
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,22 @@ from memserve.types import SamplingParams, StopParams
 pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
 
 
+WAIT_S = 30.0
+
+
 def grammar(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def build(grammars: Grammars, text: str) -> str:
+    """Build a grammar, and wait for that; what was said about it."""
+    said: queue.Queue[str] = queue.Queue()
+    grammars.build(grammar(text), said.put)
+    return said.get(timeout=WAIT_S)
+
+
+def ready(grammars: Grammars, word: str) -> None:
+    assert build(grammars, f'start: "{word}"') == ""
 
 
 @pytest.fixture
@@ -31,6 +46,7 @@ def grammars() -> Grammars:
 
 
 def test_a_mask_follows_the_drawn_tokens_to_the_end(grammars: Grammars) -> None:
+    assert build(grammars, 'start: "hello" | "help"') == ""
     grammars.open(3, grammar('start: "hello" | "help"'), [])
     for token in encode("hello"):
         assert grammars.mask(3)[token] and not grammars.mask(3)[EOS]
@@ -40,6 +56,7 @@ def test_a_mask_follows_the_drawn_tokens_to_the_end(grammars: Grammars) -> None:
 
 def test_a_sequence_that_moves_goes_on_where_it_was(grammars: Grammars) -> None:
     tokens = encode("hello")
+    ready(grammars, "hello")
     grammars.open(0, grammar('start: "hello"'), [])
     for token in tokens[:2]:
         grammars.drawn(0, token) if grammars.mask(0) is not None else None
@@ -49,6 +66,8 @@ def test_a_sequence_that_moves_goes_on_where_it_was(grammars: Grammars) -> None:
 
 def test_slots_are_apart_and_a_closed_one_is_gone(grammars: Grammars) -> None:
     assert not grammars
+    for word in "ab":
+        ready(grammars, word)
     grammars.open(0, grammar('start: "a"'), [])
     grammars.open(1, grammar('start: "b"'), [])
     assert not (grammars.mask(0) & grammars.mask(1)).any()
@@ -58,7 +77,9 @@ def test_slots_are_apart_and_a_closed_one_is_gone(grammars: Grammars) -> None:
     assert not grammars
 
 
-def test_a_grammar_that_cannot_be_built_fails_its_own_slot(grammars: Grammars) -> None:
+def test_a_grammar_that_cannot_be_built_says_so_and_fails_slots_that_name_it(grammars: Grammars) -> None:
+    assert "lexer" in build(grammars, "start: /[")
+    ready(grammars, "b")
     grammars.open(0, grammar("start: /["), [])
     grammars.open(1, grammar('start: "b"'), [])
     with pytest.raises(ValueError, match="lexer"):
@@ -69,6 +90,7 @@ def test_a_grammar_that_cannot_be_built_fails_its_own_slot(grammars: Grammars) -
 
 def test_slots_with_a_grammar_draw_by_it_and_others_draw_freely(grammars: Grammars) -> None:
     model = TinyModel()
+    assert build(grammars, 'start: "hello" | "help"') == ""
     table = SlotTable(4, 32, 4, model.vocab_size, grammars)
     bound = SamplingParams(temperature=1.0, grammar=grammar('start: "hello" | "help"'))
     prompt = np.array(encode("x"), np.int32)
@@ -94,6 +116,7 @@ def test_slots_with_a_grammar_draw_by_it_and_others_draw_freely(grammars: Gramma
 
 
 def test_a_slot_whose_grammar_is_no_grammar_fails_alone(grammars: Grammars) -> None:
+    assert build(grammars, "start: /[")
     table = SlotTable(2, 32, 4, TinyModel().vocab_size, grammars)
     prompt = np.array(encode("x"), np.int32)
     for slot, sampling in enumerate((SamplingParams(grammar=grammar("start: /[")), SamplingParams(temperature=0.0))):
@@ -102,14 +125,42 @@ def test_a_slot_whose_grammar_is_no_grammar_fails_alone(grammars: Grammars) -> N
     assert list(drawn.failed) == [0]
 
 
-def test_a_grammar_that_takes_long_to_build_is_waited_for(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = grammars._built
+def test_a_grammar_that_is_being_built_holds_up_no_other(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder does not come back until it is released: masks are computed, and another grammar is built."""
+    ready(grammars, "b")
+    grammars.open(1, grammar('start: "b"'), [])
+    build, may_go_on, built = grammars._build, threading.Event(), threading.Event()
 
-    def slowly(*given: Any) -> Any:
-        time.sleep(0.2)
-        return built(*given)
+    def slowly(vocabulary: Any, text: str) -> Any:
+        assert may_go_on.wait(WAIT_S)
+        return build(vocabulary, text)
 
-    monkeypatch.setattr(grammars, "_built", slowly)
-    monkeypatch.setattr("memserve.model.grammars.WAIT_S", 0.1)
+    monkeypatch.setattr(grammars, "_build", slowly)
+    grammars.build(grammar('start: "slow"'), lambda _: built.set())
+    monkeypatch.setattr(grammars, "_build", build)
+    ready(grammars, "another")
+    grammars.drawn(1, encode("b")[0])
+    assert grammars.mask(1)[EOS] and not built.is_set()
+    grammars.open(0, grammar('start: "slow"'), [])  # too early
+    with pytest.raises(ValueError, match="not built"):
+        grammars.mask(0)
+    may_go_on.set()
+    assert built.wait(WAIT_S)
+    grammars.open(2, grammar('start: "slow"'), [])
+    assert grammars.mask(2)[encode("slow")[0]]
+
+
+def test_a_grammar_is_forgotten_while_its_slots_go_on(grammars: Grammars) -> None:
+    ready(grammars, "hello")
     grammars.open(0, grammar('start: "hello"'), [])
-    assert grammars.mask(0).any()
+    grammars.forget(grammar('start: "hello"'))
+    grammars.forget(grammar('start: "unknown"'))
+    assert grammars.mask(0)[encode("hello")[0]]
+    grammars.open(1, grammar('start: "hello"'), [])
+    with pytest.raises(ValueError, match="not built"):
+        grammars.mask(1)
+
+
+def test_the_vocabulary_is_read_once_and_the_tokenizer_is_let_go(grammars: Grammars) -> None:
+    first = grammars.read_vocabulary()
+    assert first.result(WAIT_S) is grammars.read_vocabulary().result() and grammars._tokenizer is None

@@ -33,6 +33,13 @@ class Device(LiteralDevice):
         self.fail_steps = 0
         self.void = False  # a step failed, and the plans made before that was known are still coming
         self.closed = False
+        self.grammars = {}  # those being built -> what says that one is
+
+    def build_grammar(self, grammar, on_built):
+        self.grammars[grammar] = on_built
+
+    def forget_grammar(self, grammar):
+        del self.grammars[grammar]
 
     def execute(self, plan):
         assert self.gate.wait(WAIT_S)
@@ -72,11 +79,11 @@ def engine(device):
     assert machine.stats().hbm.blocks_free + machine.stats().hbm.blocks_cached == BLOCKS
 
 
-def ask(name, prompt, count, n=1):
+def ask(name, prompt, count, n=1, grammar=""):
     return Request(
         name,
         np.array(prompt, np.int32),
-        SamplingParams(temperature=0.0, seed=7),
+        SamplingParams(temperature=0.0, seed=7, grammar=grammar),
         StopParams(max_tokens=count),
         n=n,
         tenant="t",
@@ -200,3 +207,27 @@ def test_a_machine_that_breaks_ends_every_request_instead_of_hanging(device, cap
     assert "machine failed" in caplog.text
     engine.close(WAIT_S)
     assert device.closed
+
+
+def test_a_grammar_that_is_being_built_delays_no_other_request(engine, device):
+    """The builder does not come back: requests beside the one that waits for it begin and end."""
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8]
+    bound = submit(engine, ask("bound", prompt, 4, grammar="slow"))
+    for k in range(3):
+        assert collect(submit(engine, ask(f"free{k}", [*prompt, k], 6)))[0][1] is FinishReason.LENGTH
+    assert bound.empty() and list(device.grammars) == ["slow"]
+    device.grammars["slow"]("")
+    assert collect(bound) == {0: (lone_tokens(prompt, 4, 7, 0, VOCAB), FinishReason.LENGTH)}
+    engine.stats()
+    assert not device.grammars
+
+
+def test_a_grammar_that_cannot_be_built_ends_its_own_requests(engine, device):
+    bound = [submit(engine, ask(f"bound{k}", [1, 2, k], 4, grammar="wrong")) for k in range(2)]
+    free = submit(engine, ask("free", [1, 2, 3], 4))
+    engine.stats()
+    device.grammars["wrong"]("it has no end")
+    for news in bound:
+        ending = news.get(timeout=WAIT_S)
+        assert ending.finish_reason is FinishReason.ERROR and "it has no end" in ending.error
+    assert collect(free)[0][1] is FinishReason.LENGTH

@@ -29,6 +29,7 @@ from memserve.api.responses.store import BACKGROUND_MAX, Kept, ResponseStore
 from memserve.api.schema import parse_leniently
 from memserve.api.served import ModelNames
 from memserve.api.shapes import ChatShape
+from memserve.api.structure import work_of
 from memserve.types import FinishReason
 from memserve.units import ns_from_s
 
@@ -137,7 +138,7 @@ class ResponsesRoutes:
         def planned() -> Generation:
             return self._planner.planned(chat, None, Caller(tenant), response_id, ignored)
 
-        nbytes = len(data) + (before.nbytes if before is not None else 0)
+        nbytes = work_of(chat, len(data)) + (before.nbytes if before is not None else 0)
         plan = await workers.run(tenant, nbytes, planned)
         if before is not None and body.store is not False:
             plan = replace(plan, session_ttl_ns=ns_from_s(SESSION_TTL_S))
