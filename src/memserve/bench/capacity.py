@@ -253,6 +253,7 @@ class CapacityStudy(Study[CapacityResults]):
     """Searches the capacity of each setting, until one search is ended early."""
 
     title = "memserve bench capacity"
+    draws_requests = True
     drawings = DRAWINGS
 
     def __init__(self, plan: Search, settings: Sequence[Setting], folder: RunFolder, command: str = "") -> None:

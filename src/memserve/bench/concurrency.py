@@ -112,6 +112,7 @@ class ConcurrencyStudy(Study[BurstResults]):
     """Bursts of growing size; our server without and with a limit, and other servers unchanged."""
 
     title = "memserve bench concurrency"
+    draws_requests = True
     drawings = DRAWINGS
 
     def __init__(self, plan: BurstPlan, results: BurstResults, folder: RunFolder) -> None:

@@ -189,6 +189,7 @@ class LayerwiseStudy(Study[LayerwiseResults]):
     """Time to the first token, throughput and missed objectives by context and rate; what copies cost steps."""
 
     title = "memserve bench layerwise"
+    draws_requests = True
 
     def __init__(self, plan: Plan, results: LayerwiseResults) -> None:
         super().__init__(results)

@@ -263,6 +263,7 @@ class ServeReport(Study[Results]):
     """Tables and plots of existing results."""
 
     title = "memserve bench serve"
+    draws_requests = True
     drawings = DRAWINGS
 
     def measure(self, tell: Tell) -> None:

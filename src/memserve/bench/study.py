@@ -60,6 +60,8 @@ class Study(ABC, Generic[Results]):
     """One experiment (see the module). ``results`` grow while :meth:`measure` runs."""
 
     title: ClassVar[str]
+    draws_requests: ClassVar[bool] = False
+    """Measured by the load client, which draws a line of its own while it sends."""
     drawings: Mapping[str, Drawing] = MappingProxyType({})
     """File name without ending -> plot, in the report's order."""
 

@@ -9,12 +9,14 @@ import json
 import shlex
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from memserve.cli import options as opt
+from memserve.cli.progress import shown
 from memserve.config import DEFAULT_MODEL
 from memserve.errors import UserError
 
@@ -102,7 +104,7 @@ def run_study(study: Study[Any], folder: RunFolder, *, timed: bool = False) -> N
     def tell(line: str) -> None:
         typer.echo(f"{time.monotonic() - begin:5.1f} s  {line}" if timed else line, err=True)
 
-    with folder:
+    with folder, nullcontext() if study.draws_requests else shown(study.title):
         study.run(tell)
     study.write(folder.path)
     for line in study.told():

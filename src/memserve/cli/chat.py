@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 import typer
 
 from memserve.cli import options as opt
+from memserve.cli.progress import shown
 from memserve.config import DEFAULT_MAX_TOKENS, EngineOptions
 from memserve.errors import UserError
 from memserve.units import NS_PER_S
@@ -342,7 +343,8 @@ def _backend(url: str | None, model: str | None, api_key: str | None, options: E
     typer.echo(f"loading {options.model} ...", err=True)
     from memserve.runtime.build import build_engine
 
-    engine, loaded = build_engine(options)
+    with shown("loading"):
+        engine, loaded = build_engine(options)
     backend = EngineBackend(engine, loaded)
     try:
         yield backend

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memserve.cli.progress import shown
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, PeerInfo
@@ -175,9 +176,8 @@ def running_cluster(
     from memserve.runtime.supervisor import Supervisor
 
     named = _find_store(options, say)
-    folder = resolve_source(
-        engine_options.model, "float32"
-    )  # converts a GGUF file once, before several processes need it
+    with shown("preparing the model"):  # converts a GGUF file once, before several processes need it
+        folder = resolve_source(engine_options.model, "float32")
     if options.metadata.etcd:
         import_tokenizers()  # a standby router has the time now
     with open_metadata(options.metadata, say, stored_secret(options.store)) as kept:
@@ -199,7 +199,8 @@ def running_cluster(
             import_tokenizers()
             import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
 
-            infos = _wait_until_ready(engine, supervisor, named, options, say)
+            with shown("loading" if supervisor.names else "waiting"):
+                infos = _wait_until_ready(engine, supervisor, named, options, say)
             model = _model_of(infos, folder)
             supervisor.settle()
             yield RunningCluster(engine, model, _describe(infos, options, engine_options, model), supervisor.retire)

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ import typer
 
 from memserve.cli import credentials
 from memserve.cli import options as opt
+from memserve.cli.progress import shown
 from memserve.config import DRAIN_S, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.links.devices import address_towards, own_address, with_port
@@ -66,7 +68,14 @@ def instance(
     typer.echo(f"loading {engine.model} ...", err=True)
     from memserve.runtime.instance_host import run_instance
 
-    run_instance(engine, place, lambda: _say_ready(place, started), say=lambda line: typer.echo(line, err=True))
+    with ExitStack() as loading:
+        loading.enter_context(shown("loading"))
+
+        def ready() -> None:
+            loading.close()
+            _say_ready(place, started)
+
+        run_instance(engine, place, ready, say=lambda line: typer.echo(line, err=True))
     _end_at_once()
 
 

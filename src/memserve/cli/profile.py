@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memserve.cli import options as opt
+from memserve.cli.progress import shown
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.units import MIB, NS_PER_MS, NS_PER_S, NS_PER_US, human_bytes
@@ -80,13 +81,15 @@ def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometr
     from memserve.runtime.profile_store import machine_name, model_name, profile_path
 
     _tell(f"loading {options.model} ...")
-    model, config, profiler = open_profiler(options)
+    with shown("loading"):
+        model, config, profiler = open_profiler(options)
     geometry, device = model.geometry, model.device.type
-    try:
-        measured = measure_steps(profiler, config, geometry, seconds, _tell)
-    finally:
-        profiler.close()
-    measured = with_transfers(measured, geometry, SHARES["transfer"] * seconds, _tell)
+    with shown("measuring", seconds):
+        try:
+            measured = measure_steps(profiler, config, geometry, seconds, _tell)
+        finally:
+            profiler.close()
+        measured = with_transfers(measured, geometry, SHARES["transfer"] * seconds, _tell)
     known = (model.fingerprint, geometry, device, options.threads)
     found = fit_profile(measured, machine_name(device), f"{model.name}: {model_name(*known)}")
     return found, geometry, profile_path(*known)

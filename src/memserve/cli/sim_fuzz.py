@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from memserve.cli.progress import shown
 from memserve.errors import UserError
 
 if TYPE_CHECKING:
@@ -79,17 +80,18 @@ def _campaign(seeds: range, weather: str, plant: str, layerwise: str, jobs: int)
     started, done, requests, steps, failures = time.perf_counter(), 0, 0, 0, 0
     happened: Counter[str] = Counter()
     options = {"weather": weather or None, "plant": plant or None, "layerwise": layerwise or None}
-    for verdict in run_campaign(seeds, **options, jobs=jobs):
-        done, requests, steps = done + 1, requests + verdict.requests, steps + verdict.steps
-        happened += verdict.happened
-        if verdict.failure:
-            failures += 1
-            more = f" --layerwise {layerwise}" if layerwise else ""
-            more += f" --plant {plant}" if plant else ""
-            typer.echo(f"FAIL {verdict.where}: {verdict.failure}")
-            typer.echo(f"     memserve sim fuzz --seed {verdict.seed} --setting {verdict.setting}{more} --story")
-        if failures >= FAILURES_MAX:
-            break
+    with shown("seeds", len(seeds), lambda: done):
+        for verdict in run_campaign(seeds, **options, jobs=jobs):
+            done, requests, steps = done + 1, requests + verdict.requests, steps + verdict.steps
+            happened += verdict.happened
+            if verdict.failure:
+                failures += 1
+                more = f" --layerwise {layerwise}" if layerwise else ""
+                more += f" --plant {plant}" if plant else ""
+                typer.echo(f"FAIL {verdict.where}: {verdict.failure}")
+                typer.echo(f"     memserve sim fuzz --seed {verdict.seed} --setting {verdict.setting}{more} --story")
+            if failures >= FAILURES_MAX:
+                break
     spent_s = time.perf_counter() - started
     typer.echo(
         f"{done:,} seeds, {requests:,} requests, {steps:,} steps in {spent_s:.1f} s"

@@ -18,6 +18,7 @@ from memserve.bench.report_writer import Cell, Drawing, Table
 from memserve.bench.results import Pass, Results, sum_up
 from memserve.bench.serve import ServeReport
 from memserve.bench.study import RunFolder
+from memserve.cli.progress import shown
 from memserve.sim.replay.clients import MakeScript, Served
 from memserve.sim.replay.scripts import Script
 from memserve.sim.replay.setup import Setup
@@ -69,7 +70,8 @@ def simulate(
     started = time.perf_counter()
     try:
         world = ReplayWorld(setup, workload, make_script)
-        world.run(limit_s)
+        with shown(f"simulating {setting}", workload.request_count, lambda: world.clients.answered):
+            world.run(limit_s)
     finally:
         gc.enable()
     wall_s = time.perf_counter() - started

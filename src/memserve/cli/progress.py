@@ -1,0 +1,53 @@
+"""Bars for what takes longer than a moment: on stderr, where that is a terminal, and gone when it is done."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SHOWN_AFTER_S = 1.0
+"""What is done before that shows no bar."""
+_LOOKS_PER_S = 4
+_is_shown = False  # a part of what a bar is shown for shows none of its own
+
+
+@contextmanager
+def shown(what: str, total: float | None = None, done: Callable[[], float] | None = None) -> Iterator[None]:
+    """While the block runs: ``what`` it does, for how long it has, and how much of ``total`` is ``done()``.
+
+    ``total`` without ``done``: seconds that it will take. Neither: how much there is to do is not known. ``done`` is
+    called from another thread. What the block writes to stderr stands above the bar; stdout is not touched.
+    """
+    global _is_shown
+    if _is_shown or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    begun_s = time.monotonic()
+
+    class Late(Progress):
+        def get_renderables(self) -> Iterator[Table]:
+            passed_s = time.monotonic() - begun_s
+            if passed_s < SHOWN_AFTER_S:
+                return
+            if total is not None:
+                for task in self.tasks:
+                    task.completed = min(total, passed_s if done is None else done())
+            yield self.make_tasks_table(self.tasks)
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    bars = Late(
+        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, refresh_per_second=_LOOKS_PER_S
+    )
+    bars.add_task(what, total=total)
+    _is_shown = True
+    try:
+        with bars:
+            yield
+    finally:
+        _is_shown = False
