@@ -12,7 +12,8 @@ bounds, so that a model that writes nonsense comes to an end. For each server, t
 * token: milliseconds from one token to the next, one request at a time, with the schema and, in turns, without: the
   median over schemas of both and of their ratio; and to the first token.
 * others: a plain stream beside 4 clients that ask for answers by schemas, and beside 4 that ask for plain ones of the
-  same lengths: the longest and the median gap between its tokens. One client in four asks by a schema of 600 fields.
+  same lengths: the longest and the median gap between its tokens. One client in four asks by a schema of 600 integers,
+  another one each time: the costliest to build. ``--costly N``: that alone, N times, beside one plain stream.
 """
 
 from __future__ import annotations
@@ -105,10 +106,13 @@ class Schemas:
         return {"const": self._random.choice(["fixed", 7, False])}
 
 
-def wide() -> Json:
-    """600 fields, all optional but one: a grammar that takes long to build."""
-    fields: Json = {f"field_{at}": {"type": "string", "maxLength": 4} for at in range(600)}
-    return {"type": "object", "properties": fields, "required": ["field_599"], "additionalProperties": False}
+def costly(number: int) -> Json:
+    """600 integers, each with bounds of its own: of what was tried the grammar that takes longest to build. ``number``
+    makes it another one, which no server has built before."""
+    fields: Json = {
+        f"field_{at}": {"type": "integer", "minimum": at, "maximum": at * 10**9 + 12345 + number} for at in range(600)
+    }
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 
 
 @dataclass
@@ -214,7 +218,7 @@ def beside(server: Server, schemas: list[Json], lengths: list[int], constrained:
     def ask(number: int) -> None:
         at = number
         while not ended.is_set():
-            schema = wide() if number == 0 else schemas[at % len(schemas)]
+            schema = costly(at) if number == 0 else schemas[at % len(schemas)]
             tokens = 40 if number == 0 else TOKENS_MAX
             if not constrained:
                 schema, tokens = None, 40 if number == 0 else max(lengths[at % len(lengths)], 2)
@@ -235,6 +239,32 @@ def beside(server: Server, schemas: list[Json], lengths: list[int], constrained:
         ended.set()
         for client in clients:
             client.join()
+
+
+def stall(server: Server, times: int) -> str:
+    """Gaps of a plain stream beside one client that asks for one token by a costly schema after the other, and what
+    they are beside one that asks for one plain token."""
+    cells = []
+    for asks_costly in (False, True):
+        answers: list[float] = []
+
+        def ask(asks_costly: bool = asks_costly, answers: list[float] = answers) -> None:
+            client = Server(server.name, server._url, server._model)
+            for at in range(times):
+                begun_s = time.perf_counter()
+                client.chat(costly(1000 + at) if asks_costly else None, at, 1)
+                answers.append(time.perf_counter() - begun_s)
+                time.sleep(0.2)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        gaps_ms: list[float] = []
+        while asking.is_alive():
+            gaps_ms += [gap * 1e3 for gap in server.chat(None, 1, PROBE_TOKENS).gaps_s]
+        worst_ms = sorted(gaps_ms)[-3:][::-1]
+        told = " ".join(f"{gap:.0f}" for gap in worst_ms)
+        cells.append(f"{median(gaps_ms)} | {told} | {median([answer * 1e3 for answer in answers])}")
+    return f"| {server.name} | {' | '.join(cells)} |"
 
 
 def walk(schemas: list[Json], seed: int) -> None:
@@ -307,6 +337,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=60, help="schemas whose time is compared with plain answers")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--walk", action="store_true", help="no server: random tokens among those that the masks admit")
+    parser.add_argument("--costly", type=int, default=0, metavar="N", help="only: what N costly schemas cost others")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     if options.path:
@@ -318,6 +349,14 @@ def main() -> None:
         return
     runs = [memserve(options.threads)] + ([vllm(options.vllm, options.threads)] if options.vllm else [])
     rows = []
+    if options.costly:
+        print("| server | gap beside plain, ms | worst three | answer, ms | gap beside costly | worst three | answer |")
+        print("| --- " * 7 + "|")
+        for run in runs:
+            with run as server:
+                server.chat(None, 0, 20)  # what comes first is slow
+                print(stall(server, options.costly), flush=True)
+        return
     for run in runs:
         with run as server:
             server.chat(schemas[0], 0)  # what comes first is slow
