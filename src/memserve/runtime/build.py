@@ -60,7 +60,11 @@ def build_parts(
     options = dataclasses.replace(options, parallel=options.parallel.of(role))
     workers = options.parallel.workers
     threads = options.threads if workers == 1 else options.parallel.threads_each(options.threads or usable_cores())
-    model = load_model(options.model, options.dtype, options.device, block_tokens=options.block_tokens, threads=threads)
+    if options.lora and workers > 1:
+        hint = "leave out --lora, or --tensor-parallel and --pipeline-parallel"
+        raise UserError("adapters are not divided among several workers yet", hint=hint, param="lora")
+    source, lora = (options.model, options.dtype, options.device), options.lora
+    model = load_model(*source, block_tokens=options.block_tokens, threads=threads, lora=lora)
     on_gpu = model.device.type != "cpu"
     if on_gpu and role in (Role.PREFILL, Role.DECODE):
         hint = "use --colocated 1, or --device cpu"
@@ -71,7 +75,8 @@ def build_parts(
     )
     exchange = dataclasses.replace(config.exchange, shares_kv=not on_gpu)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
-    config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool)
+    adapters = model.adapters.digests if model.adapters is not None else frozenset()
+    config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool, adapters=adapters)
     check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
     costs = load_profile(model.fingerprint, geometry, model.device.type + options.parallel.text, options.threads)
     known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
