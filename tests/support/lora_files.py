@@ -15,20 +15,21 @@ RANK, ALPHA = 4, 8
 
 
 def save_adapter(
-    folder: Path, module: Any, targets: list[str], seed: int, *, tensors: dict[str, Any] | None = None, **said: Any
-) -> Path:
-    """An adapter for the linears of ``module`` with a name in ``targets``. ``tensors`` replaces or adds some, ``said``
-    is what its config says beyond the usual."""
+    folder: Path, module: Any, targets: list[str], seed: int, *,
+    rank: int = RANK, size: float = 0.3, tensors: dict[str, Any] | None = None, **said: Any,
+) -> Path:  # fmt: skip
+    """An adapter for the linears of ``module`` with a name in ``targets``, with weights of about ``size``. ``tensors``
+    replaces or adds some, ``said`` is what its config says beyond the usual."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Any] = {}
     for path, linear in module.named_modules():
         if path.rpartition(".")[2] in targets:
-            down = torch.randn((RANK, linear.in_features), generator=generator)
-            up = torch.randn((linear.out_features, RANK), generator=generator)
-            made |= {f"{KEY}{path}.lora_A.weight": 0.3 * down, f"{KEY}{path}.lora_B.weight": 0.3 * up}
+            down = torch.randn((rank, linear.in_features), generator=generator)
+            up = torch.randn((linear.out_features, rank), generator=generator)
+            made |= {f"{KEY}{path}.lora_A.weight": size * down, f"{KEY}{path}.lora_B.weight": size * up}
     folder.mkdir(parents=True)
     save_file(made | (tensors or {}), folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets, "bias": "none", **said}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "target_modules": targets, "bias": "none", **said}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 

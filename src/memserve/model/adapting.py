@@ -32,8 +32,8 @@ class StepAdapters(Protocol):
     """What one step's rows add to linears."""
 
     def adapt(self, y: Tensor, x: Tensor, site: int) -> Tensor:
-        """``y [..., n]`` of the base at ``site`` for ``x [..., k]``, with what adapters add; a new tensor. The dimensions
-        in front are the batch's tokens."""
+        """``y [..., n]`` of the base at ``site`` for ``x [..., k]``, with what adapters add; a new tensor. The
+        dimensions in front are the batch's tokens."""
 
 
 class _Context(threading.local):
