@@ -192,7 +192,7 @@ def from_keywords(config: T, given: Mapping[str, Any]) -> T:
         if one.vllm:
             readers[one.vllm] = (one, one.read_vllm)
         readers[one.flag.removeprefix("--").replace("-", "_")] = (one, one.read)
-        readers[one.name] = (one, lambda value: value)
+        readers[one.name] = (one, one.read if one.form is MANY else lambda value: value)
     values: dict[tuple[str, ...], Any] = {}
     said: dict[tuple[str, ...], str] = {}
     for name, value in given.items():
