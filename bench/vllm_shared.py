@@ -154,6 +154,7 @@ def main() -> None:
     found: dict[str, list[Found]] = {setting.name: [] for setting in settings}
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         with ServedStore(folder, dram=f"{args.store_blocks * nbytes >> 10}KiB") as store:
             kinds = dict.fromkeys(setting.servers for setting in settings)
             servers = {kind: servers_of(args, kind, store, folder) for kind in kinds}
