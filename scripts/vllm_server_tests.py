@@ -92,7 +92,7 @@ REASONS: dict[str, str] = {
     f"{_CALLS}test_function_tool_use": _ENDLESS,
     f"{_CALLS}test_function_calling_with_streaming_expected_arguments": _SENSE,
     f"{_CALLS}test_function_calling_with_streaming_types": _ENDLESS + ": it ends with response.incomplete",
-    f"{_CALLS}test_function_calling_with_streaming_forced_tool_choice": _THOUGHTS,
+    f"{_CALLS}test_function_calling_with_streaming_forced_tool_choice": _SENSE,
     "responses/test_parsable_context.py::test_basic": _HARMONY,
     "responses/test_parsable_context.py::test_reasoning_and_function_items": _HARMONY,
     "responses/test_parsable_context.py::test_function_call_first_turn": _HARMONY,
