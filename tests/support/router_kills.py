@@ -1,10 +1,10 @@
-"""``memserve serve`` killed with -9 while clients with keys stream, and started again: what they get, and what it costs.
+"""``memserve serve`` killed with -9 while clients with keys stream, and started again: what they get, at what cost.
 
     PYTHONPATH=tests/support python tests/support/router_kills.py [--kills 50] [--streams 64] [--tokens 200] [--seed 1]
 
-Each client asks one question at a time, streamed, with an ``Idempotency-Key``. When its stream breaks it asks again with
-the same key and ``Last-Event-ID``, until it has the whole answer. A tiny random model in float32, everything else as in
-production. Each answer is compared with what the same server gives to the same question without a key.
+Each client asks one question at a time, streamed, with an ``Idempotency-Key``. When its stream breaks it asks again
+with the same key and ``Last-Event-ID``, until it has the whole answer. A tiny random model in float32, everything else
+as in production. Each answer is compared with what the same server gives to the same question without a key.
 """
 
 from __future__ import annotations

@@ -65,7 +65,13 @@ class Held:
     peer: Peer
     attempt_id: str
     runs: bool
+    created_s: int
     log: AnswerLog
+
+    @property
+    def name(self) -> tuple[Peer, str]:
+        """Of what one instance has of one attempt."""
+        return self.peer, self.attempt_id
 
 
 @dataclass(slots=True, eq=False)

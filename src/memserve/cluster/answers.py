@@ -51,7 +51,7 @@ class Answers:
         self._by_key: dict[str, Answer] = {}
         self._by_request: dict[str, Answer] = {}  # of live requests
         self._by_reader: dict[str, Answer] = {}
-        self._by_attempt: dict[str, Held] = {}
+        self._by_attempt: dict[tuple[Peer, str], Held] = {}  # of a handover both instances have some
         self._idle: dict[str, Answer] = {}  # those that no client reads, by key, in the order in which that began
         self._awaited: dict[Peer, None] = {}  # members of the last router that have not told what they have
         #: approximate memory of all
@@ -189,20 +189,21 @@ class Answers:
             self.nbytes += answer.nbytes
             self._move(answer, AnswerCause.INSTANCE_TOLD, now)
         is_open = answer.phase is AnswerPhase.REPORTED or (bool(self._awaited) and not answer.log)
-        if answer.asked != told.asked or not is_open or told.attempt_id in self._by_attempt:
-            if told.runs and told.attempt_id not in self._by_attempt:
+        is_known = (member.peer, told.attempt_id) in self._by_attempt
+        if answer.asked != told.asked or not is_open or is_known:
+            if told.runs and not is_known:
                 self._outbox.send(member.peer, Cancel(told.attempt_id))
             return
         outputs = [structs.replace(output, request_id=told.attempt_id) for output in told.told]
-        held = Held(answer, member.peer, told.attempt_id, told.runs, AnswerLog(outputs))
+        held = Held(answer, member.peer, told.attempt_id, told.runs, told.created_s, AnswerLog(outputs))
         answer.held.append(held)
-        self._by_attempt[held.attempt_id] = held
+        self._by_attempt[held.name] = held
         self.nbytes += held.log.nbytes
 
     def hear_output(self, sender: Peer, output: TokenOutput) -> bool:
         """Whether ``output`` is one of a reported attempt, which goes on at ``sender``."""
-        held = self._by_attempt.get(output.request_id)
-        if held is None or held.peer != sender:
+        held = self._by_attempt.get((sender, output.request_id))
+        if held is None:
             return False
         added = held.log.take(output)
         self.nbytes += max(0, added)
@@ -210,9 +211,9 @@ class Answers:
             self._stop(held)
         return True
 
-    def refused(self, attempt_id: str) -> None:
+    def refused(self, sender: Peer, attempt_id: str) -> None:
         """An instance does not run a reported attempt any more."""
-        held = self._by_attempt.get(attempt_id)
+        held = self._by_attempt.get((sender, attempt_id))
         if held is not None:
             held.runs = False
 
@@ -228,6 +229,8 @@ class Answers:
             if held is not best:
                 self._stop(held)
         answer.held.clear()
+        if best is not None:
+            answer.created_s = best.created_s
         return best
 
     def _worth(self, req: RequestState, held: Held) -> tuple[bool, bool, int]:
@@ -244,7 +247,7 @@ class Answers:
         held.runs = False
 
     def _forget(self, held: Held) -> None:
-        del self._by_attempt[held.attempt_id]
+        del self._by_attempt[held.name]
         self.nbytes -= held.log.nbytes
 
     def _give_up(self, answer: Answer) -> None:
@@ -297,7 +300,7 @@ class Answers:
             check(not reads or self._by_reader.get(answer.reader) is answer, "{} is not known by its reader", answer)
             check(not runs or self._by_request.get(answer.request_id) is answer, "{} is not known by name", answer)
             check(reads == (key not in self._idle), "{} is idle, and should not be, or the reverse", answer)
-            check(all(self._by_attempt.get(held.attempt_id) is held for held in answer.held), "{} is mixed up", answer)
+            check(all(self._by_attempt.get(held.name) is held for held in answer.held), "{} is mixed up", answer)
         readers = sum(bool(answer.reader) for answer in self._by_key.values())
         check(len(self._by_reader) == readers, "connections read nothing")
         check(len(self._by_attempt) == sum(len(a.held) for a in self._by_key.values()), "attempts of no answer")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from memserve.cluster.admission import AdmissionController, Rejection
 from memserve.cluster.answers import Answers
 from memserve.cluster.loads import Charge, LoadTable, Work
@@ -210,6 +212,7 @@ class Lifecycle:
         held = self.answers.take_held(req)
         if held is None:
             return False
+        req.request = structs.replace(req.request, created_s=held.created_s)
         for output in held.log.outputs(req.request_id):
             self._outbox.emit(output)
             req.emitted[output.index] += output.tokens

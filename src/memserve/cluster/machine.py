@@ -253,7 +253,7 @@ class Cluster:
             self._lifecycle.handed_over(message.request_id, member, now)
         elif isinstance(message, RequestRefused):
             member.totals.answers += 1
-            self.answers.refused(message.request_id)
+            self.answers.refused(sender, message.request_id)
             self._lifecycle.refused(member, message, now)
         elif isinstance(message, AnswersHeld):
             self.answers.heard(member, message, now)
