@@ -9,18 +9,16 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from router_kills import Crowd, Killed, Stream, plain, question
+from router_kills import Crowd, Killed, Stream, long_model, plain, question
 from served_cluster import eventually
-from tiny_models import save_folder, tiny_module
 
-LONG = 3000
+LONG = 1600
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
     folder = tmp_path_factory.mktemp("keyed")
-    model = save_folder(tiny_module("llama", max_position_embeddings=8192), folder / "tiny")
-    killed = Killed(model, folder / "state", "--prefill", "1", "--decode", "1", "--kv-memory", "64MiB")
+    killed = Killed(long_model(folder / "tiny"), folder / "state", "--prefill", "1", "--decode", "1")
     yield killed
     killed.end()
 
@@ -40,8 +38,10 @@ def restart(killed: Killed) -> None:
     killed.restart()
 
 
-@pytest.mark.parametrize("from_the_beginning", [False, True], ids=["last event", "whole"])
-@pytest.mark.parametrize("more", [{}, {"n": 2, "logprobs": 2, "seed": 5, "temperature": 0.9}], ids=["one", "two"])
+TWO = {"n": 2, "logprobs": 2, "seed": 5, "temperature": 0.9}
+
+
+@pytest.mark.parametrize(("more", "from_the_beginning"), [({}, False), (TWO, True)], ids=["one", "two, whole"])
 def test_an_answer_goes_on_at_the_next_router(killed: Killed, more: dict, from_the_beginning: bool) -> None:
     body = question(1, LONG // 2, **more)
     stream = Stream(killed, body, from_the_beginning=from_the_beginning)

@@ -24,6 +24,13 @@ from served_cluster import Server, eventually
 from tiny_models import prompt, save_folder, tiny_module
 
 
+def long_model(folder: Path) -> Path:
+    """A tiny model with room for answers that take a while."""
+    module = tiny_module("llama")
+    module.config.max_position_embeddings = 4096
+    return save_folder(module, folder)
+
+
 class Killed:
     """A server with metadata that is killed, and started again at the same address of its own metadata."""
 
@@ -168,7 +175,7 @@ def main() -> None:
     options = parser.parse_args()
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
-        model = save_folder(tiny_module("llama"), Path(folder) / "tiny")
+        model = long_model(Path(folder) / "tiny")
         killed = Killed(model, Path(folder) / "state", *options.flags.split())
         crowd = Crowd(killed, options.streams, options.tokens)
         for _ in range(options.kills):

@@ -32,6 +32,7 @@ from memserve.serving import KeyConflict
 from memserve.types import Request, TokenOutput
 
 OTHER_REQUEST = "this Idempotency-Key was used for another request: take a new key, or send the same body again"
+CLIENT_LEFT = "its client has left"
 TAKEN_OVER = "another connection with the same Idempotency-Key reads this answer now"
 
 
@@ -120,6 +121,7 @@ class Answers:
         if answer is None:
             return reader in self._by_request  # another connection has taken it over
         answer.reader = ""
+        self._outbox.reject(reader, CLIENT_LEFT, None, is_reader=True)  # the host waits for nothing more for it
         self._move(answer, AnswerCause.CLIENT_LEFT, now)
         return True
 

@@ -83,7 +83,7 @@ def test_a_client_that_comes_again_gets_everything_from_the_beginning_and_what_f
     it.hear(C, tokens(attempt, 0, 5))
     assert it.told() == [("a", 0, (5,), None)]
     it.do(RequestCancelled("a"))
-    assert it.sent(Cancel) == []
+    assert it.sent(Cancel) == [] and it.rejected() == [("a", None)], "the host forgets the connection"
     it.hear(C, tokens(attempt, 1, 6))
     assert it.told() == []
     it.ask("b")
