@@ -89,9 +89,9 @@ class KeyedClients:
         if client.ask.over or not client.connection:
             return
         self._host.say(f"client of {client.connection} loses its connection")
+        closed, client.connection = client.connection, ""
         if self._random.random() < 0.6:
-            self._host.router.submit(RequestCancelled(client.connection))
-        client.connection = ""
+            self._host.router.submit(RequestCancelled(closed))
         self._comes_again_later(client)
 
     def _doubles(self, client: _Client) -> None:
@@ -103,8 +103,8 @@ class KeyedClients:
         if client.ask.over or not client.connection or self._random.random() < 0.7:
             return
         self._host.say(f"client of {client.connection} goes, and never comes again")
-        self._host.router.submit(RequestCancelled(client.connection))
-        client.connection, client.ask.lost = "", True
+        closed, client.connection, client.ask.lost = client.connection, "", True
+        self._host.router.submit(RequestCancelled(closed))
         self._host.next_turn(client.ask)
 
     def _comes_again_later(self, client: _Client) -> None:
