@@ -1,5 +1,5 @@
-"""Answers with a key at the router: which connection reads them, for how long they are kept, and what a restarted router makes of
-what instances have."""
+"""Answers with a key at the router: which connection reads them, for how long they are kept, and what a restarted
+router makes of what instances have."""
 
 from __future__ import annotations
 
