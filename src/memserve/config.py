@@ -133,17 +133,20 @@ class ExchangeConfig:
     lease_ns: int = 30 * NS_PER_S
     """An offer that is not released after this long is void: its blocks go back to their owner."""
     fetch_deadline_ns: int = 2 * NS_PER_S
-    """Longest wait for KV that another instance was asked for; then the tokens are computed. The cost model may allow
-    less."""
+    """Longest wait for KV of another instance, then the tokens are computed; the cost model may allow less."""
     pulls_in_flight: int = 4
     """Pull jobs given to the host at once."""
     event_capacity: int = 65536
-    """KV events kept for a router that missed some; older ones are answered with a snapshot. 0: no KV events."""
+    """KV events kept for a router that missed some, which else gets a snapshot. 0: no KV events."""
     shares_kv: bool = True
     """Other processes can read and write this instance's KV. False: they cannot, because it lies in GPU memory."""
+    answer_ns: int = 120 * NS_PER_S
+    """For so long after their end here, answers with an ``Idempotency-Key`` are kept for a router that comes anew."""
+    answer_bytes: int = 32 * MIB
+    """Memory of all kept answers; above it the oldest are dropped."""
 
     def __post_init__(self) -> None:
-        for name in ("lease_ns", "fetch_deadline_ns", "pulls_in_flight"):
+        for name in ("lease_ns", "fetch_deadline_ns", "pulls_in_flight", "answer_ns"):
             _positive(name, getattr(self, name), f"give a positive number for {name}")
 
 
@@ -288,12 +291,16 @@ class ClusterConfig:
     tree_ttl_ns: int = 600 * NS_PER_S
     """Tree entries that no KV event confirms are dropped after this long."""
     speculative_ttl_ns: int = 20 * NS_PER_S
-    """Tree entries made at dispatch, of instances that publish KV events, are dropped after this long without one."""
+    """Tree entries made at dispatch, of instances that publish KV events, live so long without one."""
     handle_tokens_max: int = 4 << 20
-    """Tokens of all named prefixes (documents, pinned sessions) together; each counts 256 more. Above the limit, the
-    tenant with most tokens loses its oldest prefix."""
+    """Tokens of all named prefixes (documents, pinned sessions) together; each counts 256 more. Above it the tenant
+    with most tokens loses its oldest."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     """Which requests are admitted."""
+    answer_ns: int = option(60 * NS_PER_S, "--answer-wait", form=SECONDS, least=0.001)
+    """Seconds that a request with an ``Idempotency-Key`` goes on without its client, and that its answer is kept."""
+    answer_bytes: int = option(64 * MIB, "--answer-memory", form=SIZE)
+    """Memory of the answers that are kept for clients that ask again; above it the oldest are dropped."""
 
     def __post_init__(self) -> None:
         _positive("handle_tokens_max", self.handle_tokens_max, "give named prefixes some room")
@@ -312,8 +319,7 @@ class MemberConfig:
     asks_after_ns: int = NS_PER_S
     """With several addresses of routers: a router that sends nothing for this long is asked for a message."""
     silent_after_ns: int = 6 * NS_PER_S
-    """A router that sends nothing for this long is taken to be gone, and the next address is tried. By then the
-    router has already taken the instance to be dead."""
+    """A router that is silent for this long is taken to be gone, as it has given the instance up: the next address."""
     turn_ns: int = 2 * NS_PER_S
     """How long each further address has to answer."""
 
