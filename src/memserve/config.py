@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from memserve.errors import UserError
-from memserve.options import GIBIBYTES, GIGABITS_S, MILLISECONDS, NEGATED, SECONDS, SIZE, Form, check_ranges, option
+from memserve.options import GIBIBYTES, GIGABITS_S, MILLISECONDS, NEGATED, SECONDS, SIZE, check_ranges, option
 from memserve.parallel import Parallel
+from memserve.tenant_options import OBJECTIVES, WEIGHTS
 from memserve.tiers import AS_COMPUTED, check_lower_dtype, check_tiers, hbm_blocks, lower_block_bytes
 from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode
 from memserve.units import MIB, NS_PER_MS, NS_PER_S
@@ -133,20 +134,21 @@ class ExchangeConfig:
     lease_ns: int = 30 * NS_PER_S
     """An offer that is not released after this long is void: its blocks go back to their owner."""
     fetch_deadline_ns: int = 2 * NS_PER_S
-    """Longest wait for KV of another instance, then the tokens are computed; the cost model may allow less."""
+    """Longest wait for KV that another instance was asked for; then the tokens are computed. The cost model may allow
+    less."""
     pulls_in_flight: int = 4
     """Pull jobs given to the host at once."""
     event_capacity: int = 65536
-    """KV events kept for a router that missed some, which else gets a snapshot. 0: no KV events."""
+    """KV events kept for a router that missed some; older ones are answered with a snapshot. 0: no KV events."""
     shares_kv: bool = True
     """Other processes can read and write this instance's KV. False: they cannot, because it lies in GPU memory."""
-    answer_ns: int = 120 * NS_PER_S
-    """For so long after their end here, answers with an ``Idempotency-Key`` are kept for a router that comes anew."""
-    answer_bytes: int = 32 * MIB
+    kept_answer_ns: int = 120 * NS_PER_S
+    """Answers with an ``Idempotency-Key`` are kept for the next router for this long after their end here."""
+    kept_answer_bytes: int = 32 * MIB
     """Memory of all kept answers; above it the oldest are dropped."""
 
     def __post_init__(self) -> None:
-        for name in ("lease_ns", "fetch_deadline_ns", "pulls_in_flight", "answer_ns"):
+        for name in ("lease_ns", "fetch_deadline_ns", "pulls_in_flight", "kept_answer_ns"):
             _positive(name, getattr(self, name), f"give a positive number for {name}")
 
 
@@ -168,42 +170,6 @@ class InstanceConfig:
     """Limits of KV transfers with other instances."""
     vocab_size: int = VOCAB_MAX
     """Token ids that the model can read and draw: ``[0, vocab_size)``."""
-
-
-def _read_weights(texts: list[str]) -> tuple[tuple[str, int], ...]:
-    """Tenants and weights from texts like ``NAME=2``. Raises :class:`UserError` for anything else."""
-    weights = []
-    for text in texts:
-        name, _, weight = text.rpartition("=")
-        if not name or not weight.isdecimal():
-            raise UserError(f"cannot read {text!r} as a tenant's weight", hint="for example --tenant-weight team-a=3")
-        weights.append((name, int(weight)))
-    return tuple(weights)
-
-
-_WEIGHTS = Form(list[str], _read_weights, lambda weights: [f"{name}={weight}" for name, weight in weights] or None)
-
-
-def _read_objectives(texts: list[str]) -> tuple[tuple[str, int, int], ...]:
-    """Tenants and objectives (ns; 0: none) from texts like ``NAME=3000:200``. Raises :class:`UserError`."""
-    objectives = []
-    for text in texts:
-        name, _, times = text.rpartition("=")
-        match = re.fullmatch(r"(\d{0,8}):(\d{0,8})", times)
-        if not name or match is None or not any(map(int, filter(None, match.groups()))):
-            hint = "milliseconds for the first and each further token, for example --tenant-slo team-a=3000:200"
-            raise UserError(f"cannot read {text!r} as a tenant's objectives", hint=hint)
-        ttft_ms, tpot_ms = (int(group or 0) for group in match.groups())
-        objectives.append((name, ttft_ms * NS_PER_MS, tpot_ms * NS_PER_MS))
-    return tuple(objectives)
-
-
-def _tell_objectives(objectives: tuple[tuple[str, int, int], ...]) -> list[str] | None:
-    ms = [(name, ttft_ns // NS_PER_MS or "", tpot_ns // NS_PER_MS or "") for name, ttft_ns, tpot_ns in objectives]
-    return [f"{name}={ttft}:{tpot}" for name, ttft, tpot in ms] or None
-
-
-_OBJECTIVES = Form(list[str], _read_objectives, _tell_objectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +196,10 @@ class AdmissionConfig:
     """With ``cache``: chats that fit in memory keep their KV, and go on before newcomers of their tenant."""
     kept_ns: int = 60 * NS_PER_S
     """KV of a request that finished longer ago counts as free, whatever ``evictions_max`` says."""
-    weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=_WEIGHTS)
+    weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=WEIGHTS)
     """NAME=2: while several tenants wait, this one gets twice the service of a tenant with weight 1, in admission and
     on instances. Tenants that are not named have weight 1. Repeatable."""
-    objectives: tuple[tuple[str, int, int], ...] = option((), "--tenant-slo", form=_OBJECTIVES)
+    objectives: tuple[tuple[str, int, int], ...] = option((), "--tenant-slo", form=OBJECTIVES)
     """NAME=3000:200: milliseconds that the first token and each further one may take, for requests of this tenant that
     do not say so themselves (``slo_ttft_ms``, ``slo_tpot_ms``). Either may be left out. Repeatable."""
     priority_across_tenants: bool = option(False)
@@ -291,10 +257,10 @@ class ClusterConfig:
     tree_ttl_ns: int = 600 * NS_PER_S
     """Tree entries that no KV event confirms are dropped after this long."""
     speculative_ttl_ns: int = 20 * NS_PER_S
-    """Tree entries made at dispatch, of instances that publish KV events, live so long without one."""
+    """Tree entries made at dispatch, of instances that publish KV events, are dropped after this long without one."""
     handle_tokens_max: int = 4 << 20
-    """Tokens of all named prefixes (documents, pinned sessions) together; each counts 256 more. Above it the tenant
-    with most tokens loses its oldest."""
+    """Tokens of all named prefixes (documents, pinned sessions) together; each counts 256 more. Above the limit, the
+    tenant with most tokens loses its oldest prefix."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     """Which requests are admitted."""
     answer_ns: int = option(60 * NS_PER_S, "--answer-wait", form=SECONDS, least=0.001)
@@ -319,7 +285,8 @@ class MemberConfig:
     asks_after_ns: int = NS_PER_S
     """With several addresses of routers: a router that sends nothing for this long is asked for a message."""
     silent_after_ns: int = 6 * NS_PER_S
-    """A router that is silent for this long is taken to be gone, as it has given the instance up: the next address."""
+    """A router that sends nothing for this long is taken to be gone, and the next address is tried. By then the
+    router has already taken the instance to be dead."""
     turn_ns: int = 2 * NS_PER_S
     """How long each further address has to answer."""
 

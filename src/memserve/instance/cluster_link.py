@@ -85,7 +85,7 @@ class ClusterLink:
         #: None: no router has spoken yet
         self.router: Peer | None = None
         self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
-        self.kept = KeptAnswers(config.exchange.answer_ns, config.exchange.answer_bytes)
+        self.kept = KeptAnswers(config.exchange.kept_answer_ns, config.exchange.kept_answer_bytes)
         self.sender = HandoffSender(state, intake, self.exchange, self.kept, geometry.num_layers)
         self.receiver = HandoffReceiver(state, intake, self.exchange)
         self.writer = StoreWriter(state, self.exchange, geometry)

@@ -140,7 +140,7 @@ class World:
             ),
             role=node.role,
             exchange=ExchangeConfig(
-                LEASE_NS, 100 * MS, scenario.pulls_in_flight, scenario.event_capacity, answer_ns=ANSWER_NS
+                LEASE_NS, 100 * MS, scenario.pulls_in_flight, scenario.event_capacity, kept_answer_ns=ANSWER_NS
             ),
         )
 
