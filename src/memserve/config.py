@@ -17,7 +17,7 @@ from memserve.parallel import Parallel
 from memserve.tenant_options import OBJECTIVES, WEIGHTS
 from memserve.tiers import AS_COMPUTED, check_lower_dtype, check_tiers, hbm_blocks, lower_block_bytes
 from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode
-from memserve.units import MIB, NS_PER_MS, NS_PER_S
+from memserve.units import MIB, NS_PER_S
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The bundled model: found in the installed package, no download."""

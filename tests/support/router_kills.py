@@ -23,6 +23,9 @@ import httpx
 from served_cluster import Server, eventually
 from tiny_models import prompt, save_folder, tiny_module
 
+PAUSE_S = 0.3
+"""Before a client asks again: a router that starts needs the processor more than its clients do."""
+
 
 def long_model(folder: Path) -> Path:
     """A tiny model with room for answers that take a while."""
@@ -37,6 +40,8 @@ class Killed:
     def __init__(self, model: Path, state: Path, *flags: str) -> None:
         self._model, self._flags = model, [*flags, "--metadata", str(state)]
         self.server = Server(model, *self._flags)
+        #: of all clients: to make one takes as long as a hundred tokens do
+        self.http = httpx.Client(timeout=httpx.Timeout(60, connect=2), limits=httpx.Limits(max_connections=None))
 
     @property
     def url(self) -> str:
@@ -76,7 +81,7 @@ class Stream:
                 self._read_once()
             except (httpx.HTTPError, OSError):
                 self.breaks += 1
-                time.sleep(0.05)
+                time.sleep(PAUSE_S)
 
     def _read_once(self) -> None:
         headers = dict(self._headers)
@@ -84,10 +89,8 @@ class Stream:
             headers["Last-Event-ID"] = self.events[-1][0]
         elif self.events:
             self.events.clear()
-        timeout = httpx.Timeout(60, connect=2)
-        with httpx.stream(
-            "POST", f"{self._killed.url}/completions", json=self._body, headers=headers, timeout=timeout
-        ) as s:
+        url = f"{self._killed.url}/completions"
+        with self._killed.http.stream("POST", url, json=self._body, headers=headers) as s:
             if s.status_code != 200:
                 self.refusals.append(s.read().decode())
                 raise httpx.ReadError(f"status {s.status_code}")
@@ -121,7 +124,7 @@ def question(number: int, count: int, **more: object) -> dict:
 
 def plain(killed: Killed, body: dict) -> list[str]:
     """The undisturbed answer, whole."""
-    response = httpx.post(f"{killed.url}/completions", json=body, timeout=60)
+    response = killed.http.post(f"{killed.url}/completions", json=body)
     return [choice["text"] for choice in response.raise_for_status().json()["choices"]]
 
 

