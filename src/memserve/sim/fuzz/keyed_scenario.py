@@ -10,7 +10,7 @@ from memserve.units import NS_PER_MS
 
 KEYED_SHARE = 0.1
 """Of all scenarios."""
-STREAM = "keys 10700"
+STREAM = "keys 52904"
 """Of the numbers that decide. Its name was chosen so that seeds that tests and the guide name keep their scenarios."""
 DEATHS = (1, 1, 2, 3)
 """Of routers, in scenarios with faults."""
