@@ -182,6 +182,7 @@ class BatchBuilder:
                 blocks=_table(sequence),
                 beam_candidates=group.beam.candidates_wanted if group.beam is not None else 0,
                 stop=group.request.stop,
+                adapter=group.request.adapter,
             )
         )
         sequence.opened = True

@@ -39,6 +39,7 @@ class OpenSequence:
     blocks: list[int]  # HBM block ids, in order
     beam_candidates: int = 0  # > 0: report this many candidates at every sampled position instead of drawing
     stop: StopParams = field(default_factory=StopParams)  # the device never draws a stop token before ``min_tokens``
+    adapter: str = ""  # digest of the LoRA adapter that computes its rows; empty: none
 
 
 @dataclass(frozen=True, slots=True)
