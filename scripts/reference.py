@@ -25,10 +25,12 @@ from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.api.fleet_metrics import FleetSnapshot
 from memserve.api.metrics import ApiMetrics, Snapshot
 from memserve.cli.main import command_line
+from memserve.cluster.answer_phases import ANSWER
 from memserve.cluster.machine import Cluster
 from memserve.cluster.report import AdmissionStats
 from memserve.cluster.requests import REQUEST_PHASES
 from memserve.fleet.words import EngineView
+from memserve.instance.kept import KEPT_ANSWER
 from memserve.instance.sequence import SEQUENCE
 from memserve.instance.stats import InstanceStats
 from memserve.kv_transfer.imports import IMPORT
@@ -43,7 +45,7 @@ openai_rows = importlib.util.module_from_spec(_ROWS)
 sys.modules["openai_rows"] = openai_rows  # dataclasses look their module up
 _ROWS.loader.exec_module(openai_rows)
 
-MACHINES = (REQUEST_PHASES, SEQUENCE, IMPORT, EXPORT)
+MACHINES = (REQUEST_PHASES, ANSWER, SEQUENCE, KEPT_ANSWER, IMPORT, EXPORT)
 MACHINES_HEAD = """Each object moves through phases by its own table; a move that is not in the table is a bug, and
 raises an error."""
 
@@ -165,6 +167,11 @@ knows it (and with `--lenient`): then it has no effect, and `x-memserve-ignored`
 under `/v1`, and `/invocations`, `/tokenize` and `/detokenize`, require `Authorization: Bearer KEY`. Every answer has an
 `x-request-id`: the client's own, if it sent one. The examples are for a server at `http://127.0.0.1:8000`; `MODEL`
 stands for the `id` that `/v1/models` shows. Tests run them.
+
+Completions and chats take an `Idempotency-Key` (1 to 255 printable characters): the same key with the same body gets
+the same answer again, continued where it is not complete. Events of such a stream have an `id`; with `Last-Event-ID` it
+goes on behind that event
+([how](../concepts/CONTROL_PLANE.md#answers-that-outlive-the-router)).
 """
 
 

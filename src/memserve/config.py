@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from memserve.errors import UserError
-from memserve.options import GBIT_S, GIBIBYTES, MANY, MILLISECONDS, NEGATED, SECONDS, SIZE, Form, check_ranges, option
+from memserve.options import GBIT_S, GIBIBYTES, MANY, MILLISECONDS, NEGATED, SECONDS, SIZE, check_ranges, option
 from memserve.parallel import Parallel
+from memserve.tenant_options import OBJECTIVES, WEIGHTS
 from memserve.tiers import AS_COMPUTED, check_lower_dtype, check_tiers, hbm_blocks, lower_block_bytes
 from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode
-from memserve.units import MIB, NS_PER_MS, NS_PER_S
+from memserve.units import MIB, NS_PER_S
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The bundled model: found in the installed package, no download."""
@@ -141,9 +142,13 @@ class ExchangeConfig:
     """KV events kept for a router that missed some; older ones are answered with a snapshot. 0: no KV events."""
     shares_kv: bool = True
     """Other processes can read and write this instance's KV. False: they cannot, because it lies in GPU memory."""
+    kept_answer_ns: int = 120 * NS_PER_S
+    """Answers with an ``Idempotency-Key`` are kept for the next router for this long after their end here."""
+    kept_answer_bytes: int = 32 * MIB
+    """Memory of all kept answers; above it the oldest are dropped."""
 
     def __post_init__(self) -> None:
-        for name in ("lease_ns", "fetch_deadline_ns", "pulls_in_flight"):
+        for name in ("lease_ns", "fetch_deadline_ns", "pulls_in_flight", "kept_answer_ns"):
             _positive(name, getattr(self, name), f"give a positive number for {name}")
 
 
@@ -167,42 +172,6 @@ class InstanceConfig:
     """Token ids that the model can read and draw: ``[0, vocab_size)``."""
     adapters: frozenset[str] = frozenset()
     """Digests of the LoRA adapters that the device has."""
-
-
-def _read_weights(texts: list[str]) -> tuple[tuple[str, int], ...]:
-    """Tenants and weights from texts like ``NAME=2``. Raises :class:`UserError` for anything else."""
-    weights = []
-    for text in texts:
-        name, _, weight = text.rpartition("=")
-        if not name or not weight.isdecimal():
-            raise UserError(f"cannot read {text!r} as a tenant's weight", hint="for example --tenant-weight team-a=3")
-        weights.append((name, int(weight)))
-    return tuple(weights)
-
-
-_WEIGHTS = Form(list[str], _read_weights, lambda weights: [f"{name}={weight}" for name, weight in weights] or None)
-
-
-def _read_objectives(texts: list[str]) -> tuple[tuple[str, int, int], ...]:
-    """Tenants and objectives (ns; 0: none) from texts like ``NAME=3000:200``. Raises :class:`UserError`."""
-    objectives = []
-    for text in texts:
-        name, _, times = text.rpartition("=")
-        match = re.fullmatch(r"(\d{0,8}):(\d{0,8})", times)
-        if not name or match is None or not any(map(int, filter(None, match.groups()))):
-            hint = "milliseconds for the first and each further token, for example --tenant-slo team-a=3000:200"
-            raise UserError(f"cannot read {text!r} as a tenant's objectives", hint=hint)
-        ttft_ms, tpot_ms = (int(group or 0) for group in match.groups())
-        objectives.append((name, ttft_ms * NS_PER_MS, tpot_ms * NS_PER_MS))
-    return tuple(objectives)
-
-
-def _tell_objectives(objectives: tuple[tuple[str, int, int], ...]) -> list[str] | None:
-    ms = [(name, ttft_ns // NS_PER_MS or "", tpot_ns // NS_PER_MS or "") for name, ttft_ns, tpot_ns in objectives]
-    return [f"{name}={ttft}:{tpot}" for name, ttft, tpot in ms] or None
-
-
-_OBJECTIVES = Form(list[str], _read_objectives, _tell_objectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,10 +198,10 @@ class AdmissionConfig:
     """With ``cache``: chats that fit in memory keep their KV, and go on before newcomers of their tenant."""
     kept_ns: int = 60 * NS_PER_S
     """KV of a request that finished longer ago counts as free, whatever ``evictions_max`` says."""
-    weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=_WEIGHTS)
+    weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=WEIGHTS)
     """NAME=2: while several tenants wait, this one gets twice the service of a tenant with weight 1, in admission and
     on instances. Tenants that are not named have weight 1. Repeatable."""
-    objectives: tuple[tuple[str, int, int], ...] = option((), "--tenant-slo", form=_OBJECTIVES)
+    objectives: tuple[tuple[str, int, int], ...] = option((), "--tenant-slo", form=OBJECTIVES)
     """NAME=3000:200: milliseconds that the first token and each further one may take, for requests of this tenant that
     do not say so themselves (``slo_ttft_ms``, ``slo_tpot_ms``). Either may be left out. Repeatable."""
     priority_across_tenants: bool = option(False)
@@ -296,6 +265,10 @@ class ClusterConfig:
     tenant with most tokens loses its oldest prefix."""
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     """Which requests are admitted."""
+    answer_ns: int = option(60 * NS_PER_S, "--answer-wait", form=SECONDS, least=0.001)
+    """Seconds that a request with an ``Idempotency-Key`` goes on without its client, and that its answer is kept."""
+    answer_bytes: int = option(64 * MIB, "--answer-memory", form=SIZE)
+    """Memory of the answers that are kept for clients that ask again; above it the oldest are dropped."""
 
     def __post_init__(self) -> None:
         _positive("handle_tokens_max", self.handle_tokens_max, "give named prefixes some room")

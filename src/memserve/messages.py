@@ -27,8 +27,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from memserve.answers import AnswersHeld as AnswersHeld
 from memserve.peers import ROUTER as ROUTER
 from memserve.peers import ArenaPlace as ArenaPlace
+from memserve.peers import Holder as Holder
 from memserve.peers import Load as Load
 from memserve.peers import Message as Message
 from memserve.peers import Name as Name
@@ -126,15 +128,6 @@ class HeartbeatAck(Message, frozen=True, tag=True):
 # -- requests: router <-> instance. ``request.request_id`` names one attempt: it tells answers to old attempts.
 
 
-class Holder(Message, frozen=True):
-    """A peer, an instance or a store, that has more of the prompt's prefix than the receiver of the message."""
-
-    peer: Peer
-    prefix_tokens: Natural
-    tier: Tier = Tier.HBM
-    disk_tokens: Natural = 0  # of ``prefix_tokens``: on the disks of a store alone
-
-
 class Dispatch(Message, frozen=True, tag=True):
     """Run this request, or its prefill."""
 
@@ -151,6 +144,8 @@ class Dispatch(Message, frozen=True, tag=True):
     holders: tuple[Holder, ...] = ()
     return_kv: bool = False
     """PD-Caching-3: the decode instance sends the generated KV back to the prefill instance."""
+    told: tuple[TokenOutput, ...] = ()
+    """A resumed request with a ``key``: all that its client was told."""
 
 
 class Cancel(Message, frozen=True, tag=True):
@@ -333,6 +328,8 @@ class Handoff(Message, frozen=True, tag=True):
     """For each of the request's sequences the tokens known so far."""
     ended: tuple[Natural, ...] = ()
     """Sequences that ended with their first token."""
+    told: tuple[TokenOutput, ...] = ()
+    """A request with a ``key``: all that its client was told."""
 
 
 class Withdraw(Message, frozen=True, tag=True):
@@ -391,7 +388,7 @@ AnyMessage: TypeAlias = (
     Join | JoinAccepted | RejoinRequest | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
     | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver
     | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready
-    | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | JoinRequest | StoreMessage
+    | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | JoinRequest | StoreMessage | AnswersHeld
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
 

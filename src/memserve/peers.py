@@ -28,6 +28,15 @@ class Peer(Message, frozen=True):
     generation: Natural
 
 
+class Holder(Message, frozen=True):
+    """A peer, an instance or a store, that has more of the prompt's prefix than the receiver of the message."""
+
+    peer: Peer
+    prefix_tokens: Natural
+    tier: Tier = Tier.HBM
+    disk_tokens: Natural = 0  # of ``prefix_tokens``: on the disks of a store alone
+
+
 _MEMBERS_KEY = b"memserve members"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from memserve.messages import AnyMessage, Peer
@@ -78,6 +79,13 @@ class EmitTokens:
     outputs: list[TokenOutput]
 
 
+class KeyConflict(enum.Enum):
+    """Why a connection does not get (the rest of) an answer with a key."""
+
+    OTHER_REQUEST = "other request"  # the key was given to another one
+    TAKEN_OVER = "taken over"  # another connection gets it
+
+
 @dataclass(frozen=True, slots=True)
 class RejectRequest:
     """Reject the request: it can never run here, or the queue has no room. The machine holds nothing for it."""
@@ -86,6 +94,7 @@ class RejectRequest:
     reason: str
     retry_after_s: float | None = None  # None: do not retry
     overloaded: bool = False  # True: the cluster is overloaded, not just this tenant
+    conflict: KeyConflict | None = None  # None: it has none with another request of the same key
 
 
 @dataclass(frozen=True, slots=True)

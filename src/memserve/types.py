@@ -179,6 +179,9 @@ class Request(msgspec.Struct, frozen=True):  # not a dataclass: the router renam
     salt: str = ""  # of the client's ``cache_salt`` and the adapter: KV is shared only within (tenant, salt)
     slo_ttft_ns: int | None = None  # the time that its first token may take; a request that asks for less is rejected
     slo_tpot_ns: int | None = None  # the time that each further token may take; None: the instance's objective
+    key: str = ""  # its client will ask for the answer again by it (:mod:`memserve.answers`): unique over all tenants
+    asked: str = ""  # digest of what the client asked with ``key``
+    created_s: int = 0  # with ``key``: seconds since 1970, when the client asked first
 
     @property
     def isolation(self) -> str:

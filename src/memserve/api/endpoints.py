@@ -16,6 +16,7 @@ from memserve.api.edge import TENANT_KEY, Edge, json_body
 from memserve.api.errors import bad_request, model_not_found
 from memserve.api.guard import REPLY_KEY
 from memserve.api.hub import Hub
+from memserve.api.keys import key_of
 from memserve.api.lenient import Leniency
 from memserve.api.messages import check_messages
 from memserve.api.metrics import ApiMetrics
@@ -196,11 +197,15 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shared = self._shared
-        response_id = self._planner.id_prefix + uuid.uuid4().hex
+        prefix, own = self._planner.id_prefix, uuid.uuid4().hex
         explain = asks_to_explain(scope)
         async with json_body(scope, receive, shared.edge) as data:
             shared.hub.check_busy(scope[TENANT_KEY], data)
-            plan = await self._planner.plan(data, Caller(scope[TENANT_KEY], explain), response_id)
+            key = key_of(scope, prefix, data)
+            caller = Caller(scope[TENANT_KEY], explain, seed=None if key is None else key.seed)
+            response_id = prefix + (own if key is None else key.response_id)
+            plan = await self._planner.plan(data, caller, response_id if key is None else f"{response_id}~{own[:12]}")
+            plan = plan if key is None else key.on(plan)
         del data  # the body must not stay in memory while the answer is generated
         reply = Reply(plan, shared.encoder.tokenizer, shared.metrics)
         scope[REPLY_KEY] = reply

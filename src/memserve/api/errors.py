@@ -115,12 +115,17 @@ def bodies_full() -> ApiError:
 
 
 def rejected(news: Rejected) -> ApiError:
-    """400 when the engine can never run such a request, 429 when it can later, 503 when it is closing or too busy."""
+    """400 when the engine can never run such a request, 429 when it can later, 503 when it is closing or too busy, 422
+    and 409 where requests with one key contradict each other."""
     match news.refusal:
         case Refusal.IMPOSSIBLE:
             return bad_request(news.reason, code="request_rejected")
         case Refusal.CLOSING:
             return shutting_down()
+        case Refusal.KEY_REUSED:
+            return ApiError(422, news.reason, param="Idempotency-Key", code="idempotency_key_reused")
+        case Refusal.TAKEN_OVER:
+            return ApiError(409, news.reason, param="Idempotency-Key", code="answer_taken_over")
     headers = {"retry-after": str(max(1, math.ceil(news.retry_after_s or 0)))}
     if news.refusal is Refusal.OVERLOADED:
         return ApiError(503, news.reason, kind="server_error", code="overloaded", headers=headers)

@@ -64,6 +64,8 @@ class Generation:
     ignored: tuple[str, ...] = ()  # fields of the request without effect
     calls: CallPlan | None = None  # of a chat with tools
     thoughts: Thoughts = Thoughts.NONE  # of a chat: how its answers begin
+    is_keyed: bool = False  # its client may ask for the answer again: see ``memserve.api.keys``
+    last_event: str | None = None  # of a stream that goes on: the id of the last event that the client has
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Caller:
     tenant: str
     explain: bool = False
     adapter: Adapter | None = None
+    seed: int | None = None  # of draws where the body names none; None: a new one
 
 
 def plan_completion(
@@ -160,7 +163,7 @@ def _plan(
         raise bad_request(f"{len(prompts)} prompts times {drawn} answers exceed {SEQUENCES_MAX} sequences", "n")
     options = body.stream_options
     echoes_logprobs = echo and logprobs is not None and isinstance(body, CompletionBody)
-    sampling = _sampling(body, model, rank=drawn > n, logprobs=logprobs, prompt_logprobs=echoes_logprobs)
+    sampling = _sampling(body, model, caller, rank=drawn > n, logprobs=logprobs, prompt_logprobs=echoes_logprobs)
     sampling = replace(sampling, grammar=structure_of(body, calls))
     stops = [_stop(body, model, _answer_tokens(body, prompt, max_tokens, model)) for prompt in prompts]
     requests = _requests(
@@ -328,13 +331,14 @@ def _stop(body: GenerationBody, model: ServedModel, max_tokens: int) -> StopPara
 
 
 def _sampling(
-    body: GenerationBody, model: ServedModel, *, rank: bool, logprobs: int | None, prompt_logprobs: bool
+    body: GenerationBody, model: ServedModel, caller: Caller, *, rank: bool, logprobs: int | None, prompt_logprobs: bool
 ) -> SamplingParams:
+    own_seed = secrets.randbits(63) if caller.seed is None else caller.seed
     return replace(
         chosen_sampling(model, structs.asdict(body)),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        seed=secrets.randbits(63) if body.seed is None else body.seed % (1 << 63),
+        seed=own_seed if body.seed is None else body.seed % (1 << 63),
         logit_bias=_logit_bias(body.logit_bias or {}),
         logprobs=0 if rank and logprobs is None else logprobs,  # best_of ranks by the drawn tokens' logprobs
         prompt_logprobs=prompt_logprobs or body.prompt_logprobs is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,6 +109,8 @@ class Reply:
         self.prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
         self.completion_tokens = 0
         self.reasoning_tokens: int | None = None if plan.thoughts is Thoughts.NONE else 0
+        self.created_s: int | None = None
+        """When the answer was asked for first, in seconds since 1970; ``None``: by this call."""
         self._cached: list[int | None] = [None] * len(plan.prompts)
         self._story: list[list[tuple[str, str | int | float]]] = [[] for _ in plan.prompts]
         self._unfinished = len(self.sequences)
@@ -129,7 +132,9 @@ class Reply:
     @property
     def response_id(self) -> str:
         """The id that the answer carries; empty for a call without prompts."""
-        return self.plan.requests[0].request_id.rpartition("-")[0] if self.plan.requests else ""
+        if not self.plan.requests:
+            return ""
+        return self.plan.requests[0].request_id.rpartition("-")[0].partition("~")[0]  # behind it: of the connection
 
     @property
     def done(self) -> bool:
@@ -178,7 +183,9 @@ class Reply:
         if self._cached[at] is None:
             self._cached[at] = output.cached_tokens
         for fact in output.story:
-            if fact not in self._story[at]:  # facts about the whole request come with each sequence
+            if fact[0] == "created":
+                self.created_s = int(fact[1])
+            elif fact not in self._story[at]:  # facts about the whole request come with each sequence
                 self._story[at].append(fact)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[at] = output.prompt_logprobs
@@ -202,6 +209,8 @@ class Reply:
             text = ""
             if self.reasoning_tokens is not None and (thinks or reader.thinks):
                 self.reasoning_tokens += taken
+            if self.plan.is_keyed:
+                self._name_calls(sequence, pieces)
         if not self.plan.stream:
             sequence.texts += [text] if pieces is None else [piece.content for piece in pieces]
             sequence.thoughts += [piece.reasoning for piece in pieces or ()]
@@ -213,6 +222,12 @@ class Reply:
         if news.finish_reason is not None:
             self._unfinished -= 1
         return Delta(sequence, text, first, sequence.shown_tokens, news.finish_reason, opens, pieces)
+
+    def _name_calls(self, sequence: Sequence, pieces: tuple[Piece, ...]) -> None:
+        """The same call has the same id in every answer with the key."""
+        for call in [piece.call for piece in pieces if piece.begins and piece.call is not None]:
+            name = f"{self.response_id} {sequence.choice} {call.index}"
+            call.call_id = f"call_{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}"
 
     def _count(self, sequence: Sequence, tokens: int, opens: bool) -> None:
         now_ns = time.monotonic_ns()

@@ -19,9 +19,11 @@ from memserve import __version__
 from memserve.api.edge import ClientGone, wait_for_disconnect
 from memserve.api.errors import ApiError, internal
 from memserve.api.hub import Call, Hub, News
+from memserve.api.keys import EventIds, singles
 from memserve.api.lenient import IGNORED_HEADER
 from memserve.api.reply import Delta, Reply
 from memserve.api.shapes import Shape
+from memserve.runtime.engine import Rejected
 
 _encode = msgspec.json.Encoder().encode
 
@@ -42,12 +44,12 @@ class Envelope:
     model: str
     created_s: int
 
-    def fields(self, kind: str) -> dict[str, Any]:
-        """The fields around ``choices``."""
+    def fields(self, kind: str, created_s: int | None = None) -> dict[str, Any]:
+        """The fields around ``choices``. ``created_s``: of an answer that was there before this response."""
         return {
             "id": self.response_id,
             "object": kind,
-            "created": self.created_s,
+            "created": self.created_s if created_s is None else created_s,
             "model": self.model,
             "system_fingerprint": FINGERPRINT,
         }
@@ -90,7 +92,7 @@ async def _answer_whole(call: Call, reply: Reply, shape: Shape, envelope: Envelo
     rest = {"usage": reply.usage()}
     if reply.plan.explain:
         rest["memserve"] = reply.explanation()
-    parts = [_encode(envelope.fields(shape.response_kind))[:-1] + b',"choices":[']
+    parts = [_encode(envelope.fields(shape.response_kind, reply.created_s))[:-1] + b',"choices":[']
     await in_slices((piece for sequence in reply.best() for piece in _listed(shape.choice(reply, sequence))), parts)
     parts[-1] = b"],"  # instead of the last comma
     await in_slices(shape.beside(reply), parts)
@@ -130,7 +132,8 @@ class Streamer:
 
     def __init__(self, reply: Reply, shape: Shape, envelope: Envelope, call: Call, send: Send) -> None:
         self._reply, self._shape, self._call, self._send = reply, shape, call, send
-        self._head = b"data: " + _encode(envelope.fields(shape.chunk_kind))[:-1] + b',"choices":'
+        self._envelope, self._head = envelope, b""
+        self._ids = EventIds(reply.plan) if reply.plan.is_keyed else None
         self._tail = b',"usage":null}\n\n' if reply.plan.include_usage else b"}\n\n"
         self._beside = _encode(shape.beside_first(reply))[1:-1]
         self._tokens_shown = 0
@@ -162,18 +165,34 @@ class Streamer:
                 await self._write(b"".join(parts))
 
     def _pieces(self, news: list[News]) -> Iterator[bytes]:
-        for at, output in news:
+        for at, output in self._one_by_one(news):
             delta = self._reply.absorb(self._call, at, output)
             if delta is not None:
                 yield from self._chunks(delta)
                 self._reply.forget(delta)
 
+    def _one_by_one(self, news: list[News]) -> Iterator[News]:
+        """With ids, an event is one token's, however many come together."""
+        for at, output in news:
+            if self._ids is None or isinstance(output, Rejected):
+                yield at, output
+            else:
+                yield from ((at, single) for single in singles(output))
+
     def _chunks(self, delta: Delta) -> Iterator[bytes]:
+        choice = delta.sequence.choice
         if delta.opens and (opening := self._shape.opening(self._reply, delta)):
-            yield self._chunk(opening)
+            yield self._numbered(choice, self._chunk(opening))
         self._tokens_shown += delta.last - delta.first if self._reply.plan.generates else 0
         for choices in self._shape.choices(self._reply, delta):
-            yield self._chunk(choices) if choices else b""
+            yield self._numbered(choice, self._chunk(choices)) if choices else b""
+
+    def _numbered(self, choice: int, chunk: bytes) -> bytes:
+        """``chunk`` with its id, where the stream has some; empty: the client has it."""
+        if self._ids is None:
+            return chunk
+        line = self._ids.count(choice)
+        return b"" if line is None else line + chunk
 
     def _chunk(self, choices: bytes) -> bytes:
         tail = self._tail
@@ -181,7 +200,13 @@ class Streamer:
             tail = b',"usage":%b}\n\n' % _encode(self._reply.usage(self._tokens_shown))
         if self._beside:
             tail, self._beside = b"," + self._beside + tail, b""
-        return self._head + choices + tail
+        return self._chunk_head() + choices + tail
+
+    def _chunk_head(self) -> bytes:
+        if not self._head:  # the first news tell when the answer was asked for
+            fields = self._envelope.fields(self._shape.chunk_kind, self._reply.created_s)
+            self._head = b"data: " + _encode(fields)[:-1] + b',"choices":'
+        return self._head
 
     def _last_chunks(self) -> bytes:
         plan, extra = self._reply.plan, {}
@@ -191,7 +216,7 @@ class Streamer:
             extra["memserve"] = self._reply.explanation()
         if not extra:
             return b""
-        return self._head + b"[]," + _encode(extra)[1:] + b"\n\n"
+        return self._numbered(-1, self._chunk_head() + b"[]," + _encode(extra)[1:] + b"\n\n")
 
     async def _end_with(self, error: ApiError) -> None:
         if not self._started:

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from memserve.cluster.admission import AdmissionController, Rejection
+from memserve.cluster.answers import Answers
 from memserve.cluster.loads import Charge, LoadTable, Work
 from memserve.cluster.outbox import Outbox, Timers
 from memserve.cluster.placement import Placement, Placer
-from memserve.cluster.prefix_map import RecentPrompts
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.report import Counters
 from memserve.cluster.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
 from memserve.cluster.sessions import Handles, Sessions
-from memserve.cluster.trees import IDENTITY_BYTES, Trees
+from memserve.cluster.tallies import Tallies
+from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Cancel, RequestRefused
-from memserve.metadata import EntryUsed
-from memserve.policy.distinct import ReuseCeiling
+from memserve.policy.candidates import Candidate, Route
 from memserve.types import Caching, FinishReason, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 
@@ -44,6 +46,7 @@ class Lifecycle:
         placer: Placer,
         sessions: Sessions,
         handles: Handles,
+        answers: Answers,
         timers: Timers,
         outbox: Outbox,
         counters: Counters,
@@ -53,8 +56,9 @@ class Lifecycle:
         self._placer, self._sessions, self._handles = placer, sessions, handles
         self._timers, self._outbox = timers, outbox
         self.requests = RequestTable()
-        self.admission = admission
-        self.ceiling, self.recent_prompts = ReuseCeiling(), RecentPrompts()
+        self.admission, self.answers = admission, answers
+        answers.cancel, answers.place_waiting = self._give_up, self.place_waiting
+        self.tallies = Tallies(config, placer, outbox, counters)
         self._attempts = 0
 
     # -- admission
@@ -101,11 +105,15 @@ class Lifecycle:
         self._outbox.reject(req.request_id, reason, retry_after_s, overloaded)
         self.requests.leave(req, Cause.REJECTED)
         self.admission.release(req, now)
+        if req.request.key:
+            self.answers.over(req.request_id, now)
 
     # -- placing
 
     def place(self, req: RequestState, now: int) -> None:
         """Dispatch an unplaced request; else it waits, or ends when waiting cannot help."""
+        if req.request.key and (self.answers.awaits(req) or self._goes_on(req, now)):
+            return
         if req.tries >= self._config.attempts_max:
             self._counters.requests_failed += 1
             self.end(req, FinishReason.ERROR, now)
@@ -180,19 +188,62 @@ class Lifecycle:
             attempt_id, self._attempts, first, decode_at, chosen.holders, chosen.route, now, now, involved,
             self._charge(req, chosen),
         )  # fmt: skip
+        self._begin(req, attempt, now)
+        self.tallies.dispatched(req, chosen, now)
+        self._expect(req, involved, now)
+        first.totals.dispatches += 1
+        told = self.answers.told(req.request_id) if req.request.key else ()
+        returns_kv = self._returns_kv(req, attempt)
+        self._outbox.send(first.peer, req.message(attempt, self._config.transfer, returns_kv, told, now))
+
+    def _begin(self, req: RequestState, attempt: Attempt, now: int) -> None:
         self.requests.begin(req, attempt)
         for name in self.admission.memory.reserve(req, attempt):
             self._handles.give_way(name)
         req.tries += 1
-        self._count_dispatch(req, chosen)
-        self._count_prompt(req, chosen, now)
-        self._expect(req, involved, now)
-        request = req.request
-        self._sessions.route(request.tenant, request.session, involved)
-        self._note_use(req, chosen, now)
-        self._timers.arm(now + self._stalled_after_ns(req), self._stalled, attempt_id)
-        first.totals.dispatches += 1
-        self._outbox.send(first.peer, req.message(attempt, self._config.transfer, self._returns_kv(req, attempt), now))
+        self._sessions.route(req.request.tenant, req.request.session, attempt.involved)
+        self._timers.arm(now + self._stalled_after_ns(req), self._stalled, attempt.attempt_id)
+
+    # -- what instances have from an earlier router's time
+
+    def _goes_on(self, req: RequestState, now: int) -> bool:
+        """Whether ``req`` needs no dispatch: an instance has its answer, or an attempt that goes on as its own. In any
+        case the client gets what is known."""
+        held = self.answers.take_held(req)
+        if held is None:
+            return False
+        req.request = structs.replace(req.request, created_s=held.created_s)
+        for output in held.log.outputs(req.request_id):
+            self._outbox.emit(output)
+            req.emitted[output.index] += output.tokens
+            req.introduced[output.index], req.finished[output.index] = True, output.finish_reason
+            if output.finish_reason is not None:
+                self._counters.finished[output.finish_reason.value] += 1
+        if all(req.finished):
+            self.leave(req, now)
+            return True
+        member = self._registry.get(held.peer)
+        if member is None or not held.runs or not self.admission.memory.has_room_at(req, member):
+            self.answers.give_up(held)
+            return False
+        self._adopt(req, member, held.attempt_id, now)
+        return True
+
+    def _adopt(self, req: RequestState, member: Member, attempt_id: str, now: int) -> None:
+        self._attempts += 1
+        self._counters.attempts_adopted += 1
+        there = Candidate(member.number, member.name, member.info.role, member.info.host_id)
+        route = Route(there, None, "it ran there when this router came")
+        chosen = Placement(route, member, None, (), len(req.request.prompt) + max(map(len, req.emitted)))
+        attempt = Attempt(
+            attempt_id, self._attempts, member, None, (), route, now, now, [member], self._charge(req, chosen)
+        )
+        self._begin(req, attempt, now)
+        if req.has_begun:
+            self.prefilled(req, attempt)
+
+    def _give_up(self, request_id: str, now: int) -> None:
+        self.end(self.requests.by_id[request_id], FinishReason.CANCELLED, now)
 
     def _charge(self, req: RequestState, chosen: Placement) -> list[Charge]:
         """The prompt's work first, then that of decoding."""
@@ -203,30 +254,6 @@ class Lifecycle:
             self._loads.charge(chosen.first.number, Work(prefill_tokens=uncached)),
             self._loads.charge(decoder.number, Work(0, width, width * chosen.prompt_tokens)),
         ]
-
-    def _count_dispatch(self, req: RequestState, chosen: Placement) -> None:
-        counters = self._counters
-        counters.dispatches += 1
-        counters.resumptions += bool(req.past)
-        counters.prompt_tokens += chosen.prompt_tokens
-        counters.matched_tokens += chosen.route.first.matched_tokens
-        way = "fetch" if chosen.holders else "reuse" if chosen.route.first.matched_tokens else "compute"
-        decision = (self._config.policy, way)
-        counters.decisions[decision] = counters.decisions.get(decision, 0) + 1
-
-    def _count_prompt(self, req: RequestState, chosen: Placement, now: int) -> None:
-        """Each prompt counts once, whatever becomes of its attempts."""
-        if req.identities and not req.past:
-            tenant, block_tokens = req.request.tenant, chosen.first.info.geometry.block_tokens
-            self.ceiling.prompt(tenant, req.identities, len(req.request.prompt), block_tokens)
-            self.recent_prompts.note(tenant, req.identities, now)
-
-    def _note_use(self, req: RequestState, chosen: Placement, now: int) -> None:
-        """The deepest block of the prefix that is reused stands for all of them."""
-        blocks = chosen.route.first.matched_tokens // chosen.first.info.geometry.block_tokens
-        if blocks and req.identities and self._outbox.remembers:
-            end = blocks * IDENTITY_BYTES
-            self._outbox.note(EntryUsed(chosen.first.peer, req.identities[end - IDENTITY_BYTES : end], now))
 
     def _expect(self, req: RequestState, involved: Sequence[Member], now: int) -> None:
         """The prompt will be cached where it is computed, and where it is decoded when those instances cache too."""
@@ -362,13 +389,8 @@ class Lifecycle:
             if req.is_stopped:  # not by the instances, which may go on
                 self._cancel(attempt)
         self.admission.release(req, now)
-        self._count_answers(req)
+        if req.request.key:
+            self.answers.over(req.request_id, now)
+        self.tallies.answered(req)
         self._counters.requests_finished += 1
         self._handles.extend(req.request.tenant, req.request.session, now)
-
-    def _count_answers(self, req: RequestState) -> None:
-        """The next prompt of a conversation begins with this one and its answer."""
-        for tokens in req.emitted if req.identities is not None else ():
-            blocks = self._placer.answer_identities(req, tokens)
-            if blocks:
-                self.ceiling.answer(req.request.tenant, blocks)

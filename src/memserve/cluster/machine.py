@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memserve.cluster.admission import AdmissionController
+from memserve.cluster.answers import Answers
 from memserve.cluster.events import (
     ClockTicked,
     ClusterAction,
@@ -45,7 +46,7 @@ from memserve.cluster.placement import Placer
 from memserve.cluster.prefix_map import PrefixNode
 from memserve.cluster.registry import Member, MemberState, Registry
 from memserve.cluster.report import ClusterStats, Counters, InstanceView
-from memserve.cluster.requests import RequestState, RouteStory
+from memserve.cluster.requests import RequestPhase, RequestState, RouteStory
 from memserve.cluster.sessions import Handles, HandleView, Sessions
 from memserve.cluster.store_calls import StoreCalls
 from memserve.cluster.trees import Trees, is_sane
@@ -53,6 +54,7 @@ from memserve.config import ClusterConfig
 from memserve.errors import check
 from memserve.mempool.identity import DEFAULT_KEY
 from memserve.messages import (
+    AnswersHeld,
     AnyMessage,
     AttemptsUnknown,
     Drain,
@@ -93,9 +95,10 @@ class Cluster:
         memory = admission.memory
         self._handles = handles = Handles(registry, trees, loads, memory, timers, outbox, config)
         self._sessions = sessions = Sessions(registry, outbox)
+        self.answers = answers = Answers(config, registry, timers, outbox, counters)
         self._placer = placer = Placer(config, registry, trees, loads, sessions, handles, memory)
         self._lifecycle = lifecycle = Lifecycle(
-            config, registry, trees, loads, admission, placer, sessions, handles, timers, outbox, counters
+            config, registry, trees, loads, admission, placer, sessions, handles, answers, timers, outbox, counters
         )
         self._membership = Membership(config, registry, trees, loads, lifecycle, handles, timers, outbox, counters)
         self._store_calls = StoreCalls(config, timers, outbox)
@@ -165,6 +168,8 @@ class Cluster:
     def _arrive(self, request: Request, now: int) -> None:
         self._counters.requests += 1
         request_id = request.request_id
+        if request.key and self.answers.serve(request, now):
+            return
         reason = None
         if request_id in self._lifecycle.requests.by_id:
             reason = f"a request with the id {request_id!r} is still running"
@@ -174,13 +179,19 @@ class Cluster:
             self._counters.requests_rejected += 1
             self._outbox.reject(request_id, reason, None)
             return
+        if request.key:
+            request = self.answers.begin(request, now)
         req = RequestState(on_terms(request, self.config.admission), now)
         if request.deadline_ns is not None:
             self._timers.arm(request.deadline_ns, self._expire, request_id)
         self._lifecycle.arrive(req, now)
 
     def _cancel(self, request_id: str, now: int) -> None:
-        req = self._lifecycle.requests.by_id.get(request_id)
+        req = self._lifecycle.requests.by_id.get(self.answers.request_of(request_id))
+        if req is not None and req.phase is RequestPhase.QUEUED and self.answers.is_read_by(request_id):
+            pass  # nothing was done for it
+        elif self.answers.leaves(request_id, now):
+            return
         if req is not None:  # else it ended while the cancellation was on its way
             self._counters.requests_cancelled += 1
             self._lifecycle.end(req, FinishReason.CANCELLED, now)
@@ -193,7 +204,7 @@ class Cluster:
 
     def _stop(self, request_id: str, index: int, now: int) -> None:
         """The client has read enough of one sequence. The instances are told; no answer is waited for."""
-        req = self._lifecycle.requests.by_id.get(request_id)
+        req = self._lifecycle.requests.by_id.get(self.answers.request_of(request_id))
         if req is None or not 0 <= index < req.request.n or req.request.beam_width:
             return
         emitted = req.emitted[index]
@@ -203,7 +214,7 @@ class Cluster:
         req.finished[index], req.is_stopped = reason, True
         self._counters.finished[reason.value] += 1
         self._outbox.emit(
-            TokenOutput(request_id, index, (), finish_reason=reason, story=req.told(), offset=len(emitted))
+            TokenOutput(req.request_id, index, (), finish_reason=reason, story=req.told(), offset=len(emitted))
         )
         if all(req.finished):
             self._lifecycle.leave(req, now)
@@ -242,7 +253,10 @@ class Cluster:
             self._lifecycle.handed_over(message.request_id, member, now)
         elif isinstance(message, RequestRefused):
             member.totals.answers += 1
+            self.answers.refused(sender, message.request_id)
             self._lifecycle.refused(member, message, now)
+        elif isinstance(message, AnswersHeld):
+            self.answers.heard(member, message, now)
         elif isinstance(message, AttemptsUnknown):
             self._membership.answer(member, message, now)
         elif isinstance(message, Pinned):
@@ -294,8 +308,8 @@ class Cluster:
                 finished=dict(counters.finished),
             ),
             admission=admission,
-            prompt_tokens=self._lifecycle.ceiling.whole(),
-            tenant_prompt_tokens=self._lifecycle.ceiling.counts(),
+            prompt_tokens=self._lifecycle.tallies.ceiling.whole(),
+            tenant_prompt_tokens=self._lifecycle.tallies.ceiling.counts(),
         )
 
     def instances(self) -> tuple[InstanceView, ...]:
@@ -315,7 +329,7 @@ class Cluster:
             found = self._trees.directory.match(identities)
             return [(names[number], blocks, lower) for number, blocks, lower in found]
 
-        return self._lifecycle.recent_prompts.trees(tenant, match)
+        return self._lifecycle.tallies.recent_prompts.trees(tenant, match)
 
     def handles(self) -> tuple[HandleView, ...]:
         """All named prefixes, in the order in which they were pinned first."""
@@ -337,7 +351,8 @@ class Cluster:
         requests = self._lifecycle.requests
         requests.check_invariants(self._registry)
         self._lifecycle.admission.check_invariants(requests)
-        self._lifecycle.ceiling.check_invariants()
+        self.answers.check_invariants(requests.by_id)
+        self._lifecycle.tallies.ceiling.check_invariants()
         charges = [c for req in requests.by_id.values() if req.attempt is not None for c in req.attempt.charges]
         members = {m.number: (m.info.role, m.state is MemberState.LIVE) for m in self._registry}
         self._loads.check_invariants(charges, members)

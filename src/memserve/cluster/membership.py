@@ -218,6 +218,8 @@ class Membership:
             self._loads.close(member.number)
             self._trees.recover(member.number, known.next_event, known.hbm, known.dram, known.ssd)
             self._lifecycle.admission.memory.recover(member, known.used, now)
+            if not member.is_store:
+                self._lifecycle.answers.wait_for(member, now)
             self.ask_to_rejoin(member)
 
     def ask_to_rejoin(self, member: Member) -> None:
@@ -298,6 +300,7 @@ class Membership:
         self._handles.member_gone(member, now)
         for req in failed:
             self._lifecycle.place(req, now)
+        self._lifecycle.answers.has_told(member.peer, now)
 
     def _silent(self, peer: Peer, now: int) -> None:
         """The timer of a member that may have been silent for too long."""

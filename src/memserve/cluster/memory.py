@@ -15,6 +15,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import numpy as np
+
 from memserve.cluster.loads import Ints, LoadTable
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.requests import Attempt, RequestPhase, RequestState
@@ -214,6 +216,13 @@ class MemoryBudget:
         return best_fit(numbers, left, self._loads.tokens(numbers)) if self._takes_best_fit else numbers[left >= 0]
 
     # -- attempts
+
+    def has_room_at(self, req: RequestState, member: Member) -> bool:
+        """Whether ``member`` has room for all of ``req``."""
+        if not self.is_counting:
+            return True
+        need = self.need_of(req).at(member.info.role, decodes=True)
+        return bool(self.ledger.blocks_left(np.array([member.number], np.int64), need)[0] >= 0)
 
     def reserve(self, req: RequestState, attempt: Attempt) -> list[str]:
         """``attempt`` holds what it needs from now on. Returns the pins that are dropped for it: there is no other

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from memserve.cluster.events import (
     ClusterAction,
@@ -21,6 +21,7 @@ from memserve.cluster.events import (
 from memserve.errors import check
 from memserve.messages import AnyMessage, Peer
 from memserve.metadata import AnyRecord
+from memserve.serving import KeyConflict
 from memserve.types import TokenOutput
 
 Subject = TypeVar("Subject")
@@ -64,7 +65,7 @@ class Outbox:
     Tokens promise nothing about the cluster, so they wait for no disk. Reports to operators come last.
     """
 
-    __slots__ = ("_actions", "_ahead", "_later", "_outputs", "_reports", "remembers")
+    __slots__ = ("_actions", "_ahead", "_later", "_outputs", "_reports", "keyed", "relay", "remembers")
 
     def __init__(self, remembers: bool) -> None:
         self._actions: list[ClusterAction] = []
@@ -74,6 +75,9 @@ class Outbox:
         self._reports: list[ReportMember] = []
         #: whether the host keeps records; else they are not even made where that costs something
         self.remembers = remembers
+        #: requests with a key (``cluster.answers``), and what becomes of their outputs
+        self.keyed: Mapping[str, Reads] = {}
+        self.relay: Callable[[TokenOutput], TokenOutput | None] = lambda output: output
 
     def remember(self, record: AnyRecord) -> None:
         """Durable before any message of this event leaves."""
@@ -91,11 +95,28 @@ class Outbox:
 
     def emit(self, output: TokenOutput) -> None:
         """News for a client."""
+        if output.request_id in self.keyed:
+            relayed = self.relay(output)
+            if relayed is None:
+                return
+            output = relayed
         self._outputs.append(output)
 
-    def reject(self, request_id: str, reason: str, retry_after_s: float | None, overloaded: bool = False) -> None:
-        """A request that will not be run."""
-        self._actions.append(RejectRequest(request_id, reason, retry_after_s, overloaded))
+    def reject(
+        self,
+        request_id: str,
+        reason: str,
+        retry_after_s: float | None,
+        overloaded: bool = False,
+        *,
+        conflict: KeyConflict | None = None,
+        is_reader: bool = False,
+    ) -> None:
+        """A request that will not be run. ``is_reader``: the name is that of a connection, not that of a request."""
+        keyed = self.keyed.get(request_id) if not is_reader else None
+        name = request_id if keyed is None else keyed.reader
+        if name:
+            self._actions.append(RejectRequest(name, reason, retry_after_s, overloaded, conflict))
 
     def report(self, change: MemberChange, peer: Peer, address: str = "", why: str = "") -> None:
         """News of a member for operators."""
@@ -116,6 +137,14 @@ class Outbox:
         actions += self._reports
         self._reports.clear()
         return actions
+
+
+class Reads(Protocol):
+    """An answer, as far as it matters here."""
+
+    @property
+    def reader(self) -> str:
+        """The connection that gets it; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)

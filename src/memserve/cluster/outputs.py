@@ -41,6 +41,8 @@ class OutputMerger:
         for output in message.outputs:
             req = by_attempt.get(output.request_id)
             if req is None or req.attempt is None or not req.attempt.is_from(sender.peer):
+                if self._lifecycle.answers.hear_output(sender.peer, output):
+                    continue
                 self._counters.outputs_late += 1
                 if output.finish_reason is None:
                     strangers[output.request_id] = None

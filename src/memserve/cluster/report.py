@@ -35,6 +35,10 @@ class Counters:
     """Outputs that were dropped: of attempts that are over, or tokens that the client has already."""
     tokens: int = 0
     """Given to clients."""
+    answers_continued: int = 0
+    """Clients that asked again for an answer by its key, and got what was known of it."""
+    attempts_adopted: int = 0
+    """Attempts of an earlier router that went on as this one's."""
     members_joined: int = 0
     members_readopted: int = 0
     """Members of the last router that joined again, with all that they had cached."""

@@ -196,8 +196,10 @@ class RequestState:
         """Sequences that go on."""
         return (index for index, reason in enumerate(self.finished) if reason is None)
 
-    def message(self, attempt: Attempt, transfer: TransferMode, return_kv: bool, now: int) -> Dispatch:
-        """What the first instance is told."""
+    def message(
+        self, attempt: Attempt, transfer: TransferMode, return_kv: bool, told: tuple[TokenOutput, ...], now: int
+    ) -> Dispatch:
+        """What the first instance is told. ``told``: what the client was, of a request with a key."""
         request = self.request
         generated: tuple[tuple[int, ...], ...] = ()
         ended: tuple[int, ...] = ()
@@ -214,6 +216,7 @@ class RequestState:
             transfer=transfer,
             holders=attempt.holders,
             return_kv=return_kv,
+            told=told if generated else (),
         )
 
     def told(self) -> tuple[tuple[str, str | int | float], ...]:

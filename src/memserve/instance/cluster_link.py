@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from memserve import _core
 from memserve.config import InstanceConfig
 from memserve.instance.events import Action, StepPlan
 from memserve.instance.fetching import Fetches
 from memserve.instance.handoff_receiver import HandoffReceiver
 from memserve.instance.handoff_sender import HandoffSender
 from memserve.instance.intake import RequestIntake
+from memserve.instance.kept import KeptAnswers
 from memserve.instance.kv_feed import KvFeed
 from memserve.instance.pins import Pins
 from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause, Fact, Group, Sequence
+from memserve.instance.sequence import Cause, Fact, Group, RemoteState, Sequence
 from memserve.instance.store_writer import StoreWriter
 from memserve.kv_transfer.context import Room
 from memserve.kv_transfer.events import (
@@ -53,7 +53,6 @@ from memserve.messages import (
     JoinAccepted,
     KvEvents,
     KvSnapshot,
-    Load,
     Peer,
     PeerGone,
     PeerJoined,
@@ -86,7 +85,8 @@ class ClusterLink:
         #: None: no router has spoken yet
         self.router: Peer | None = None
         self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
-        self.sender = HandoffSender(state, intake, self.exchange, geometry.num_layers)
+        self.kept = KeptAnswers(config.exchange.kept_answer_ns, config.exchange.kept_answer_bytes)
+        self.sender = HandoffSender(state, intake, self.exchange, self.kept, geometry.num_layers)
         self.receiver = HandoffReceiver(state, intake, self.exchange)
         self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
@@ -133,7 +133,7 @@ class ClusterLink:
         if self.router is None:
             self.router = sender
         elif sender.generation > self.router.generation and isinstance(message, JoinAccepted):
-            self.reborn(self.me)  # requests of the earlier router are void
+            self.reborn(self.me, goes_on=True)  # requests of the earlier router are void, but for kept ones
             self.router = sender
         return sender == self.router
 
@@ -173,6 +173,7 @@ class ClusterLink:
 
     def request_ended(self, group: Group) -> None:
         """``group`` has ended, or continues on another instance: so do its transfers."""
+        self.kept.ended(group.request.request_id, self._state.now)
         self.sender.ended(group)
         self.receiver.ended(group)
         self.fetches.given_up(group)
@@ -195,6 +196,7 @@ class ClusterLink:
         """Decide about fetches, offer generated KV, let imports go on, and end what has outlived its lease."""
         self.fetches.settle(now)
         self.receiver.send_back(now)
+        self.kept.expire(now)
         state, layers = self._state, self._state.memory.layers
         parked = len(state.parked) if layers is not None and layers.policy.parks else None
         self.exchange.room = Room(headroom_blocks(len(state.decoding)), parked)
@@ -208,7 +210,10 @@ class ClusterLink:
         self.writer.planned(plan, now)
 
     def conclude(self, actions: list[Action], now: int) -> None:
-        """Append messages and page jobs, behind plans and tokens, which are more urgent."""
+        """Append messages and page jobs, behind plans and tokens, which are more urgent. What is kept of answers goes
+        before further tokens of them."""
+        if self.kept.is_asked and self.router is not None:
+            actions[:0] = [Send(self.router, held) for held in self.kept.take_held()]
         news = self.feed.news() if self._publishes else None
         if news is not None and self.router is not None:
             self._outbox.append(Send(self.router, news))
@@ -254,9 +259,12 @@ class ClusterLink:
             ("handoff_link", self._links.get(outcome.sender.name, "") if outcome.pulled_blocks else "none"),
         ]
         request_id = outcome.offer.request.request_id if outcome.offer.request is not None else ""
+        if outcome.offer.request is not None:
+            self.kept.open(outcome.offer.request, outcome.told, outcome.first_tokens)
         if self.receiver.arrived(outcome, now, facts):
             self._send_router(HandedOver(request_id))
         else:
+            self.kept.forget(request_id)
             self._reject(RejectRequest(request_id, "the handoff contradicts its request", 0.0))
 
     def _reject(self, action: RejectRequest | None) -> None:
@@ -274,6 +282,7 @@ class ClusterLink:
         self._act(self.exchange.set_members(message.peers, now), now)
         self.writer.set_members(message.peers)
         self.fetches.stores_changed(self.writer.stores)
+        self.kept.ask(self.router)
         if self._publishes and self.feed.next_event:
             self._send_news()
             self._send_router(self.feed.snapshot())
@@ -304,6 +313,7 @@ class ClusterLink:
             self._reject(group)
             return
         request = order.request
+        self.kept.open(request, order.told, order.generated)
         resumed = not request.beam_width and bool(any(order.generated) or order.ended)
         self.sender.begin(group, len(order.generated[0]) if resumed and request.n == 1 else 0, resumed)
         cause = Cause.REMOTE_KV_EXPECTED if order.holders else Cause.ENQUEUED
@@ -345,13 +355,13 @@ class ClusterLink:
         if news is not None:
             self._send_router(news)
 
-    def reborn(self, me: Peer) -> None:
+    def reborn(self, me: Peer, *, goes_on: bool = False) -> None:
         """All requests of the cluster end silently, the cache stays. The process is ``me`` from now on, and a member
-        only when a router accepts it."""
+        only when a router accepts it. ``goes_on``: requests that clients may ask for again go on."""
         self.me, self.router = me, None
         self.exchange.reborn(me)  # first: the transfers of the requests that end now shall not withdraw anything
         for group in list(self._state.groups.values()):
-            if group.remote is not None:
+            if group.remote is not None and not (goes_on and self._goes_on_here(group, group.remote)):
                 self._state.drop_group(group)
         self.sender.clear()
         self.receiver.clear()
@@ -363,23 +373,18 @@ class ClusterLink:
         self._intake.draining = False
         self.dispatches_heard = self.answers_told = 0
 
-    # -- views
+    def _goes_on_here(self, group: Group, remote: RemoteState) -> bool:
+        """The router is another one, and all transfers have ended: ``group`` goes on without, if its answer is kept and
+        its prompt is computed here."""
+        if not self.kept.runs(group.request.request_id) or remote.import_id is not None or group.muted:
+            return False
+        remote.offer_id = remote.home = None
+        if group.tokens_here is not None:
+            self.sender.go_on_here(group, "another router came")
+        self.fetches.go_on_without(group)
+        return True
 
-    def load(self) -> Load:
-        """For the next heartbeat."""
-        state = self._state
-        running = [*state.prefilling.items, *state.decoding.items, *state.idle.items]
-        requests_waiting, sequences_running = state.waiting_and_running()
-        return Load(
-            requests_waiting=requests_waiting,
-            sequences_running=sequences_running,
-            prefill_tokens_queued=state.prefill_tokens_queued(),
-            context_tokens_running=_core.count_tokens(running)[0],
-            hbm_blocks_available=state.memory.pool.available(),
-            transfers_open=self.exchange.transfers_open,
-            dispatches_heard=self.dispatches_heard,
-            answers_told=self.answers_told,
-        )
+    # -- views
 
     @property
     def pins_held(self) -> int:
@@ -388,6 +393,6 @@ class ClusterLink:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When the next lease or fetch ends, or fetches are decided. None: there is none."""
-        ends = (self.exchange.next_deadline_ns, self.fetches.decide_at_ns)
+        """When the next lease or fetch ends, fetches are decided, or an answer is forgotten. None: there is none."""
+        ends = (self.exchange.next_deadline_ns, self.fetches.decide_at_ns, self.kept.next_deadline_ns)
         return min([end for end in ends if end is not None], default=None)

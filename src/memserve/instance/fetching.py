@@ -306,6 +306,17 @@ class Fetches:
         else:
             speed.was_late(told_ns, spent_ns, now, is_part=got > 0, was_read=outcome.was_offered)
 
+    def go_on_without(self, group: Group) -> None:
+        """All fetches are about to end silently (:meth:`clear`): ``group`` computes what it waits for."""
+        remote = group.remote
+        if remote is None or not (group in self.undecided or remote.fetch_id is not None):
+            return
+        if group in self.undecided:
+            self.undecided.remove(group)
+            self.decide_at_ns = self.decide_at_ns if self.undecided else None
+        remote.fetch_id = None
+        self._admit(group)
+
     def clear(self) -> None:
         """All fetches have ended silently: requests of an earlier life, and trials."""
         self._flights.clear()

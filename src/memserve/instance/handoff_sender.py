@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from memserve.instance.events import StepPlan
 from memserve.instance.intake import RequestIntake
+from memserve.instance.kept import KeptAnswers
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Group, Phase, RemoteState, Sequence
 from memserve.kv_transfer.exchange import Exchange
@@ -39,6 +40,7 @@ class HandoffSender:
     __slots__ = (
         "_exchange",
         "_intake",
+        "_kept",
         "_layers",
         "_num_layers",
         "_state",
@@ -48,8 +50,10 @@ class HandoffSender:
         "left",
     )
 
-    def __init__(self, state: SchedulerState, intake: RequestIntake, exchange: Exchange, num_layers: int) -> None:
-        self._state = state
+    def __init__(
+        self, state: SchedulerState, intake: RequestIntake, exchange: Exchange, kept: KeptAnswers, num_layers: int
+    ) -> None:
+        self._state, self._kept = state, kept
         self._intake = intake
         self._exchange = exchange
         self._num_layers = num_layers
@@ -174,7 +178,8 @@ class HandoffSender:
             self._exchange.hand_off(offer_id, (), ())
         else:
             tokens = tuple(tuple(live[index].out) if index in live else () for index in range(request.n))
-            self._exchange.hand_off(offer_id, tokens, tuple(i for i in range(request.n) if i not in live))
+            told = self._kept.told_of(request.request_id, self._state.outputs)
+            self._exchange.hand_off(offer_id, tokens, tuple(i for i in range(request.n) if i not in live), told)
         self.left[offer_id] = request.request_id
         self.handed_over += 1
         self.by_layer += any(sequence.layered is not None for sequence in live.values())

@@ -39,6 +39,7 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
     if link is not None:
         link.exchange.check_invariants()
         link.writer.check_invariants()
+        link.kept.check_invariants(state.groups)
         _check_link(state, link)
 
 

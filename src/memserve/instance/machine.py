@@ -153,9 +153,10 @@ class Instance:
         actions += self.state.grammars.take_orders()
         if self.state.outputs:
             actions.append(EmitTokens(self.state.outputs))
-            self.state.outputs = []
             if link is not None:
                 link.answers_told += 1
+                link.kept.record(self.state.outputs)
+            self.state.outputs = []
         if link is not None:
             link.conclude(actions, now)
         else:
@@ -280,7 +281,10 @@ class Instance:
 
     def load(self) -> Load:
         """How busy the instance is, for heartbeats. All zero: outside a cluster."""
-        return self.link.load() if self.link is not None else Load()
+        link = self.link
+        if link is None:
+            return Load()
+        return self.state.load(link.exchange.transfers_open, link.dispatches_heard, link.answers_told)
 
     def stats(self) -> InstanceStats:
         """State now, and totals since the start."""

@@ -232,7 +232,8 @@ class MemberMachine:
         self._do(Deliver(sender, message))
 
     def _rejoin(self, sender: Peer, address: str, now: int) -> None:
-        """Join the new router. Requests running here are orphaned, and dropped when its ``JoinAccepted`` arrives."""
+        """Join the new router. Requests running here are orphaned; those that no client can ask for again are dropped
+        when its ``JoinAccepted`` arrives."""
         if not address or sender == (self.router or self._rejoins_at) or self._is_outdated(sender):
             return
         what = "calls" if self.is_alone else "takes over"

@@ -29,6 +29,7 @@ from memserve.instance.memory import SequenceMemory
 from memserve.instance.objectives import Objectives
 from memserve.instance.queues import RankedList, WaitingQueue
 from memserve.instance.sequence import SEQUENCE, Cause, Group, Phase, Sequence
+from memserve.messages import Load
 from memserve.policy.fairness import Turns
 from memserve.types import FinishReason, TokenOutput
 
@@ -296,6 +297,21 @@ class SchedulerState:
         """How many sequences have no slot, for whatever reason, and how many have one."""
         running = len(self.prefilling.items) + len(self.decoding.items) + len(self.idle.items)
         return self.sequences - running, running
+
+    def load(self, transfers_open: int, dispatches_heard: int, answers_told: int) -> Load:
+        """For a heartbeat."""
+        running = [*self.prefilling.items, *self.decoding.items, *self.idle.items]
+        requests_waiting, sequences_running = self.waiting_and_running()
+        return Load(
+            requests_waiting=requests_waiting,
+            sequences_running=sequences_running,
+            prefill_tokens_queued=self.prefill_tokens_queued(),
+            context_tokens_running=_core.count_tokens(running)[0],
+            hbm_blocks_available=self.memory.pool.available(),
+            transfers_open=transfers_open,
+            dispatches_heard=dispatches_heard,
+            answers_told=answers_told,
+        )
 
     @property
     def holds_blocks(self) -> bool:

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from memserve.mempool.pool import Lease
 from memserve.messages import Offer, Peer
-from memserve.types import Tier
+from memserve.types import Tier, TokenOutput
+
+Firsts = tuple[tuple[int, ...], ...]
+"""For each sequence of a request the tokens that it has had when it is handed over."""
 
 # -- page jobs, and their answers
 
@@ -101,7 +104,7 @@ class HandoffArrived:
     """The pin on the whole blocks, which are in the index; the owner ends it by ``pool.unpin``. Its ``blocks`` are the
     first of ``blocks``, without further references. None: the request may not use the cache. An empty lease: nothing is
     cached here."""
-    first_tokens: tuple[tuple[int, ...], ...]
+    first_tokens: Firsts
     ended: tuple[int, ...]
     pulled_blocks: int
     """Blocks of which pages were pulled."""
@@ -109,6 +112,8 @@ class HandoffArrived:
     """Blocks that were here already."""
     tier: Tier = Tier.HBM
     """DRAM: HBM had no room. None of the blocks is in the index."""
+    told: tuple[TokenOutput, ...] = ()
+    """``Handoff.told``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from memserve.config import ExchangeConfig
 from memserve.errors import check
 from memserve.kv_transfer.barriers import Barriers
 from memserve.kv_transfer.context import Deadlines, ExchangeAction, PeerStatus, Place, Room, TransferContext
-from memserve.kv_transfer.events import ExchangeCounters, Outcome, PagesPulled, PagesSealed
+from memserve.kv_transfer.events import ExchangeCounters, Firsts, Outcome, PagesPulled, PagesSealed
 from memserve.kv_transfer.imports import Fetching, Import
 from memserve.kv_transfer.receiver import Receiver
 from memserve.kv_transfer.remote_allocation import Allocation, AllocCall, RemoteAllocation
@@ -39,7 +39,7 @@ from memserve.messages import (
     Withdraw,
 )
 from memserve.serving import MessageArrived
-from memserve.types import KVGeometry, Request, Tier, TokenArray, TransferMode
+from memserve.types import KVGeometry, Request, Tier, TokenArray, TokenOutput, TransferMode
 
 
 class Exchange:
@@ -153,11 +153,11 @@ class Exchange:
         self._sender.computed(transfer_id, (first_block, end_block), (first_layer, end_layer), fence)
 
     def hand_off(
-        self, transfer_id: str, first_tokens: tuple[tuple[int, ...], ...], ended: tuple[int, ...] = ()
+        self, transfer_id: str, first_tokens: Firsts, ended: tuple[int, ...] = (), told: tuple[TokenOutput, ...] = ()
     ) -> None:
         """The prefill is done, every page of the offer has been named by :meth:`computed`: ``Handoff`` follows the
         last ``Ready``. Ignored when the offer has ended."""
-        self._sender.hand_off(transfer_id, first_tokens, ended)
+        self._sender.hand_off(Handoff(transfer_id, first_tokens, ended, told))
 
     def withdraw(self, transfer_id: str, reason: str) -> None:
         """Take an offer back. Ignored when it has ended."""

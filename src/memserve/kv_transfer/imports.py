@@ -359,6 +359,7 @@ def _hand_over(context: TransferContext, imported: Import, placed: ImportPlaceme
         pulled_blocks=pulled,
         reused_blocks=reused,
         tier=placed.tier,
+        told=handoff.told,
     )
     context.outcomes.append(outcome)
 

@@ -158,12 +158,12 @@ class Sender:
         export.unannounced += 1
         self._barriers.when_passed(self._barriers.all_settled() if fence is None else fence, partial(self._seal, pages))
 
-    def hand_off(self, transfer_id: str, first_tokens: tuple[tuple[int, ...], ...], ended: tuple[int, ...]) -> None:
-        """Every page has been named: ``Handoff`` follows the last ``Ready``."""
-        export = self.open.get(transfer_id)
+    def hand_off(self, handoff: Handoff) -> None:
+        """Every page has been named: ``handoff`` follows the last ``Ready``."""
+        export = self.open.get(handoff.transfer_id)
         if export is not None:
             export.move(ExportCause.HANDED_OFF)
-            export.handoff = Handoff(transfer_id, first_tokens, ended)
+            export.handoff = handoff
             self._send_handoff_when_ready(export)
 
     def withdraw(self, transfer_id: str, reason: str) -> None:

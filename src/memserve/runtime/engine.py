@@ -33,6 +33,7 @@ from memserve.runtime.ports import Device
 from memserve.runtime.stats import EngineStats, StepTimer
 from memserve.serving import (
     EmitTokens,
+    KeyConflict,
     PrefixPinned,
     PrefixUnpinned,
     RejectRequest,
@@ -55,6 +56,8 @@ class Refusal(enum.Enum):
     BUSY = "busy"  # too many wait already: try again later
     OVERLOADED = "overloaded"  # the request waited in vain: there is too much to do, whatever the tenant
     CLOSING = "closing"  # the engine is going away, or broke: try another server
+    KEY_REUSED = "key reused"  # its key was given to another request
+    TAKEN_OVER = "taken over"  # another connection with its key gets the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,14 @@ class Rejected:
     reason: str
     retry_after_s: float | None
     refusal: Refusal = Refusal.IMPOSSIBLE
+
+
+def _refusal_of(action: RejectRequest) -> Refusal:
+    if action.conflict is not None:
+        return Refusal.TAKEN_OVER if action.conflict is KeyConflict.TAKEN_OVER else Refusal.KEY_REUSED
+    if action.retry_after_s is None:
+        return Refusal.IMPOSSIBLE
+    return Refusal.OVERLOADED if action.overloaded else Refusal.BUSY
 
 
 Sink = Callable[[TokenOutput | Rejected], None]
@@ -115,11 +126,12 @@ class Clients:
         for output in outputs:
             self._deliver(output)
 
-    def reject(self, request_id: str, reason: str, retry_after_s: float | None, overloaded: bool = False) -> None:
+    def reject(self, action: RejectRequest) -> None:
         """Tell a client that its request will not run."""
-        later = Refusal.OVERLOADED if overloaded else Refusal.BUSY
-        refusal = Refusal.IMPOSSIBLE if retry_after_s is None else later
-        self._tell(self._forget(request_id), Rejected(request_id, reason, retry_after_s, refusal))
+        self._tell(
+            self._forget(action.request_id),
+            Rejected(action.request_id, action.reason, action.retry_after_s, _refusal_of(action)),
+        )
 
     def fail_all(self) -> None:
         """The machine broke: every request ends with an error, and new ones are refused."""
@@ -326,4 +338,4 @@ class Engine:
         if isinstance(action, EmitTokens):
             self._clients.deliver(action.outputs)
         elif isinstance(action, RejectRequest):
-            self._clients.reject(action.request_id, action.reason, action.retry_after_s, action.overloaded)
+            self._clients.reject(action)

@@ -242,8 +242,8 @@ class RouterEngine:
                 self._clients.deliver(outputs)
             case Send(to, message):
                 self._mailbox.send(to, message)
-            case RejectRequest(request_id, reason, retry_after_s, overloaded):
-                self._clients.reject(request_id, reason, retry_after_s, overloaded)
+            case RejectRequest():
+                self._clients.reject(action)
             case ReportMember():
                 if action.change is MemberChange.DECLINED:
                     self.declined = action

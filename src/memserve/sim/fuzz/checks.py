@@ -33,6 +33,18 @@ def check_memory_is_whole(nodes: Sequence[InstanceNode]) -> None:
             require(report.blocks_free == report.blocks_total, f"{node.peer.name}: {report}")
 
 
+def achievements(router: Cluster, *, remembers: bool) -> Counter[str]:
+    """Counts of what a router has gone through."""
+    counters, done = router.stats().counters, Counter[str]()
+    done.update(resumed=counters.resumptions, gaps=counters.kv_gaps, snapshots=counters.kv_snapshots)
+    done.update(expelled=counters.expelled, died=counters.members_died, left=counters.members_left)
+    if counters.answers_continued or counters.attempts_adopted:
+        done.update({"keyed: continued": counters.answers_continued, "keyed: adopted": counters.attempts_adopted})
+    if remembers:
+        done.update(readopted=counters.members_readopted)
+    return done
+
+
 def _name(peer: Peer) -> str:
     return peer.name
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 
 from memserve.sim.fuzz.truth import lone_beams, lone_tokens, require
 from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
+from memserve.units import NS_PER_MS
 
 VOCAB = 12
 FLOOD, QUIET = "flood", "quiet"
@@ -59,6 +61,17 @@ class Conversation:
     done: int = 0
 
 
+def flood(random: Random, count: int) -> list[Conversation]:
+    """One tenant's ``count`` requests at once, and a short one of another tenant behind them."""
+    conversations = []
+    for number in range(count):
+        turn = Turn([random.randrange(VOCAB) for _ in range(8)], 0, max_tokens=8, priority=-(1 << 31))
+        salt = str(number) if number % 2 else ""
+        conversations.append(Conversation(f"f{number}", FLOOD, "", [], [turn], 0, salt=salt))
+    turn = Turn([random.randrange(VOCAB) for _ in range(4)], 0, max_tokens=3, priority=7)
+    return [*conversations, Conversation("q", QUIET, "", [], [turn], random.randint(1, 20) * NS_PER_MS)]
+
+
 @dataclass
 class Ask:
     """One request that is being judged."""
@@ -78,6 +91,8 @@ class Ask:
     failure_unheard: bool = False
     """The router has given that attempt up before it heard of the row."""
     stopped: set[int] = field(default_factory=set)
+    stopped_before: set[int] = field(default_factory=set)
+    """On an earlier connection, of a request with a key."""
     arrived_ns: int = 0
     ended_ns: int | None = None
     _expected: dict[int, list[int]] = field(default_factory=dict)
@@ -88,6 +103,13 @@ class Ask:
             request = self.request
             self._expected[index] = lone_tokens(request.prompt, limit + 1, request.sampling.seed, index, VOCAB)
         return self._expected[index]
+
+    def starts_over(self) -> None:
+        """Its client reads the answer from the beginning, on another connection."""
+        self.got.clear()
+        self.final.clear()
+        self.stopped_before |= self.stopped
+        self.stopped.clear()
 
     @property
     def over(self) -> bool:
@@ -168,7 +190,7 @@ class Referee:
         if not self.caching or not request.use_cache or request.sampling.prompt_logprobs:
             require(not cached, f"{key}: {cached} cached tokens, although nothing may be reused")
         ran_before = dict(output.story).get("attempts", 1) != 1 or request.request_id in self.dispatched_twice
-        if request.beam_width or ran_before:
+        if request.beam_width or ran_before or request.key:
             return  # it may reuse its own KV
         known = max((self._shared(ask, other) for other in self.asks.values()), default=0)
         require(cached <= known, f"{key}: {cached} cached tokens, its tenant has said {known} of them before")
@@ -211,7 +233,7 @@ class Referee:
             require(reason in (FinishReason.STOP, FinishReason.CANCELLED, FinishReason.DEADLINE), f"{key}: {reason}")
         require(len(got) <= self._limit(request), f"{key}: {len(got)} tokens, {self._limit(request)} at most")
         if reason is FinishReason.STOP:
-            require(ends or output.index in ask.stopped, f"{key}: STOP without a reason")
+            require(ends or output.index in ask.stopped | ask.stopped_before, f"{key}: STOP without a reason")
         if reason is FinishReason.LENGTH:
             room = [context - len(request.prompt) for context in self.contexts]
             limits = [min(request.stop.max_tokens, max(1, tokens)) for tokens in room]

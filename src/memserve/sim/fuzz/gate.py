@@ -7,12 +7,19 @@ reason.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
 
-from memserve.cluster.events import ClusterAction, EmitTokens, RejectRequest, RequestArrived, StateRecovered
+from memserve.cluster.events import (
+    ClusterAction,
+    EmitTokens,
+    RejectRequest,
+    RequestArrived,
+    RequestCancelled,
+    StateRecovered,
+)
 from memserve.cluster.machine import Cluster
 from memserve.config import AdmissionConfig
 from memserve.messages import Dispatch, Peer
@@ -69,6 +76,8 @@ class Waiter:
 
     request: Request
     arrived_ns: int
+    reader: str
+    """The connection that gets the answer; empty: none, and its client may ask again with the key."""
     waits: bool = True
     left: int = 0
     """How often it may have left KV where it no longer runs: failed attempts, a prompt handed over."""
@@ -113,8 +122,10 @@ class GateJudge:
             self._recovered = now, {m.info.peer: len(m.hbm) // IDENTITY_BYTES for m in event.recovered.members}
         here = self._here
         if isinstance(event, RequestArrived):
-            here[event.request.request_id] = Waiter(event.request, now)
-            self._cost_most = max(self._cost_most, self._cost(event.request))
+            self._arrives(event.request, now)
+        elif isinstance(event, RequestCancelled):
+            self._goes_on_unread(event.request_id)
+        read = {waiter.reader: name for name, waiter in here.items()}
         waited = {name: waiter for name, waiter in here.items() if waiter.waits}
         ran = [name for name, waiter in here.items() if not waiter.waits]
         for action in actions:
@@ -123,10 +134,14 @@ class GateJudge:
                 if waiter is not None:  # it may be admitted, and end, in one event
                     waiter.waits = False
         for action in actions:
-            self._ended(action, now)
+            self._ended(action, read, now)
         admission = cluster._lifecycle.admission
-        for name, waiter in here.items():
-            req = cluster._lifecycle.requests.by_id[name]
+        for name, waiter in list(here.items()):
+            req = cluster._lifecycle.requests.by_id.get(name)
+            if req is None:
+                require(not waiter.reader, f"{name} has ended, and its client was not told")
+                self._leaves(name, now)
+                continue
             attempt = req.attempt
             handed_over = attempt is not None and attempt.first not in attempt.involved
             waiter.waits, waiter.left = waiter.waits and admission.is_waiting(req), len(req.past) + handed_over
@@ -136,20 +151,39 @@ class GateJudge:
                 self.refused[action.request_id] = cause
                 if action.retry_after_s is not None:
                     self.told[action.request_id] = action.retry_after_s
-                self._judge_refusal(cluster, action, cause, Before(waited, ran, bool(let_in)), now)
+                name = read.get(action.request_id, action.request_id)
+                self._judge_refusal(cluster, name, action, cause, Before(waited, ran, bool(let_in)), now)
         self._judge_waiting(cluster, now)
         self._judge_turns([waited[name].request for name in let_in])
 
-    def _ended(self, action: ClusterAction, now: int) -> None:
+    def _arrives(self, request: Request, now: int) -> None:
+        """A request, or another connection for one that is there already. An answer that is complete is a request that
+        ends with the event that brings it."""
+        for waiter in self._here.values():
+            if request.key and waiter.request.key == request.key:
+                waiter.reader = request.request_id
+                return
+        self._here[request.request_id] = Waiter(request, now, request.request_id)
+        self._cost_most = max(self._cost_most, self._cost(request))
+
+    def _goes_on_unread(self, connection: str) -> None:
+        """A connection is closed: a request with a key goes on without, unless it still waits; others end."""
+        for waiter in self._here.values():
+            if waiter.reader == connection and waiter.request.key and not waiter.waits:
+                waiter.reader = ""
+
+    def _ended(self, action: ClusterAction, read: Mapping[str, str], now: int) -> None:
+        """``read``: which request each connection reads. A connection that reads none concerns no request."""
         if isinstance(action, RejectRequest):
-            self._leaves(action.request_id, now)
+            self._leaves(read.get(action.request_id, ""), now)
         elif isinstance(action, EmitTokens):
             for output in action.outputs:
-                waiter = self._here.get(output.request_id)
+                name = read.get(output.request_id, "")
+                waiter = self._here.get(name)
                 if waiter is not None and output.finish_reason is not None:
                     waiter.ended.add(output.index)
                     if len(waiter.ended) == waiter.request.n:
-                        self._leaves(output.request_id, now)
+                        self._leaves(name, now)
 
     def _leaves(self, name: str, now: int) -> None:
         waiter = self._here.pop(name, None)
@@ -172,8 +206,10 @@ class GateJudge:
 
     # -- rejected requests
 
-    def _judge_refusal(self, cluster: Cluster, action: RejectRequest, cause: str, before: Before, now: int) -> None:
-        name, config = action.request_id, self._config
+    def _judge_refusal(
+        self, cluster: Cluster, name: str, action: RejectRequest, cause: str, before: Before, now: int
+    ) -> None:
+        config = self._config
         require(name in before.waited, f"{name}: rejected after it was admitted: {action.reason}")
         require(action.overloaded == (cause in ("wait", "pressure")), f"{name}: {action} is not the right answer")
         waiter = before.waited[name]
@@ -191,10 +227,10 @@ class GateJudge:
             fits = fits_surely(cluster, waiter.request, empty=True, **self._room(now))
             require(not fits, f"{name} fits: {action.reason}")
         else:
-            self._judge_crowd(action, before)
+            self._judge_crowd(name, action, before)
 
-    def _judge_crowd(self, action: RejectRequest, before: Before) -> None:
-        name, config, waiting = action.request_id, self._config, len(before.waited)
+    def _judge_crowd(self, name: str, action: RejectRequest, before: Before) -> None:
+        config, waiting = self._config, len(before.waited)
         require(waiting > config.waiting_max, f"{name}: {waiting} wait: {action.reason}")
         if config.mode is Admission.BOUNDED:
             crowd, room = waiting + len(before.ran), config.waiting_max + (config.active_max or 0)

@@ -10,6 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace as replace_struct
+
+from memserve.answers import AnswerLog
+from memserve.cluster.answer_phases import Answer
+from memserve.cluster.answers import Answers
 from memserve.cluster.events import ClusterAction
 from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.cluster.registry import Member, Registry
@@ -36,6 +41,7 @@ from memserve.store.events import ExtentsSealed
 from memserve.store.kv_blocks import KvBlocks
 from memserve.store.loads import Loads
 from memserve.store.values import Values
+from memserve.types import TokenOutput
 
 if TYPE_CHECKING:
     from memserve._core import Found, Place, SegmentLog
@@ -261,6 +267,28 @@ def _draft_check() -> list[Swap]:
     return [(StepResults, "_take_kept", _computed_whole)]
 
 
+def _takes_anything(self: AnswerLog, output: TokenOutput) -> int:
+    told = self._told.get(output.index)
+    return _take_log(self, replace_struct(output, offset=len(told.tokens) if told is not None else 0))
+
+
+_take_log = AnswerLog.take
+
+
+def _answer_offsets() -> list[Swap]:
+    """What is kept of an answer is what came, whether tokens came twice or were missing."""
+    return [(AnswerLog, "take", _takes_anything)]
+
+
+def _is_never_due(self: Answers, answer: Answer, now: int) -> None:
+    return
+
+
+def _answer_end() -> list[Swap]:
+    """Requests whose clients never come again go on, and their answers are kept for ever."""
+    return [(Answers, "_is_due", _is_never_due)]
+
+
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "generation-check": _generation_check,
     "lease-sweep": _lease_sweep,
@@ -279,6 +307,8 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "former-router": _former_router,
     "layer-arrival": _layer_arrival,
     "draft-check": _draft_check,
+    "answer-offsets": _answer_offsets,
+    "answer-end": _answer_end,
 }
 
 

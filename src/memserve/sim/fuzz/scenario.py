@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from memserve.config import AdmissionConfig
-from memserve.sim.fuzz.clients import FLOOD, QUIET, VOCAB, Conversation, Turn
+from memserve.sim.fuzz.clients import VOCAB, Conversation, Turn, flood
 from memserve.sim.fuzz.gate import draw_gate, draw_kept_ns
+from memserve.sim.fuzz.keyed_scenario import put_keys
 from memserve.sim.fuzz.layered_scenario import LAYERED_FAULTS, LAYERED_SHARE, LayeredSetup, crowd, draw_layered
 from memserve.sim.fuzz.store_scenario import StoreSetup, draw_store
 from memserve.sim.fuzz.truth_device import LAYERS
@@ -97,6 +98,12 @@ class Setting:
         """One of :data:`WEATHERS`."""
         return "swarm" if self.swarm else "faulty" if self.faulty else "healthy"
 
+    def caches(self, role: Role) -> bool:
+        """Whether an instance of ``role`` keeps KV for reuse (MemServe 5.1)."""
+        if role is Role.DECODE:
+            return self.caching in (Caching.PD_CACHING_2, Caching.PD_CACHING_3)
+        return self.caching is not Caching.OFF
+
     def __str__(self) -> str:
         return f"{self.caching.value}/{self.transfer.value}/{self.mix}/{self.weather}"
 
@@ -144,6 +151,8 @@ class Scenario:
     store: StoreSetup | None = None
     layered: LayeredSetup | None = None
     """None: every block lies whole."""
+    keyed: bool = False
+    """Clients name their requests, and ask again."""
     conversations: list[Conversation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -151,7 +160,7 @@ class Scenario:
         kinds = sorted({fault.kind for fault in self.faults})
         requests = sum(len(c.turns) for c in self.conversations)
         store = "" if self.store is None else " store (called)" if self.store.is_called else " store"
-        layered = "" if self.layered is None else " by layer"
+        layered = ("" if self.layered is None else " by layer") + " keyed" * self.keyed
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
             f" requests={requests} gate={self.admission.mode.value}{store}{layered} faults={','.join(kinds) or 'none'}"
@@ -201,9 +210,12 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None) -> Scenario:
     _put_tenants(scenario, roles)
     _put_routers(scenario)
     _put_store(scenario, len(roles))
-    _put_objective(scenario)
+    objective = Random(f"{scenario.seed}/{scenario.setting}/objective")  # easy or out of reach
+    scenario.slo_tpot_ns = objective.choice([1, 5, 10, 20, 50]) * MS if objective.random() < 0.15 else None
     if layerwise != "off":
         _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
+    scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
+    scenario.faults = _in_order(scenario.faults)
     return scenario
 
 
@@ -215,13 +227,6 @@ def _put_gate(random: Random, scenario: Scenario) -> None:
     if scenario.setting.policy is None and random.random() < 0.5:
         scenario.policy = random.choice(["best-fit", "affinity"])
     scenario.admission = replace(scenario.admission, kept_ns=draw_kept_ns(random))
-
-
-def _put_objective(scenario: Scenario) -> None:
-    """Some scenarios have an objective, easy or out of reach."""
-    random = Random(f"{scenario.seed}/{scenario.setting}/objective")
-    if random.random() < 0.15:
-        scenario.slo_tpot_ns = random.choice([1, 5, 10, 20, 50]) * MS
 
 
 def _put_layers(scenario: Scenario, instances: int, share: float) -> None:
@@ -260,7 +265,8 @@ def _put_tenants(scenario: Scenario, roles: tuple[Role, ...]) -> None:
         for turn in conversation.turns:
             turn.priority = random.choice([-(1 << 31), 0, 7])
     if not scenario.setting.faulty and not scenario.setting.swarm and set(roles) == {Role.COLOCATED}:
-        _add_flood(random, scenario, 8 * len(roles) + 8)
+        scenario.running = 3
+        scenario.conversations += flood(random, 8 * len(roles) + 8)
 
 
 def _put_routers(scenario: Scenario) -> None:
@@ -283,16 +289,6 @@ def _put_store(scenario: Scenario, instances: int) -> None:
         mine = [_draw_fault(random, kind, instances) for kind in kinds]
         mine = [replace(fault, at_ns=random.randint(0, random.choice([60, 400, 1500])) * MS) for fault in mine]
         scenario.faults = _in_order([*mine, *random.choice([(), scenario.faults])])
-
-
-def _add_flood(random: Random, scenario: Scenario, count: int) -> None:
-    scenario.running = 3
-    for number in range(count):
-        turn = Turn([random.randrange(VOCAB) for _ in range(8)], 0, max_tokens=8, priority=-(1 << 31))
-        salt = str(number) if number % 2 else ""
-        scenario.conversations.append(Conversation(f"f{number}", FLOOD, "", [], [turn], 0, salt=salt))
-    turn = Turn([random.randrange(VOCAB) for _ in range(4)], 0, max_tokens=3, priority=7)
-    scenario.conversations.append(Conversation("q", QUIET, "", [], [turn], random.randint(1, 20) * MS))
 
 
 def _make_uneven(random: Random, scenario: Scenario, least: int) -> None:

@@ -24,16 +24,17 @@ from memserve.sim.fuzz.data_port import FaultyPort
 from memserve.sim.fuzz.drafts import draft_tokens, foretell
 from memserve.sim.fuzz.gate import GateJudge
 from memserve.sim.fuzz.instances import FIRST_GENERATION, FuzzedDevice, FuzzedInstance
+from memserve.sim.fuzz.keyed import KeyedClients, client_of
 from memserve.sim.fuzz.network import FaultyNetwork
 from memserve.sim.fuzz.router import FuzzedRouter
-from memserve.sim.fuzz.scenario import ALL_MIXES, BLOCK_TOKENS, LEASE_NS, MS, NAMESPACE, Scenario, Setting
+from memserve.sim.fuzz.scenario import ALL_MIXES, BLOCK_TOKENS, LEASE_NS, MS, NAMESPACE, Scenario
 from memserve.sim.fuzz.stores import FuzzedStore
 from memserve.sim.fuzz.truth import Violation, require
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
 from memserve.sim.nodes import ROUTER_ADDRESS, InstanceNode, RouterNode
 from memserve.sim.process import Process
 from memserve.sim.store_node import StoreNode
-from memserve.types import Admission, Caching, KVGeometry, Role, TokenOutput
+from memserve.types import Admission, Caching, KVGeometry, TokenOutput
 from memserve.units import ns_from_s
 
 SECOND = 1000 * MS
@@ -44,6 +45,7 @@ PROFILES = (
     CostModel(machine="slow").scaled(20.0),
 )
 """Profiles of the instances, in turn: different machines, one with a slow second tier, some without measurements."""
+ANSWER_NS = 1500 * MS
 STEPS_MAX = 200_000
 """Scenarios have some thousands of events. One with this many never ends."""
 
@@ -75,6 +77,7 @@ class World:
         self.router_slept_ns = 0
         """How much later than the deadline, by its own clock, the router may notice that it has passed."""
         self.happened: Counter[str] = Counter()
+        self.keyed = KeyedClients(self)
         self.router = FuzzedRouter(self)
         self.network.nodes[self.router.peer.name] = self.router
         self.instances: list[FuzzedInstance] = []
@@ -108,6 +111,7 @@ class World:
                 tree_ttl_ns=20 * SECOND,
                 speculative_ttl_ns=1 * SECOND,
                 admission=self.scenario.admission,
+                answer_ns=ANSWER_NS,
             ),
             remembers=self.scenario.remembers,
         )
@@ -119,7 +123,7 @@ class World:
             max_model_tokens=scenario.context_tokens,
             namespace=NAMESPACE,
             pool=PoolConfig(
-                scenario.hbm_blocks[node.place], scenario.dram_blocks[node.place], caches(scenario.setting, node.role)
+                scenario.hbm_blocks[node.place], scenario.dram_blocks[node.place], scenario.setting.caches(node.role)
             ),
             scheduler=SchedulerConfig(
                 scenario.running,
@@ -135,7 +139,9 @@ class World:
                 draft_tokens=draft_tokens(scenario.seed),
             ),
             role=node.role,
-            exchange=ExchangeConfig(LEASE_NS, 100 * MS, scenario.pulls_in_flight, scenario.event_capacity),
+            exchange=ExchangeConfig(
+                LEASE_NS, 100 * MS, scenario.pulls_in_flight, scenario.event_capacity, kept_answer_ns=ANSWER_NS
+            ),
         )
 
     def new_instance(self, node: InstanceNode) -> Instance:
@@ -182,7 +188,7 @@ class World:
 
     def _ask(self, conversation: Conversation) -> None:
         turn = conversation.turns[conversation.done]
-        request = self.referee.ask(conversation, self.router.now)
+        request = self.keyed.named(self.referee.ask(conversation, self.router.now))
         self.say(f"client asks {request.request_id}: {len(request.prompt)} tokens, ", turn)
         if turn.cancel_after_ns is not None:
             self.clock.after(turn.cancel_after_ns, self._cancel, request.request_id)
@@ -197,41 +203,49 @@ class World:
 
     def emitted(self, output: TokenOutput) -> None:
         """The router gives tokens to a client."""
-        ask = self.referee.emitted(output, self.router.now)
         self.say("  -> ", (output.request_id, output.index, output.tokens, output.finish_reason))
+        for_client = self.keyed.received(output)
+        if for_client is None:
+            return
+        ask, name, output = self.referee.emitted(for_client, self.router.now), output.request_id, for_client
         enough = ask.turn.stop_string_after
         plain = not ask.request.beam_width and output.finish_reason is None
         if enough is not None and plain and len(ask.got[output.index]) >= enough and output.index not in ask.stopped:
             ask.stopped.add(output.index)
-            self.clock.after(0, self._submit, SequenceStopped(output.request_id, output.index))
+            self.clock.after(0, self._submit, SequenceStopped(name, output.index))
         if ask.over:
-            self._next_turn(ask)
+            self.next_turn(ask)
 
     def row_fails(self, node: FuzzedInstance, attempt_id: str, index: int) -> None:
         """A row of an attempt fails, and with it that sequence of the client's request."""
         self.say(f"{node.peer.name}: a row of {attempt_id}/{index} fails")
         request = self.router.machine._lifecycle.requests.by_attempt.get(attempt_id)
         attempt = len(request.past) + 1 if request is not None else 0
-        self.referee.row_failed(attempt_id.rpartition("#")[0], attempt)
+        self.referee.row_failed(client_of(attempt_id), attempt)
 
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         """The router rejects a request."""
         self.say(f"  -> {request_id} rejected: {reason}")
         by_gate = request_id in self.gate_judge.refused
-        self._next_turn(self.referee.rejected(request_id, reason, self.router.now, by_gate=by_gate))
+        name = self.keyed.turned_away(request_id, reason)
+        if name is None:
+            return
+        request_id = name
+        self.next_turn(self.referee.rejected(request_id, reason, self.router.now, by_gate=by_gate))
 
     def router_dies(self) -> None:
         """Its clients get an error from the network, and ask something else later."""
         self.router.restart()
         for ask in list(self.referee.asks.values()):
-            if not ask.over:
+            if not ask.over and not self.keyed.router_died(ask):
                 ask.lost = True
-                self._next_turn(ask)
+                self.next_turn(ask)
 
     def _submit(self, event: object) -> None:
         self.router.submit(event)
 
-    def _next_turn(self, ask: Ask) -> None:
+    def next_turn(self, ask: Ask) -> None:
+        """A client waits for nothing more, and asks something else later."""
         conversation = self.talking[ask.request.request_id.partition(".")[0]]
         conversation.context += ask.got.get(0, [])
         conversation.done += 1
@@ -263,7 +277,7 @@ class World:
         if isinstance(node, InstanceNode | RouterNode | StoreNode):
             node.machine.check_invariants()
         if isinstance(event, MessageArrived) and isinstance(event.message, RequestRefused):
-            self.referee.attempt_refused(event.message.request_id.rpartition("#")[0])
+            self.referee.attempt_refused(client_of(event.message.request_id))
         if isinstance(node, RouterNode) and node.machine.config.admission.mode is not Admission.NONE:
             self.gate_judge.judge(node.machine, event, cast("Sequence[ClusterAction]", actions), node.now)
 
@@ -305,7 +319,7 @@ class World:
         """All is healed: a client that asks now is served without excuses, before any lease can end. A client that the
         gate rejects retries when told to, with all others that were rejected; some are admitted each time, or once the
         KV of ended requests is let go."""
-        self.referee.excused = False
+        self.referee.excused = self.keyed.are_more = False
         is_open = self.scenario.admission.mode is Admission.NONE
         patience_ns = LEASE_NS * 9 // 10 if is_open else 30 * SECOND  # they may be admitted one by one
         lengths = [9] * 2 * len(self.instances) + [self.scenario.context_tokens - 8] * (not is_open)
@@ -358,6 +372,7 @@ class World:
         for store in stores:
             store_checks.check_at_rest(self.router.machine, store)
             store_checks.check_contents(store, self.instances[0].machine.pool, self.referee)
+        self.keyed.check_at_rest(self.instances)
         for node in self.instances:
             failed = node.machine.stats().steps_failed
             require(
@@ -366,16 +381,10 @@ class World:
 
     def achievements(self) -> Counter[str]:
         """Counts of the features that the scenario exercised."""
-        router, done = self.router.machine.stats().counters, Counter[str]()
-        done.update(resumed=router.resumptions, gaps=router.kv_gaps, snapshots=router.kv_snapshots)
-        done.update(expelled=router.expelled, died=router.members_died, left=router.members_left)
+        done = checks.achievements(self.router.machine, remembers=self.scenario.remembers)
         done.update(f"refused: {cause}" for cause in self.gate_judge.refused.values())
-        if self.scenario.remembers:
-            done.update(readopted=router.members_readopted)
-        for node in self.instances:
-            done.update(node.achievements())
-        if self.store is not None:
-            done.update(self.store.achievements())
+        for node in (*self.instances, self.store, self.keyed):
+            done.update(node.achievements() if node is not None else ())
         return done
 
 
@@ -387,10 +396,3 @@ def _fuzzed(node: InstanceNode) -> FuzzedInstance:
 def _brief(what: object) -> str:
     text = what if isinstance(what, str) else repr(what)
     return text if len(text) < 300 else text[:300] + " ..."
-
-
-def caches(setting: Setting, role: Role) -> bool:
-    """Whether an instance of ``role`` keeps KV for reuse (MemServe 5.1)."""
-    if role is Role.DECODE:
-        return setting.caching in (Caching.PD_CACHING_2, Caching.PD_CACHING_3)
-    return setting.caching is not Caching.OFF

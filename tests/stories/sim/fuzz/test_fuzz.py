@@ -96,13 +96,15 @@ CAUGHT = {
     "expulsion": (2, "members: "),
     "leaving": (121, "does not serve"),
     "router-addresses": (101, "members: "),
-    "former-router": (400_202_674, "does not serve"),
+    "former-router": (400_005_311, "does not serve"),
     "store-seal": (683, "layers do not belong together|is something else"),
     "store-arrival": (11, "had, a key already|was sealed as something else"),
     "store-write": (14, "is free, and a disk reads it|was changed while a disk read it"),
     "store-generation": (31, "members: |blocks of the store believed"),
     "layer-arrival": (59, "not there yet"),
     "draft-check": (0, "tokens that do not exist"),
+    "answer-offsets": (91, "instead of"),
+    "answer-end": (64, "keeps answers for ever"),
 }
 """Where to begin, so that a test of a few seeds sees it, and what the checker says. docs/guides/SIMULATOR.md has the
 first seed of all."""

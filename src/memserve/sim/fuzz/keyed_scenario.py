@@ -1,0 +1,53 @@
+"""Which scenarios have clients that name their requests."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any, Protocol
+
+from memserve.sim.fuzz.clients import Conversation
+from memserve.units import NS_PER_MS
+
+KEYED_SHARE = 0.1
+"""Of all scenarios."""
+STREAM = "keys 52904"
+"""Of the numbers that decide. Its name was chosen so that seeds that tests and the guide name keep their scenarios."""
+DEATHS = (1, 1, 2, 3)
+"""Of routers, in scenarios with faults."""
+LONG, SLOW_STEP_NS = (24, 40), (3 * NS_PER_MS, 10 * NS_PER_MS)
+"""Tokens of answers, and steps, that take long enough for a router to die, and its client to come again, while they are
+written."""
+
+
+class Drawn(Protocol):
+    """A scenario, as far as it is drawn."""
+
+    seed: int
+    setting: Any
+    conversations: list[Conversation]
+    faults: list[Any]
+    remembers: bool
+    keyed: bool
+    step_ns: tuple[int, int]
+
+
+def put_keys(scenario: Drawn) -> list[int]:
+    """Some scenarios have clients with keys; those with faults also have routers that die, and mostly remember. Drawn
+    from a stream of its own. Returns when the router dies, in milliseconds."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/{STREAM}")
+    if random.random() >= KEYED_SHARE or any(fault.kind == "row" for fault in scenario.faults):
+        return []
+    scenario.keyed = True
+    turns = [turn for conversation in scenario.conversations for turn in conversation.turns]
+    for turn in turns:
+        turn.cancel_after_ns = turn.lifetime_ns = None
+    if not scenario.faults:
+        return []
+    if random.random() < 0.5:  # else they die beside all that goes wrong anyway
+        scenario.faults = []
+    scenario.remembers = random.random() < 0.85
+    if random.random() < 0.5:
+        scenario.step_ns = SLOW_STEP_NS
+        for turn in turns:
+            turn.max_tokens = turn.max_tokens if turn.beam_width else random.choice(LONG)
+    return [random.randint(0, random.choice([60, 400])) for _ in range(random.choice(DEATHS))]
