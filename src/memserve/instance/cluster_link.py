@@ -23,6 +23,7 @@ from memserve.instance.intake import RequestIntake
 from memserve.instance.kv_feed import KvFeed
 from memserve.instance.pins import Pins
 from memserve.instance.scheduler_state import SchedulerState
+from memserve.instance.segments import HeldSegments
 from memserve.instance.sequence import Cause, Fact, Group, Sequence
 from memserve.instance.store_writer import StoreWriter
 from memserve.kv_transfer.context import Room
@@ -51,8 +52,6 @@ from memserve.messages import (
     Expelled,
     HandedOver,
     JoinAccepted,
-    KvEvents,
-    KvSnapshot,
     Load,
     Peer,
     PeerGone,
@@ -90,6 +89,7 @@ class ClusterLink:
         self.receiver = HandoffReceiver(state, intake, self.exchange)
         self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
+        self.segments = HeldSegments(state)
         self.feed = KvFeed(pool, max(1, config.exchange.event_capacity))
         #: messages that only the router may send, from another process or an earlier router
         self.messages_ignored = 0
@@ -168,6 +168,7 @@ class ClusterLink:
         """After a failed step, when sequences were reset and the cache cleared. ``lost``: from :meth:`kv_lost`."""
         self._act(lost, now)
         self.sender.start_over()
+        self.segments.start_over()
 
     # -- how requests are scheduled (``Transfers``)
 
@@ -176,6 +177,7 @@ class ClusterLink:
         self.sender.ended(group)
         self.receiver.ended(group)
         self.fetches.given_up(group)
+        self.segments.ended(group)
 
     def request_preempted(self, group: Group) -> None:
         """The KV of ``group``, which is being handed over, has gone."""
@@ -195,6 +197,7 @@ class ClusterLink:
         """Decide about fetches, offer generated KV, let imports go on, and end what has outlived its lease."""
         self.fetches.settle(now)
         self.receiver.send_back(now)
+        self.segments.settle(now)
         state, layers = self._state, self._state.memory.layers
         parked = len(state.parked) if layers is not None and layers.policy.parks else None
         self.exchange.room = Room(headroom_blocks(len(state.decoding)), parked)
@@ -217,6 +220,7 @@ class ClusterLink:
         self._pins.lost.clear()
         self.writer.settle(now)
         self._outbox += self.writer.take_messages()
+        actions += self.segments.take_news(self.router)
         for action in self.exchange.take_actions():
             if isinstance(action, PullPages):
                 self._pulls[action.job_id] = action.peer.name
@@ -264,7 +268,7 @@ class ClusterLink:
             self.answers_told += 1
             self._outbox.append(action)
 
-    def _send_router(self, message: HandedOver | AttemptsUnknown | Pinned | KvEvents | KvSnapshot) -> None:
+    def _send_router(self, message: AnyMessage) -> None:
         if self.router is not None:
             self._outbox.append(Send(self.router, message))
 
@@ -305,6 +309,8 @@ class ClusterLink:
             return
         request = order.request
         resumed = not request.beam_width and bool(any(order.generated) or order.ended)
+        if order.span is not None and order.span.holds:
+            self.segments.begin(group)
         self.sender.begin(group, len(order.generated[0]) if resumed and request.n == 1 else 0, resumed)
         cause = Cause.REMOTE_KV_EXPECTED if order.holders else Cause.ENQUEUED
         self._intake.enqueue(group, cause, order.generated if resumed else (), order.ended)
@@ -388,6 +394,6 @@ class ClusterLink:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When the next lease or fetch ends, or fetches are decided. None: there is none."""
-        ends = (self.exchange.next_deadline_ns, self.fetches.decide_at_ns)
+        """When a lease or fetch ends, fetches are decided, or segments told. None: there is none."""
+        ends = self.exchange.next_deadline_ns, self.fetches.decide_at_ns, self.segments.next_deadline_ns
         return min([end for end in ends if end is not None], default=None)

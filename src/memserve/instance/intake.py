@@ -157,7 +157,7 @@ class RequestIntake:
             return refusal
         remote = self._remote_state(order, me, now)
         group = self.open(request if remote.original is None else _substitute(request), now, remote.deadline_ns)
-        group.remote = remote
+        group.remote, group.span = remote, order.span
         return group
 
     def _remote_state(self, order: Dispatch, me: Peer, now: int) -> RemoteState:

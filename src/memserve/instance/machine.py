@@ -147,6 +147,7 @@ class Instance:
         self.pins.expire(now)
         if link is not None:
             link.settle(now)
+            actions += link.segments.take_dropped()
         self._plan(now, actions)
         if self.state.outputs:
             actions.append(EmitTokens(self.state.outputs))

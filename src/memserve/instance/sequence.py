@@ -22,6 +22,7 @@ import numpy as np
 from memserve import _core
 from memserve.instance.beam import BeamSearch
 from memserve.messages import Holder, Peer
+from memserve.segments import Span
 from memserve.transitions import Transitions
 from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput, TransferMode
 
@@ -173,6 +174,7 @@ class Group:
         "request",
         "reserved_slots",
         "sequences",
+        "span",
         "stops",
         "tenant",
         "tokens_here",
@@ -203,6 +205,8 @@ class Group:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if request.sampling.prompt_logprobs:
             self.prompt_logprobs = [None] * len(request.prompt)
+        #: the part of a longer sequence that it is. None: it is whole
+        self.span: Span | None = None
         #: None: a request of the own process
         self.remote: RemoteState | None = None
         #: N: its sequences draw N tokens here, then another instance decodes. None: they draw all here
