@@ -12,11 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from memserve.errors import UserError
-from memserve.options import GIBIBYTES, GIGABITS_S, MILLISECONDS, NEGATED, SECONDS, SIZE, Form, check_ranges, option
+from memserve.options import (
+    GIBIBYTES,
+    GIGABITS_S,
+    MILLISECONDS,
+    NEGATED,
+    OBJECTIVES,
+    SECONDS,
+    SIZE,
+    WEIGHTS,
+    check_ranges,
+    option,
+)
 from memserve.parallel import Parallel
 from memserve.tiers import AS_COMPUTED, check_lower_dtype, check_tiers, hbm_blocks, lower_block_bytes
 from memserve.types import VOCAB_MAX, Admission, Caching, KVGeometry, Role, TransferMode
-from memserve.units import MIB, NS_PER_MS, NS_PER_S
+from memserve.units import MIB, NS_PER_S
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """The bundled model: found in the installed package, no download."""
@@ -167,42 +178,6 @@ class InstanceConfig:
     """Token ids that the model can read and draw: ``[0, vocab_size)``."""
 
 
-def _read_weights(texts: list[str]) -> tuple[tuple[str, int], ...]:
-    """Tenants and weights from texts like ``NAME=2``. Raises :class:`UserError` for anything else."""
-    weights = []
-    for text in texts:
-        name, _, weight = text.rpartition("=")
-        if not name or not weight.isdecimal():
-            raise UserError(f"cannot read {text!r} as a tenant's weight", hint="for example --tenant-weight team-a=3")
-        weights.append((name, int(weight)))
-    return tuple(weights)
-
-
-_WEIGHTS = Form(list[str], _read_weights, lambda weights: [f"{name}={weight}" for name, weight in weights] or None)
-
-
-def _read_objectives(texts: list[str]) -> tuple[tuple[str, int, int], ...]:
-    """Tenants and objectives (ns; 0: none) from texts like ``NAME=3000:200``. Raises :class:`UserError`."""
-    objectives = []
-    for text in texts:
-        name, _, times = text.rpartition("=")
-        match = re.fullmatch(r"(\d{0,8}):(\d{0,8})", times)
-        if not name or match is None or not any(map(int, filter(None, match.groups()))):
-            hint = "milliseconds for the first and each further token, for example --tenant-slo team-a=3000:200"
-            raise UserError(f"cannot read {text!r} as a tenant's objectives", hint=hint)
-        ttft_ms, tpot_ms = (int(group or 0) for group in match.groups())
-        objectives.append((name, ttft_ms * NS_PER_MS, tpot_ms * NS_PER_MS))
-    return tuple(objectives)
-
-
-def _tell_objectives(objectives: tuple[tuple[str, int, int], ...]) -> list[str] | None:
-    ms = [(name, ttft_ns // NS_PER_MS or "", tpot_ns // NS_PER_MS or "") for name, ttft_ns, tpot_ns in objectives]
-    return [f"{name}={ttft}:{tpot}" for name, ttft, tpot in ms] or None
-
-
-_OBJECTIVES = Form(list[str], _read_objectives, _tell_objectives)
-
-
 @dataclass(frozen=True, slots=True)
 class AdmissionConfig:
     """Admission to the cluster: which requests are admitted, which wait, and which are rejected."""
@@ -227,10 +202,10 @@ class AdmissionConfig:
     """With ``cache``: chats that fit in memory keep their KV, and go on before newcomers of their tenant."""
     kept_ns: int = 60 * NS_PER_S
     """KV of a request that finished longer ago counts as free, whatever ``evictions_max`` says."""
-    weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=_WEIGHTS)
+    weights: tuple[tuple[str, int], ...] = option((), "--tenant-weight", form=WEIGHTS)
     """NAME=2: while several tenants wait, this one gets twice the service of a tenant with weight 1, in admission and
     on instances. Tenants that are not named have weight 1. Repeatable."""
-    objectives: tuple[tuple[str, int, int], ...] = option((), "--tenant-slo", form=_OBJECTIVES)
+    objectives: tuple[tuple[str, int, int], ...] = option((), "--tenant-slo", form=OBJECTIVES)
     """NAME=3000:200: milliseconds that the first token and each further one may take, for requests of this tenant that
     do not say so themselves (``slo_ttft_ms``, ``slo_tpot_ms``). Either may be left out. Repeatable."""
     priority_across_tenants: bool = option(False)
@@ -275,6 +250,9 @@ class ClusterConfig:
     ``best-fit`` (the least memory left over)."""
     transfer: TransferMode = option(TransferMode.BY_REQUEST_AGG)
     """How KV goes from prefill to decode instances."""
+    sequence_parallel: str = option("auto")
+    """How many instances may share a sequence that fits none of them. ``auto``: as many as there are. ``off``: none; it
+    is rejected. N: at most N."""
     dead_after_ns: int = 5 * NS_PER_S
     """A member that is silent for this long is taken to be dead."""
     call_every_ns: int = NS_PER_S
@@ -299,6 +277,23 @@ class ClusterConfig:
         _positive("handle_tokens_max", self.handle_tokens_max, "give named prefixes some room")
         if self.policy not in POLICIES:
             raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {', '.join(POLICIES)}", param="policy")
+        if not re.fullmatch(r"auto|off|[2-9]|[1-9]\d{1,3}", self.sequence_parallel):
+            what = f"sequences cannot be shared by {self.sequence_parallel!r} instances"
+            raise UserError(what, hint="use auto, off or a number from 2 on", param="sequence_parallel")
+        if self._counts_memory and self.sequence_parallel not in ("auto", "off"):
+            what = f"admission by {self.admission.mode.value} counts the memory of one instance for each sequence"
+            raise UserError(what, hint="use --sequence-parallel off, or --admission bounded", param="sequence_parallel")
+
+    @property
+    def sequence_instances_max(self) -> int:
+        """The most instances that share a sequence. 1: none is shared."""
+        named = {"auto": 1024, "off": 1}
+        return 1 if self._counts_memory else named.get(self.sequence_parallel) or int(self.sequence_parallel)
+
+    @property
+    def _counts_memory(self) -> bool:
+        """Whether admission knows of one instance a sequence."""
+        return self.admission.mode in (Admission.MEMORY, Admission.CACHE)
 
 
 @dataclass(frozen=True, slots=True)

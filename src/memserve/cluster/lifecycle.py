@@ -18,6 +18,7 @@ from memserve.cluster.registry import Member, Registry
 from memserve.cluster.report import Counters
 from memserve.cluster.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
 from memserve.cluster.sessions import Handles, Sessions
+from memserve.cluster.spans import SpanPlacer
 from memserve.cluster.trees import IDENTITY_BYTES, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Cancel, RequestRefused
@@ -53,6 +54,7 @@ class Lifecycle:
         self._placer, self._sessions, self._handles = placer, sessions, handles
         self._timers, self._outbox = timers, outbox
         self.requests = RequestTable()
+        self._spans = SpanPlacer(config, registry, loads, self.requests)
         self.admission = admission
         self.ceiling, self.recent_prompts = ReuseCeiling(), RecentPrompts()
         self._attempts = 0
@@ -113,7 +115,10 @@ class Lifecycle:
         chosen = self._placer.place(req)
         if chosen is None and self._gives_second_chance(req):
             chosen = self._placer.place(req)
-        if chosen is None:
+        chosen = chosen or self._spans.place(req)
+        if chosen is None and self._spans.waits(req):
+            self._wait(req, 1.0, now)
+        elif chosen is None:
             self._no_instance(req, now)
         else:
             self._dispatch(req, chosen, now)
@@ -135,7 +140,7 @@ class Lifecycle:
         """No instance takes the request: reject it at once when waiting will not change that."""
         asked = [req.avoid[m.peer] for m in self._registry if m.peer in req.avoid]
         busy = [retry_after_s for retry_after_s in asked if retry_after_s is not None]
-        longest = self._loads.longest_context()
+        longest = max(self._loads.longest_context(), self._spans.longest())
         if not req.has_begun and busy:
             self._reject(req, req.refusal, min(busy), now)
         elif not req.has_begun and longest:
@@ -176,9 +181,12 @@ class Lifecycle:
         attempt_id = f"{req.request_id}#{self._attempts}"
         first, decode_at = chosen.first, chosen.decode_at
         involved = [first] if decode_at is None else [first, decode_at]
+        if chosen.parts:
+            involved = [part.member for part in chosen.parts]
+            self._counters.sequences_split += 1
         attempt = Attempt(
             attempt_id, self._attempts, first, decode_at, chosen.holders, chosen.route, now, now, involved,
-            self._charge(req, chosen),
+            self._charge(req, chosen), parts=chosen.parts,
         )  # fmt: skip
         self.requests.begin(req, attempt)
         for name in self.admission.memory.reserve(req, attempt):
@@ -186,13 +194,27 @@ class Lifecycle:
         req.tries += 1
         self._count_dispatch(req, chosen)
         self._count_prompt(req, chosen, now)
-        self._expect(req, involved, now)
+        if not chosen.parts:
+            self._expect(req, involved, now)
         request = req.request
         self._sessions.route(request.tenant, request.session, involved)
         self._note_use(req, chosen, now)
         self._timers.arm(now + self._stalled_after_ns(req), self._stalled, attempt_id)
-        first.totals.dispatches += 1
-        self._outbox.send(first.peer, req.message(attempt, self._config.transfer, self._returns_kv(req, attempt), now))
+        self._send_order(req, attempt, first, now)
+
+    def _send_order(self, req: RequestState, attempt: Attempt, to: Member, now: int) -> None:
+        to.totals.dispatches += 1
+        self._outbox.send(to.peer, req.message(attempt, self._config.transfer, self._returns_kv(req, attempt), now))
+
+    def segment_held(self, attempt_id: str, sender: Member, now: int) -> None:
+        """``sender`` has computed its part of a sequence, or repeats that: the turn of the next part."""
+        req = self.requests.by_attempt.get(attempt_id)
+        attempt = req.attempt if req is not None else None
+        if req is None or attempt is None or sender not in attempt.involved:
+            self._outbox.send(sender.peer, Cancel(attempt_id))  # it has not heard that this is over
+        elif sender is attempt.holder:
+            attempt.part, attempt.news_ns = attempt.part + 1, now
+            self._send_order(req, attempt, attempt.parts[attempt.part].member, now)
 
     def _charge(self, req: RequestState, chosen: Placement) -> list[Charge]:
         """The prompt's work first, then that of decoding."""
@@ -359,7 +381,7 @@ class Lifecycle:
             held_ns = self._settle(attempt, completed=req.request.use_cache)
             if held_ns:
                 self._timers.arm(now + held_ns, self._not_held_any_more, None)
-            if req.is_stopped:  # not by the instances, which may go on
+            if req.is_stopped or attempt.parts:  # instances may go on, and keep parts
                 self._cancel(attempt)
         self.admission.release(req, now)
         self._count_answers(req)

@@ -71,6 +71,7 @@ from memserve.messages import (
 )
 from memserve.metadata import RouterStarted
 from memserve.policy.admission import on_terms
+from memserve.segments import SegmentHeld
 from memserve.types import FinishReason, NamedPrefix, Request, TokenOutput
 
 
@@ -245,6 +246,8 @@ class Cluster:
             self._lifecycle.refused(member, message, now)
         elif isinstance(message, AttemptsUnknown):
             self._membership.answer(member, message, now)
+        elif isinstance(message, SegmentHeld):
+            self._lifecycle.segment_held(message.request_id, member, now)
         elif isinstance(message, Pinned):
             self._handles.pinned(member, message, now)
         elif isinstance(message, Drain):

@@ -16,6 +16,7 @@ import numpy as np
 from memserve import _core
 from memserve.cluster.loads import ROLE_CODE, Ints, LoadTable
 from memserve.cluster.memory import MemoryBudget
+from memserve.cluster.parts import Parts
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.requests import RequestState
 from memserve.cluster.sessions import Handles, Sessions
@@ -59,6 +60,8 @@ class Placement(NamedTuple):
     holders: tuple[Holder, ...]
     prompt_tokens: int
     """To be computed or reused."""
+    parts: Parts = ()
+    """Of a sequence that is shared; ``first`` has the first of them. Empty: ``first`` has all of it."""
 
 
 class Placer:

@@ -13,6 +13,8 @@ from enum import Enum, auto
 from msgspec import structs
 
 from memserve.cluster.loads import Charge
+from memserve.cluster.parts import Parts, order_for
+from memserve.cluster.parts import where as where_parts
 from memserve.cluster.registry import Member, Registry
 from memserve.errors import check
 from memserve.messages import Dispatch, Holder, Peer
@@ -123,12 +125,33 @@ class Attempt:
     """Outputs behind tokens that have not come, in order of arrival: two members may speak, on two ways."""
     gap_ns: int | None = None
     """Since when there are any."""
+    parts: Parts = ()
+    """Of a sequence that instances share; empty: one instance has all of it."""
+    part: int = 0
+    """The last one that was dispatched."""
     handed_over_ns: int | None = None
     """When ``decode_at`` said that it has the KV. None: it has not."""
 
     def is_from(self, peer: Peer) -> bool:
         """Whether ``peer`` may speak for it: a prefill instance's last words may come after its part has ended."""
+        if self.parts:
+            return any(peer == part.member.peer for part in self.parts[: self.part + 1])
         return peer == self.first.peer or (self.decode_at is not None and peer == self.decode_at.peer)
+
+    def is_with(self, member: Member) -> bool:
+        """Whether ``member``, which is involved, must know it: the decode instance does from the handover on."""
+        if self.parts:
+            return any(part.member is member for part in self.parts[: self.part + 1])
+        return self.first is member or self.first not in self.involved
+
+    @property
+    def holder(self) -> Member | None:
+        """The member that is computing a part for others. None: none is, the last part is under way, or all of it."""
+        return self.parts[self.part].member if self.part < len(self.parts) - 1 else None
+
+    def is_generated_by(self, member: Member) -> bool:
+        """Whether clients get what ``member`` draws."""
+        return not self.parts or self.parts[-1].member is member
 
     def story(self, ended: str) -> AttemptStory:
         """What is kept of it."""
@@ -173,6 +196,8 @@ class RequestState:
     """The reason that an instance gave last for refusing it."""
     unplaced_ns: int | None = None
     """Since when no instance could take it; until news come."""
+    parts: Parts = ()
+    """Those of its last attempt, if instances shared it."""
     is_stopped: bool = False
     """The client ended a sequence: instances may not have heard of it."""
     past: list[AttemptStory] = field(default_factory=list)
@@ -197,7 +222,7 @@ class RequestState:
         return (index for index, reason in enumerate(self.finished) if reason is None)
 
     def message(self, attempt: Attempt, transfer: TransferMode, return_kv: bool, now: int) -> Dispatch:
-        """What the first instance is told."""
+        """What the first instance is told, or the one that computes the present part."""
         request = self.request
         generated: tuple[tuple[int, ...], ...] = ()
         ended: tuple[int, ...] = ()
@@ -205,7 +230,7 @@ class RequestState:
             generated = tuple(tuple(tokens) for tokens in self.emitted)
             ended = tuple(index for index, reason in enumerate(self.finished) if reason is not None)
         deadline_ns = request.deadline_ns
-        return Dispatch(
+        order = Dispatch(
             structs.replace(request, request_id=attempt.attempt_id, deadline_ns=None),
             deadline_in_ns=None if deadline_ns is None else max(0, deadline_ns - now),
             generated=generated,
@@ -215,6 +240,7 @@ class RequestState:
             holders=attempt.holders,
             return_kv=return_kv,
         )
+        return order_for(attempt.parts, attempt.part, order) if attempt.parts else order
 
     def told(self) -> tuple[tuple[str, str | int | float], ...]:
         """What the router decided, and what went wrong, for the client (``TokenOutput.story``)."""
@@ -222,7 +248,12 @@ class RequestState:
         if attempt is None:
             return (("attempts", len(self.past)), ("last_failure", self.past[-1].ended)) if self.past else ()
         where = attempt.first.name + (f" to {attempt.decode_at.name}" if attempt.decode_at is not None else "")
+        if attempt.parts:
+            where = " and ".join(part.member.name for part in attempt.parts)
+        told: tuple[tuple[str, str | int | float], ...]
         told = ("route", where), ("route_why", attempt.route.reason), ("attempts", len(self.past) + 1)
+        if attempt.parts:
+            told = *told, ("segments", where_parts(attempt.parts))
         moments = ("route_ms", attempt.dispatched_ns), ("handed_over_ms", attempt.handed_over_ns)
         return *told, *((name, round((at - self.arrived_ns) / NS_PER_MS, 3)) for name, at in moments if at is not None)
 
@@ -254,7 +285,7 @@ class RequestTable:
         """``attempt`` is under way for ``req``."""
         req.move(Cause.DISPATCHED)
         del self.unplaced[req.request_id]
-        req.attempt = attempt
+        req.attempt, req.parts = attempt, attempt.parts
         self.by_attempt[attempt.attempt_id] = req
         for member in attempt.involved:
             member.attempts[attempt.attempt_id] = None

@@ -124,7 +124,7 @@ class SegmentServer:
         except Exception as error:  # whatever was asked: the thread must live, and the sender must not wait
             log.warning("a query about a segment cannot be answered: %s", str(error)[:200])
         number = msgspec.msgpack.encode(head.number)
-        found = [] if parts is None else [memoryview(part.numpy()).cast("B") for part in parts]
+        found = [] if parts is None else [part.view(-1).view(torch.uint8).numpy().data for part in parts]
         self._socket.send_multipart([sender.bytes, number, *found], copy=False)
 
 
@@ -160,7 +160,7 @@ class ZmqSegmentLines:
         self._asked[number] = segment
         shape = cast(tuple[int, int, int], tuple(query.q.shape))
         head = _encode(_Head(number, query.name, query.layer, shape, query.scale, query.softcap))
-        data = memoryview(query.q.view(-1).view(torch.uint8).numpy())
+        data = query.q.view(-1).view(torch.uint8).numpy().data
         try:
             self._line(segment).send_multipart([head, data], zmq.NOBLOCK)
         except zmq.Again:
