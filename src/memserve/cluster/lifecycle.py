@@ -28,6 +28,8 @@ from memserve.types import Caching, FinishReason, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 
 _STALL_DOUBLINGS_MAX = 6
+_PARTS_PATIENCE = 4
+"""A sequence that all instances shared waits longer: one of them has to be started anew."""
 RETRY_AFTER_S = 5.0
 """What clients are told when no instance was there in time."""
 
@@ -161,7 +163,9 @@ class Lifecycle:
         req = self.requests.unplaced.get(request_id)
         if req is None or req.unplaced_ns is None or now < req.unplaced_ns + self._config.unplaced_ns:
             return
-        if req.has_begun:
+        if req.parts and now < req.unplaced_ns + _PARTS_PATIENCE * self._config.unplaced_ns:
+            self._timers.arm(now + self._config.unplaced_ns, self._waited_unplaced, request_id)
+        elif req.has_begun:
             self._counters.requests_failed += 1
             self.end(req, FinishReason.ERROR, now)
         else:
