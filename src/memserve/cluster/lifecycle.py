@@ -18,7 +18,7 @@ from memserve.cluster.registry import Member, Registry
 from memserve.cluster.report import Counters
 from memserve.cluster.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
 from memserve.cluster.sessions import Handles, Sessions
-from memserve.cluster.spans import SpanPlacer
+from memserve.cluster.spans import PATIENCE, RETRY_S, SpanPlacer
 from memserve.cluster.trees import IDENTITY_BYTES, Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Cancel, RequestRefused
@@ -28,8 +28,6 @@ from memserve.types import Caching, FinishReason, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 
 _STALL_DOUBLINGS_MAX = 6
-_PARTS_PATIENCE = 4
-"""A sequence that all instances shared waits longer: one of them has to be started anew."""
 RETRY_AFTER_S = 5.0
 """What clients are told when no instance was there in time."""
 
@@ -118,9 +116,7 @@ class Lifecycle:
         if chosen is None and self._gives_second_chance(req):
             chosen = self._placer.place(req)
         chosen = chosen or self._spans.place(req)
-        if chosen is None and self._spans.waits(req):
-            self._wait(req, 1.0, now)
-        elif chosen is None:
+        if chosen is None:
             self._no_instance(req, now)
         else:
             self._dispatch(req, chosen, now)
@@ -143,7 +139,9 @@ class Lifecycle:
         asked = [req.avoid[m.peer] for m in self._registry if m.peer in req.avoid]
         busy = [retry_after_s for retry_after_s in asked if retry_after_s is not None]
         longest = max(self._loads.longest_context(), self._spans.longest())
-        if not req.has_begun and busy:
+        if self._spans.waits(req):
+            self._wait(req, RETRY_S, now)
+        elif not req.has_begun and busy:
             self._reject(req, req.refusal, min(busy), now)
         elif not req.has_begun and longest:
             tokens = len(req.request.prompt)
@@ -163,7 +161,7 @@ class Lifecycle:
         req = self.requests.unplaced.get(request_id)
         if req is None or req.unplaced_ns is None or now < req.unplaced_ns + self._config.unplaced_ns:
             return
-        if req.parts and now < req.unplaced_ns + _PARTS_PATIENCE * self._config.unplaced_ns:
+        if req.parts and now < req.unplaced_ns + PATIENCE * self._config.unplaced_ns:
             self._timers.arm(now + self._config.unplaced_ns, self._waited_unplaced, request_id)
         elif req.has_begun:
             self._counters.requests_failed += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import NamedTuple
 
 from msgspec import structs
@@ -35,6 +36,8 @@ def order_for(parts: Parts, place: int, whole: Dispatch) -> Dispatch:
         salt=_salt(whole.request.salt, prompt[: part.first]),
         slo_ttft_ns=None,  # it is not the first token of this part that the client waits for
     )
+    room = min(p.member.info.sequence_tokens for p in parts) - len(prompt)
+    request = structs.replace(request, stop=replace(request.stop, max_tokens=min(request.stop.max_tokens, room)))
     if holds:  # a prompt, and a draw that no client gets
         request = structs.replace(
             request, n=1, sampling=SamplingParams(temperature=0.0), stop=StopParams(max_tokens=2), slo_tpot_ns=None

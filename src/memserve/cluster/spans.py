@@ -21,6 +21,11 @@ from memserve.messages import PeerInfo
 from memserve.policy.candidates import Candidate, Route
 from memserve.types import Admission
 
+RETRY_S = 0.2
+"""Between two looks whether the instances are free."""
+PATIENCE = 4
+"""A request whose sequence was shared waits so many times as long for instances: one has to be started anew."""
+
 
 class SpanPlacer:
     """Decides; changes nothing."""

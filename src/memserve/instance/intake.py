@@ -119,6 +119,7 @@ class RequestIntake:
         for index in range(group.request.n):
             sequence = group.new_sequence()
             sequence.out = list(generated[index])
+            sequence.resumed = len(sequence.out)
             self._state.move(sequence, cause)
         for sequence in list(group.sequences.values()):
             if sequence.index in ended:

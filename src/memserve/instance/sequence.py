@@ -266,6 +266,7 @@ class Sequence(_core.SequenceRow):
         "published",
         "rank",
         "request_id",
+        "resumed",
         "since_ns",
         "since_tokens",
         "slot",
@@ -283,6 +284,8 @@ class Sequence(_core.SequenceRow):
         self.stops = group.stops
         self.phase = SEQUENCE.initial
         self.out: list[int] = []
+        #: those of ``out`` that another instance has drawn
+        self.resumed = 0
         self.inflight = 0
         #: samples that may still be scheduled
         self.left = max(1, group.max_tokens) if group.tokens_here is None else group.tokens_here

@@ -274,7 +274,7 @@ class ModelDevice:
     def _lost(self, slot: int, why: str) -> None:
         """A slot has read nothing of an earlier part: what it computes has no meaning from there on."""
         log.warning("a part of a longer sequence is lost: %s", why)
-        self._slots.failed.setdefault(slot, RowFailed("", kv_is_suspect=True))
+        self._slots.failed.setdefault(slot, RowFailed(""))
 
     def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
         """On CUDA a layer's kernels have not run when its call returns: there the end of the step reports them all."""
