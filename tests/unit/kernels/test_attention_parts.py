@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,7 @@ def test_parts_of_a_context_make_the_whole(
     q = arena.q[tokens - rows :]
     _kernels.force_isa(isa)
     try:
-        found = [arena.part(q, a, b, True, softcap) for a, b in zip(edges, edges[1:], strict=False)]
+        found = [arena.part(q, a, b, True, softcap) for a, b in itertools.pairwise(edges)]
         found.append(arena.part(q, edges[-1], tokens, False, softcap))
     finally:
         _kernels.force_isa(None)

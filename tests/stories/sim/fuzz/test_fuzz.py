@@ -103,6 +103,8 @@ CAUGHT = {
     "store-generation": (31, "members: |blocks of the store believed"),
     "layer-arrival": (59, "not there yet"),
     "draft-check": (0, "tokens that do not exist"),
+    "segment-drop": (612, "is stale"),
+    "segment-share": (29, "instead of"),
 }
 """Where to begin, so that a test of a few seeds sees it, and what the checker says. docs/guides/SIMULATOR.md has the
 first seed of all."""
