@@ -78,6 +78,8 @@ ROWS = (
     Row("tools that a server runs (web search, files, code)", "no: 400",
         f"{_RESPONSES}::test_bad_input_is_refused_by_its_name"),
     Row("`GET /v1/models`, `GET /v1/models/{id}`", "yes", f"{_OPENAI}::test_models_health_and_metrics"),
+    Row("fine-tuned models by name", "LoRA adapters (`--lora NAME=FOLDER`)",
+        "process/api/test_adapters.py::test_an_adapter_is_asked_for_as_a_model_and_answers_carry_its_name"),
     Row("errors as OpenAI's client reads them", "yes",
         "process/api/test_lifecycle.py::test_an_error_in_the_middle_of_a_stream_reaches_the_official_client"),
     Row("keys", "yes; each stands for a tenant",

@@ -83,7 +83,7 @@ ONE_BY_ONE = (
 first, the longest before all; whoever has none of them does the rest in the meantime."""
 
 LONG = (
-    "unit/test_model_answers",
+    "unit/llm/test_model_answers",
     "process/test_operations",
     "process/test_store_processes",
     "stories/sim/fuzz/test_whole_world",

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 from memserve.errors import UserError
 from memserve.options import (
+    GBIT_S,
     GIBIBYTES,
-    GIGABITS_S,
+    MANY,
     MILLISECONDS,
     NEGATED,
     OBJECTIVES,
@@ -109,7 +110,7 @@ class SchedulerConfig:
     draft_tokens: int = option(0, "--draft-tokens", least=0, most=64)
     """N: a step also computes up to N tokens that followed the same tokens before, in the sequence or in an earlier
     request of its tenant, and keeps those that are drawn, where that pays. Answers stay the same. 0: no drafts."""
-    link_bytes_s: float | None = option(None, "--link-gbps", form=GIGABITS_S, least=0.001)
+    link_bytes_s: float | None = option(None, "--link-gbps", form=GBIT_S, least=0.001)
     """Emulate a link of this many gigabits a second between KV memory and DRAM, for studies of ``--layerwise`` on
     machines where both are the same memory. None: as fast as the memory is."""
 
@@ -176,6 +177,8 @@ class InstanceConfig:
     """Limits of KV transfers with other instances."""
     vocab_size: int = VOCAB_MAX
     """Token ids that the model can read and draw: ``[0, vocab_size)``."""
+    adapters: frozenset[str] = frozenset()
+    """Digests of the LoRA adapters that the device has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +347,8 @@ class EngineOptions:
     """Tokens of one KV block."""
     threads: int | None = option(None, least=1)
     """CPU threads of the device. None: every core."""
+    lora: tuple[str, ...] = option((), form=MANY, vllm="lora_modules", vllm_form=MANY)
+    """A LoRA adapter as NAME=FOLDER; requests name it as their model. May be repeated."""
 
     VLLM_REFUSED: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "gpu_memory_utilization": (None, "give the KV cache a size: --kv-memory 8GiB, or kv_memory='8GiB'"),

@@ -43,12 +43,14 @@ class Form:
 SIZE = Form(str, parse_bytes, flag_bytes)
 SECONDS = Form(float, ns_from_s, lambda ns: ns / NS_PER_S)
 MILLISECONDS = Form(float, lambda ms: ns_from_s(ms / 1000), lambda ns: ns / NS_PER_MS)
-GIGABITS_S = Form(float, lambda gigabits: gigabits * 1e9 / 8, lambda rate: rate * 8 / 1e9)
+GBIT_S = Form(float, lambda gigabits: gigabits * 1e9 / 8, lambda rate: rate * 8 / 1e9)
 MEBIBYTES = Form(int, lambda count: count * MIB, lambda size: size // MIB)
 GIBIBYTES = Form(float, lambda count: round(count * GIB), lambda size: size / GIB)
 NEGATED = Form(bool, lambda given: not given, lambda value: not value)
 """A flag that switches the field off; its help text is what follows ``False:`` in the field's text."""
-REPEATED = Form(list[str], tuple, lambda value: list(value) or None)
+MANY = Form(
+    list[str], lambda given: (given,) if isinstance(given, str) else tuple(given), lambda value: list(value) or None
+)
 
 
 def _read_weights(texts: list[str]) -> tuple[tuple[str, int], ...]:
@@ -226,7 +228,7 @@ def from_keywords(config: T, given: Mapping[str, Any]) -> T:
         if one.vllm:
             readers[one.vllm] = (one, one.read_vllm)
         readers[one.flag.removeprefix("--").replace("-", "_")] = (one, one.read)
-        readers[one.name] = (one, lambda value: value)
+        readers[one.name] = (one, one.read if one.form is MANY else lambda value: value)
     values: dict[tuple[str, ...], Any] = {}
     said: dict[tuple[str, ...], str] = {}
     for name, value in given.items():
@@ -276,6 +278,9 @@ def command_line_of(config: Any) -> tuple[str, ...]:
     words: list[str] = []
     for one, default in zip(options_of(config), options_of(type(config)), strict=True):
         if one.default == default.default:
+            continue
+        if one.form is MANY:
+            words += [word for value in one.default for word in (one.flag, value)]
             continue
         words.append(one.flag)
         if one.form is not NEGATED:

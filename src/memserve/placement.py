@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from memserve.errors import UserError
-from memserve.options import REPEATED, option
+from memserve.options import MANY, option
 from memserve.types import Role
 
 
@@ -26,7 +26,7 @@ class PlacementOptions:
     nodes, and starts them again."""
     address: str | None = option(None)
     """With --on ray: HOST:PORT of the Ray cluster. None: RAY_ADDRESS, else a Ray of this host alone."""
-    resources: tuple[str, ...] = option((), "--ray-resources", form=REPEATED)
+    resources: tuple[str, ...] = option((), "--ray-resources", form=MANY)
     """With --on ray: ROLE=NAME:AMOUNT,...: what Ray reserves for each process of a role, for example
     decode=CPU:4,GPU:1; where it is not named, CPU:1. Repeatable, one role each."""
 

@@ -126,8 +126,21 @@ class StopParams:
     stop_token_ids: tuple[int, ...] = ()  # includes the model's end-of-sequence ids unless they are ignored
 
 
+_ADAPTER = "lora-"
+
+
+def salt_of(salt: str, adapter: str) -> str:
+    """``Request.salt`` for the digests of a client's own salt and of an adapter; each may be empty."""
+    return "-".join(part for part in (_ADAPTER + adapter if adapter else "", salt) if part)
+
+
+def adapter_of(salt: str) -> str:
+    """The digest of the adapter in a :func:`salt_of`; empty: none."""
+    return salt.removeprefix(_ADAPTER).partition("-")[0] if salt.startswith(_ADAPTER) else ""
+
+
 def isolation(tenant: str, salt: str) -> str:
-    """Name of the KV that requests of ``tenant`` with ``salt`` (a digest, or "") share among themselves."""
+    """Name of the KV that requests of ``tenant`` with ``salt`` (:func:`salt_of`) share among themselves."""
     return tenant if not salt else f"{tenant}\x1f{salt}"
 
 
@@ -163,7 +176,7 @@ class Request(msgspec.Struct, frozen=True):  # not a dataclass: the router renam
     session: str = ""  # named by the client: the session policy keeps its requests together
     weight: int = 1  # of its tenant: its share of service relative to weight 1, set by the operator
     urgency: int = 0  # orders the requests of all tenants, before the tenants' turns; set by the operator
-    salt: str = ""  # digest of the client's ``cache_salt``: KV is shared only within (tenant, salt)
+    salt: str = ""  # of the client's ``cache_salt`` and the adapter: KV is shared only within (tenant, salt)
     slo_ttft_ns: int | None = None  # the time that its first token may take; a request that asks for less is rejected
     slo_tpot_ns: int | None = None  # the time that each further token may take; None: the instance's objective
 
@@ -171,6 +184,12 @@ class Request(msgspec.Struct, frozen=True):  # not a dataclass: the router renam
     def isolation(self) -> str:
         """Name of the KV that the request may read and fill. It only separates KV."""
         return isolation(self.tenant, self.salt)
+
+    @property
+    def adapter(self) -> str:
+        """Digest of the LoRA adapter that computes it; empty: none. What it is read from separates KV as well, so that
+        KV of one adapter can never be another's."""
+        return adapter_of(self.salt)
 
 
 @dataclass(frozen=True, slots=True)

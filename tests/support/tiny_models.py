@@ -111,10 +111,17 @@ class Driver:
     """A device and the plans for it, written by hand with little ink. Counts the steps."""
 
     def __init__(
-        self, model: LoadedModel, *, blocks: int = 64, dram_blocks: int = 8, lower_dtype: str = "auto", **options: Any
+        self,
+        model: LoadedModel,
+        *,
+        blocks: int = 64,
+        dram_blocks: int = 8,
+        lower_dtype: str = "auto",
+        adapters: frozenset[str] = frozenset(),
+        **options: Any,
     ) -> None:
         scheduler, pool = SchedulerConfig(max_running=8), PoolConfig(blocks, dram_blocks, lower_dtype=lower_dtype)
-        config = InstanceConfig(CONTEXT_TOKENS, pool=pool, scheduler=scheduler)
+        config = InstanceConfig(CONTEXT_TOKENS, pool=pool, scheduler=scheduler, adapters=adapters)
         self.device = ModelDevice(model, config, **options)
         self.steps = 0
 

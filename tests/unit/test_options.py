@@ -120,6 +120,7 @@ VLLM = {
     "kv_cache_memory_bytes": ("64MiB", 64 * MIB, "kv_memory_bytes", 64 * MIB),
     "tensor_parallel_size": ("2", 2, "tensor", 2),
     "pipeline_parallel_size": ("3", 3, "pipeline", 3),
+    "lora_modules": ("a=/a", ["a=/a"], "lora", ("a=/a",)),
 }
 """vLLM's name -> its value on a command line and as a keyword; our field and its value."""
 
@@ -199,6 +200,9 @@ def test_keywords_of_llm() -> None:
         engine, kv_memory_bytes=5 * MIB, dram_memory_bytes=7, scheduler=SchedulerConfig(max_running=3)
     )
     from_keywords(engine, {"max_running": 3, "max_num_seqs": 3, "tensor_parallel_size": 1})
+    assert from_keywords(engine, {"lora": "a=/a"}) == from_keywords(engine, {"lora": ["a=/a"]})
+    many = from_keywords(engine, {"lora": ["a=/a", "b=/b"]})
+    assert many.lora == ("a=/a", "b=/b") and command_line_of(many)[-4:] == ("--lora", "a=/a", "--lora", "b=/b")
     with pytest.raises(UserError, match="max_running and max_num_seqs name one option"):
         from_keywords(engine, {"max_running": 3, "max_num_seqs": 4})
     with pytest.raises(UserError, match="kv_memory"):

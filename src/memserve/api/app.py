@@ -38,6 +38,7 @@ from memserve.api.traces import Traces, open_traces
 from memserve.api.ui.feed import EngineSource, Feed
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.timelines import Timelines, Watch
+from memserve.model.loading.adapter import Adapter
 from memserve.runtime.loop import EngineStopped
 from memserve.types import RequestLogFormat
 
@@ -62,7 +63,8 @@ class _Pages:
             Route("/openapi.json", self.openapi),
         ]
 
-    def _card(self, name: str | None = None) -> dict[str, Any]:
+    def _card(self, name: str | None = None, adapter: Adapter | None = None) -> dict[str, Any]:
+        of_adapter = {} if adapter is None else {"root": adapter.folder.name, "parent": self._model.name}
         return {
             "id": name or self._model.name,
             "object": "model",
@@ -70,17 +72,22 @@ class _Pages:
             "owned_by": "memserve",
             "root": self._model.name,
             "max_model_len": self._model.max_model_tokens,
+            **of_adapter,
         }
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``."""
-        return _json({"object": "list", "data": [self._card(name) for name in self._names.shown]})
+        cards = [self._card(name) for name in self._names.shown]
+        cards += [self._card(adapter.name, adapter) for adapter in self._names.adapters]
+        return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         """``GET /v1/models/{id}``; names may contain slashes."""
-        if request.path_params["name"] not in self._names:
-            raise model_not_found(request.path_params["name"], self._names.served)
-        return _json(self._card())
+        name = request.path_params["name"]
+        if name not in self._names:
+            raise model_not_found(name, self._names.served)
+        adapter = self._names.adapter(name)
+        return _json(self._card() if adapter is None else self._card(adapter.name, adapter))
 
     async def health(self, request: Request) -> Response:
         """``GET /health``: 200 while the engine answers and could run a request."""
@@ -180,6 +187,7 @@ def create_app(
     *,
     aliases: Sequence[str] = (),
     further_names: Sequence[str] = (),
+    adapters: Sequence[Adapter] = (),
     api_keys: Sequence[str] = (),
     metrics_key: str | None = None,
     limits: EdgeConfig | None = None,
@@ -189,7 +197,7 @@ def create_app(
     """The OpenAI API in front of ``engine``. A server drains ``app.state.hub`` and applies ``app.state.edge``'s limits.
 
     Clients may ask for ``model`` by its name, by one of ``further_names``, which are listed as well, or by one of
-    ``aliases``; answers carry its name.
+    ``aliases``; answers carry its name. Each of ``adapters`` is asked for by its own.
     ``metrics_key``: ``GET /metrics`` requires it, and names tenants; ``None``: it is open and names none.
     ``traces``: closed with the application; ``None``: as ``config.otlp_endpoint`` says.
     Raises :class:`UserError` for malformed keys, and for traces without the package they need.
@@ -197,7 +205,7 @@ def create_app(
     limits, config = limits or EdgeConfig(), config or ApiConfig()
     metrics, encoder = ApiMetrics(), PromptEncoder(model)
     hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
-    tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names)
+    tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names, adapters)
     keys, metrics_keys = KeyRing(api_keys), KeyRing(() if metrics_key is None else (metrics_key,))
     pages, closing = _Pages(hub, model, names, metrics, metrics_keys), ExitStack()
     timelines = _timelines(model.name, traces, config.otlp_endpoint, closing)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from memserve.errors import UserError
-from memserve.options import MEBIBYTES, REPEATED, SIZE, check_ranges, option
+from memserve.options import MANY, MEBIBYTES, SIZE, check_ranges, option
 from memserve.types import RequestLogFormat
 from memserve.units import KIB, MIB, human_bytes
 
@@ -88,7 +88,7 @@ class EdgeConfig:
     """A client that reads nothing of its answer for this many seconds is cut off, and its request cancelled."""
     stream_buffer_bytes: int = option(4 * MIB, "--stream-buffer", form=SIZE)
     """Output of one stream that its client has not read yet; more ends the stream with an error."""
-    cors_origins: tuple[str, ...] = option((), "--cors-origin", form=REPEATED)
+    cors_origins: tuple[str, ...] = option((), "--cors-origin", form=MANY)
     """Origin whose web pages may use the API, e.g. ``https://chat.example.com``; ``*``: all. Repeatable; without it, no
     page may."""
     log_requests: RequestLogFormat = option(RequestLogFormat.NONE)

@@ -66,7 +66,7 @@ class CompletionPlanner:
         load = len(data) // PARSING
         parsed = workers.run(caller.tenant, load, lambda: parse_leniently(data, CompletionBody, self.leniency))
         body, ignored = await parsed
-        _check_model(body.model, self._names)
+        caller = addressed(body.model, self._names, caller)
         if not isinstance(body.prompt, (str, list)):
             raise bad_request("'prompt' is required: text or token ids", "prompt", "missing_required_parameter")
         document = _document(body, caller, self._documents, "completions")
@@ -106,7 +106,7 @@ class ChatPlanner:
         load = len(data) // PARSING
         parsed = workers.run(caller.tenant, load, lambda: parse_leniently(data, ChatBody, self.leniency))
         body, ignored = await parsed
-        _check_model(body.model, self._names)
+        caller = addressed(body.model, self._names, caller)
         document = _document(body, caller, self._documents, "chat")
 
         def planned() -> Generation:
@@ -148,6 +148,9 @@ def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoi
         return None
     if body.cache_salt is not None:
         raise bad_request("cache_salt and document exclude each other: a salt hides what is cached", "cache_salt")
+    if caller.adapter is not None:
+        message = "documents are computed without an adapter, so none of their KV is of use here: put the text in front"
+        raise bad_request(message, "document")
     document = documents.get(caller.tenant, body.document)
     if document.endpoint != endpoint:
         message = f"The document {document.document_id!r} is for {document.endpoint}: none of its KV is cached for"
@@ -166,9 +169,11 @@ def _as_configured(plan: Generation, config: ApiConfig, ignored: tuple[str, ...]
     )
 
 
-def _check_model(name: str, names: ModelNames) -> None:
+def addressed(name: str, names: ModelNames, caller: Caller) -> Caller:
+    """``caller`` with the adapter that it asks for by ``name``. Raises :class:`ApiError` 404 for a name of nothing."""
     if name not in names:
         raise model_not_found(name, names.served)
+    return replace(caller, adapter=names.adapter(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +203,7 @@ class GenerationEndpoint:
         del data  # the body must not stay in memory while the answer is generated
         reply = Reply(plan, shared.encoder.tokenizer, shared.metrics)
         scope[REPLY_KEY] = reply
-        envelope = new_envelope(response_id, shared.model.name)
+        envelope = new_envelope(response_id, plan.model or shared.model.name)
         await answer(shared.hub, reply, self._shape, envelope, receive, send)
         keep_session(shared.hub.engine, reply)
 

@@ -20,8 +20,9 @@ from memserve.api.served import ServedModel, chosen_sampling
 from memserve.api.structure import structure_of
 from memserve.api.tools.plan import CallPlan
 from memserve.errors import UserError
+from memserve.model.loading.adapter import Adapter
 from memserve.tiers import AS_COMPUTED
-from memserve.types import Request, SamplingParams, StopParams
+from memserve.types import Request, SamplingParams, StopParams, salt_of
 from memserve.units import NS_PER_MS, ns_from_s
 from memserve.validation import check_request
 
@@ -59,6 +60,7 @@ class Generation:
     names_token_ids: bool = False  # logprobs name tokens by their ids
     logprob_token_ids: tuple[int, ...] = ()  # logprobs report these alone
     continuous_usage: bool = False  # each chunk carries the usage
+    model: str = ""  # the name that the answer carries, where that is an adapter's
     ignored: tuple[str, ...] = ()  # fields of the request without effect
     calls: CallPlan | None = None  # of a chat with tools
     thoughts: Thoughts = Thoughts.NONE  # of a chat: how its answers begin
@@ -66,10 +68,11 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The client of a request: its tenant decides which KV may be shared."""
+    """The client of a request, and what it asks: its tenant and the adapter decide which KV may be shared."""
 
     tenant: str
     explain: bool = False
+    adapter: Adapter | None = None
 
 
 def plan_completion(
@@ -187,6 +190,7 @@ def _plan(
         names_token_ids=bool(body.return_tokens_as_token_ids),
         logprob_token_ids=sampling.logprob_token_ids,
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+        model=caller.adapter.name if caller.adapter is not None else "",
         calls=calls,
     )
 
@@ -196,7 +200,7 @@ def _requests(
     request_id: str, *, drawn: int, beam_width: int,
 ) -> list[Request]:  # fmt: skip
     """One for each prompt."""
-    salt = _salt(body)
+    salt = salt_of(_salt(body), caller.adapter.digest if caller.adapter is not None else "")
     deadline_ns = time.monotonic_ns() + ns_from_s(body.timeout_s) if body.timeout_s else None
     return [
         Request(
@@ -244,7 +248,7 @@ def _check(request: Request, model: ServedModel) -> None:
         raise bad_request(error.message, error.param) from None
 
 
-_SESSION = re.compile(r"(?:salted:[0-9a-f]{32}:)?session:(.*)", re.DOTALL)
+_SESSION = re.compile(r"(?:salted:[0-9a-z-]+:)?session:(.*)", re.DOTALL)
 
 
 def _salt(body: GenerationBody) -> str:

@@ -12,7 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 from tokenizers import Tokenizer
 
 from memserve.cluster.prefix_map import PrefixNode
+from memserve.errors import UserError
 from memserve.metadata import DocumentDropped, DocumentPut
+from memserve.model.loading.adapter import Adapter
 from memserve.runtime.engine import Rejected
 from memserve.types import NamedPrefix, Request, SamplingParams, TokenArray, TokenOutput
 
@@ -136,17 +138,32 @@ class RememberingEngine(ServingEngine, Protocol):
 
 
 class ModelNames:
-    """The names by which clients may ask for the served model."""
+    """The names by which clients may ask for the served model, and for its adapters."""
 
-    def __init__(self, served: str, aliases: Sequence[str] = (), further: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        served: str,
+        aliases: Sequence[str] = (),
+        further: Sequence[str] = (),
+        adapters: Sequence[Adapter] = (),
+    ) -> None:
         """``served`` is the name that answers carry; ``further`` ones are listed, ``aliases`` are not. Letter case does
-        not matter."""
+        not matter. Raises :class:`UserError` for an adapter with a name of the model's."""
         self.served = served
         self.shown = tuple(dict.fromkeys((served, *further)))
+        self.adapters = tuple(adapters)
         self._known = {name.casefold() for name in (*self.shown, *aliases)}
+        self._adapters = {adapter.name.casefold(): adapter for adapter in adapters}
+        if taken := self._known & self._adapters.keys():
+            hint = "give the adapter another name: --lora NAME=FOLDER"
+            raise UserError(f"{min(taken)!r} is a name of the model itself", hint=hint, param="lora")
 
     def __contains__(self, name: str) -> bool:
-        return name.casefold() in self._known
+        return name.casefold() in self._known or name.casefold() in self._adapters
+
+    def adapter(self, name: str) -> Adapter | None:
+        """The adapter of this name; ``None``: it is the model's own name, or none."""
+        return self._adapters.get(name.casefold())
 
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -22,6 +22,7 @@ from memserve.cli.fleet import run_fleet
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.fleet.words import FleetOptions
+from memserve.model.loading.adapter import Adapter, read_adapters
 from memserve.placement import PlacementOptions
 from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
@@ -163,6 +164,7 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
         from memserve.api.traces import refuse_without_package
 
         refuse_without_package()
+    adapters = read_adapters(engine_options.lora)
     KeyRing(http.api_keys)  # refuses malformed keys
     KeyRing(() if http.metrics_key is None else (http.metrics_key,))
     keep_heap_small()
@@ -171,7 +173,7 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
             typer.echo(f"loading {engine_options.model} ...", err=True)
             backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
             with backend as served:
-                _serve_until_signal(served, engine_options.model, listener, http, started)
+                _serve_until_signal(served, engine_options.model, adapters, listener, http, started)
     except EndAsked as asked:
         log.warning("%s: stopped before it was ready", asked.signal_name)
 
@@ -219,8 +221,9 @@ def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) ->
 
 
 def _serve_until_signal(
-    served: _Served, source: str, listener: socket.socket, http: opt.HttpOptions, started: float
-) -> None:
+    served: _Served, source: str, adapters: tuple[Adapter, ...], listener: socket.socket, http: opt.HttpOptions,
+    started: float,
+) -> None:  # fmt: skip
     from memserve.api.app import create_app
     from memserve.api.edge import make_room_for_connections
     from memserve.api.server import Server
@@ -234,8 +237,8 @@ def _serve_until_signal(
     model = dataclasses.replace(model, default_max_tokens=http.default_max_tokens or None)
     make_room_for_connections(http.limits.connections_max)
     app = create_app(
-        served.engine, model, aliases=aliases, further_names=http.served_model_names[1:], api_keys=http.api_keys,
-        metrics_key=http.metrics_key, limits=http.limits, config=http.api,
+        served.engine, model, aliases=aliases, further_names=http.served_model_names[1:], adapters=adapters,
+        api_keys=http.api_keys, metrics_key=http.metrics_key, limits=http.limits, config=http.api,
     )  # fmt: skip
     port = listener.getsockname()[1]
 
@@ -243,6 +246,8 @@ def _serve_until_signal(
         typer.echo(ready_text(model.name, http.url(port), time.perf_counter() - started, http.api_keys))
         if served.text:
             typer.echo(served.text)
+        if adapters:
+            typer.echo(f"adapters: {', '.join(adapter.name for adapter in adapters)}")
         if model.kv_lower_dtype != AS_COMPUTED:
             typer.echo(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
         sys.stdout.flush()

@@ -11,7 +11,7 @@ from msgspec import structs
 from memserve.cluster.registry import Member
 from memserve.messages import Dispatch
 from memserve.segments import Segment, Span
-from memserve.types import SamplingParams, StopParams, TokenArray
+from memserve.types import SamplingParams, StopParams, TokenArray, adapter_of, salt_of
 
 
 class Part(NamedTuple):
@@ -51,7 +51,8 @@ def _salt(salt: str, before: TokenArray) -> str:
     """KV of a part is that of its tokens behind those ``before``: of others' only with the same ones."""
     if not len(before):
         return salt
-    return hashlib.blake2b(before.tobytes(), key=salt.encode()[:64], digest_size=16).hexdigest()
+    own = hashlib.blake2b(salt.encode() + b"\0" + before.tobytes(), digest_size=16).hexdigest()
+    return salt_of(own, adapter_of(salt))
 
 
 def where(parts: Parts) -> str:

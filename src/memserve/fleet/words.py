@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from memserve.errors import UserError
-from memserve.options import REPEATED, check_ranges, option
+from memserve.options import MANY, check_ranges, option
 from memserve.serving import RejectRequest
 from memserve.types import Request, Role
 
@@ -79,7 +79,7 @@ def _is_port(address: str) -> bool:
 class FleetOptions:
     """Servers of other projects behind the router."""
 
-    engines: tuple[str, ...] = option((), "--engine", form=REPEATED)
+    engines: tuple[str, ...] = option((), "--engine", form=MANY)
     """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, or ``sglang=``: serve through this
     server instead of instances. Repeatable. With ``,role=prefill`` and ``,role=decode`` one vLLM computes prompts and
     another one answers."""

@@ -183,6 +183,7 @@ class BatchBuilder:
                 beam_candidates=group.beam.candidates_wanted if group.beam is not None else 0,
                 stop=group.request.stop,
                 before=_before(group),
+                adapter=group.request.adapter,
             )
         )
         sequence.opened = True

@@ -50,6 +50,7 @@ class OpenSequence:
     beam_candidates: int = 0  # > 0: report this many candidates at every sampled position instead of drawing
     stop: StopParams = field(default_factory=StopParams)  # the device never draws a stop token before ``min_tokens``
     before: Before | None = None  # the sequence is a part: rows count from its first token. None: it is whole
+    adapter: str = ""  # digest of the LoRA adapter that computes its rows; empty: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,8 @@ class RequestIntake:
             check_request(request, self._config.vocab_size)
         except UserError as error:
             return error.message
+        if request.adapter and request.adapter not in self._config.adapters:
+            return "this instance does not have the adapter of that name: start all of them with the same --lora"
         return None
 
     def unknown_token(self, generated: Many[Many[int]]) -> bool:

@@ -17,6 +17,7 @@ from memserve import _core
 from memserve.config import InstanceConfig
 from memserve.errors import check
 from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, StepFinished, StepPlan
+from memserve.model.adapting import StepAdapters, adapting
 from memserve.model.arena import KvArenas, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
@@ -68,7 +69,9 @@ class ModelDevice:
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
         self._vocab_size = model.vocab_size
         grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
-        self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size, grammars)
+        self._adapters = model.adapters
+        sizes_of_slots = scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size
+        self._slots = SlotTable(*sizes_of_slots, grammars, config.adapters)
         self._forward = forward or EagerForward(model.module)
         share = None if crew is None else crew.share
         self._attention = attention or choose_attention(self._arenas.hbm, geometry, share)
@@ -231,7 +234,8 @@ class ModelDevice:
         logits_rows += [np.arange(q_starts[row], q_starts[row + 1]) for row in whole]
 
         attention = self._attention_of(slots, q_starts, (starts + counts).astype(np.int32))
-        with attending(self._reporting(plan, attention)), exchanging(self._crew):
+        adapters = self._adapters_of(slots, counts)
+        with attending(self._reporting(plan, attention)), exchanging(self._crew), adapting(adapters):
             logits = self._forward(
                 *self._inputs(slots, starts, counts, q_starts), self._send(np.concatenate(logits_rows, dtype=np.int64))
             )
@@ -240,6 +244,12 @@ class ModelDevice:
         if self._crew is not None:
             logits = self._crew.gather(logits)
         return logits if logits.shape[1] <= self._vocab_size else logits[:, : self._vocab_size], drawing
+
+    def _adapters_of(self, slots: Int64s, counts: Int64s) -> StepAdapters | None:
+        mine = self._slots.adapters
+        if self._adapters is None or not mine:
+            return None
+        return self._adapters.rows([mine.get(slot, "") for slot in slots.tolist()], counts, self._device)
 
     def _attention_of(self, slots: Int64s, q_starts: Int32s, contexts: Int32s) -> StepAttention:
         """``contexts``: the tokens of each row up to its last one."""

@@ -11,7 +11,7 @@ invariants that a plan breaks, are not caught: they fail the step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -42,6 +42,8 @@ _OF_THE_STEP = (InvariantError, MemoryError, torch.OutOfMemoryError, torch.Accel
 NOT_NUMBERS = RowFailed("the model gave no finite number for any next token", kv_is_suspect=True)
 """Not a number or infinity among the logits, or every token impossible, before the request's changes."""
 
+NO_ADAPTER = RowFailed("this instance does not have its adapter: start all with the same --lora", kv_is_suspect=True)
+
 NOTHING_LEFT = RowFailed(NO_TOKEN_LEFT)
 """Every token impossible, but only after the request's changes."""
 
@@ -56,7 +58,9 @@ class SlotTable:
         block_tokens: int,
         vocab_size: int = VOCAB_MAX,
         grammars: Grammars | None = None,
+        adapters: Container[str] = (),
     ) -> None:
+        """``adapters``: digests of those that there are."""
         self.block_tokens, self.vocab_size = block_tokens, vocab_size
         self.tokens: Int32s = np.zeros((slots, max_tokens), np.int32)
         self.lengths: Int64s = np.zeros(slots, np.int64)
@@ -86,6 +90,9 @@ class SlotTable:
         self.before: dict[int, Before] = {}
         #: open slots that failed: they compute like any other, and draw nothing
         self.failed: Failures = {}
+        #: digests of the adapters that rows of the slots are computed with, by slot
+        self.adapters: dict[int, str] = {}
+        self._known_adapters = adapters
         self._sampling: list[SamplingParams] = [SamplingParams()] * slots
         self._stop: list[StopParams] = [StopParams()] * slots
 
@@ -112,6 +119,11 @@ class SlotTable:
             known = self.tokens[slot, :length]
             known[(known < 0) | (known >= self.vocab_size)] = 0
             self.failed[slot] = RowFailed("its tokens are not all in the model's vocabulary")
+        if sequence.adapter:
+            if sequence.adapter in self._known_adapters:
+                self.adapters[slot] = sequence.adapter
+            else:
+                self.failed[slot] = NO_ADAPTER
         with stage(self.failed, slot, "opening its slot"):
             self._set_sampling(slot, sequence.sampling, sequence.stop)
             if self.grammars is not None and sequence.sampling.grammar:
@@ -139,6 +151,7 @@ class SlotTable:
         self.failed.pop(slot, None)
         self.placed.pop(slot, None)
         self.before.pop(slot, None)
+        self.adapters.pop(slot, None)
         if self.grammars is not None:
             self.grammars.close(slot)
 
@@ -148,6 +161,7 @@ class SlotTable:
         self.failed.clear()
         self.placed.clear()
         self.before.clear()
+        self.adapters.clear()
         if self.grammars is not None:
             self.grammars.close_all()
 

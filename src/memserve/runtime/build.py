@@ -51,16 +51,15 @@ def build_parts(
     from memserve.instance.machine import Instance
     from memserve.model.capture.forward import best_forward
     from memserve.model.device import ModelDevice
-    from memserve.model.loading.loader import load_model, model_sizes
+    from memserve.model.loading.loader import model_sizes
     from memserve.policy.capacity import context_note
     from memserve.policy.reuse import PreemptionCosts
-    from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes, usable_cores
+    from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes
     from memserve.runtime.profile_store import load_profile
 
     options = dataclasses.replace(options, parallel=options.parallel.of(role))
     workers = options.parallel.workers
-    threads = options.threads if workers == 1 else options.parallel.threads_each(options.threads or usable_cores())
-    model = load_model(options.model, options.dtype, options.device, block_tokens=options.block_tokens, threads=threads)
+    model = _loaded(options)
     on_gpu = model.device.type != "cpu"
     if on_gpu and role in (Role.PREFILL, Role.DECODE):
         hint = "use --colocated 1, or --device cpu"
@@ -71,7 +70,8 @@ def build_parts(
     )
     exchange = dataclasses.replace(config.exchange, shares_kv=not on_gpu)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
-    config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool)
+    adapters = model.adapters.digests if model.adapters is not None else frozenset()
+    config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool, adapters=adapters)
     check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
     costs = load_profile(model.fingerprint, geometry, model.device.type + options.parallel.text, options.threads)
     known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
@@ -98,6 +98,21 @@ def build_parts(
         device.bound_bytes = bound.total_bytes
         log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)
     return Parts(served, config, device, machine, costs)
+
+
+def _loaded(options: EngineOptions) -> LoadedModel:
+    """The model with its adapters. Raises :class:`UserError`."""
+    from memserve.model.loading.loader import load_model
+    from memserve.runtime.memory import usable_cores
+
+    parallel, threads = options.parallel, options.threads
+    if parallel.workers > 1:
+        threads = parallel.threads_each(threads or usable_cores())
+        if options.lora:
+            hint = "leave out --lora, or --tensor-parallel and --pipeline-parallel"
+            raise UserError("adapters are not divided among several workers yet", hint=hint, param="lora")
+    source = options.model, options.dtype, options.device
+    return load_model(*source, block_tokens=options.block_tokens, threads=threads, lora=options.lora)
 
 
 def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:

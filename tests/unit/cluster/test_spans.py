@@ -17,7 +17,7 @@ from memserve.errors import UserError
 from memserve.messages import Cancel, Dispatch, Join, PeerInfo, Tokens
 from memserve.segments import SegmentHeld
 from memserve.serving import MessageArrived
-from memserve.types import Admission, FinishReason, Role, SamplingParams, TokenOutput
+from memserve.types import Admission, FinishReason, Role, SamplingParams, TokenOutput, salt_of
 
 ROOM = 8 * BLOCK
 MS = 1_000_000
@@ -150,6 +150,13 @@ def test_sequences_are_rejected_where_instances_may_not_share_them(config: dict[
 @pytest.mark.parametrize("more", [{"beam_width": 2}, {"prompt_logprobs": True}])
 def test_requests_that_need_the_whole_prompt_at_one_instance_are_rejected(more: dict[str, Any]) -> None:
     assert any(isinstance(a, RejectRequest) for a in Router("a", "b", "c").asked(50, **more))
+
+
+def test_every_part_is_computed_with_the_adapter_of_the_request() -> None:
+    it = Router("a", "b")
+    ((_, first),) = told(it.asked(50, salt=salt_of("own", "ad")), Dispatch)
+    ((_, last),) = told(it.hears("a", held(first)), Dispatch)
+    assert first.request.adapter == last.request.adapter == "ad" and first.request.salt != last.request.salt
 
 
 def test_holders_draw_as_simply_as_possible() -> None:

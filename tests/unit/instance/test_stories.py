@@ -8,7 +8,7 @@ from instance_world import PROMPT, VOCAB, building_worlds, lone_beams, outputs_o
 from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import RejectRequest
 from memserve.sim.fuzz.truth import lone_tokens
-from memserve.types import FinishReason
+from memserve.types import FinishReason, salt_of
 
 make = pytest.fixture(params=["twin", "real"])(building_worlds)
 
@@ -265,6 +265,7 @@ def test_a_full_queue_rejects_with_a_retry_hint(make):
         ({"n": 0}, "at least 1"),
         ({"n": 7}, "7 sequences"),
         ({"n": 3, "beam_width": 2}, "beam_width = 2"),
+        ({"salt": salt_of("", "c0de")}, "does not have the adapter"),
     ],
 )
 def test_impossible_requests_are_rejected(make, wrong, word):

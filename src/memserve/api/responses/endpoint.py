@@ -16,8 +16,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from memserve.api.edge import TENANT_KEY, ClientGone, json_body
-from memserve.api.endpoints import ChatPlanner, Shared, keep_session
-from memserve.api.errors import ApiError, bad_request, model_not_found
+from memserve.api.endpoints import ChatPlanner, Shared, addressed, keep_session
+from memserve.api.errors import ApiError, bad_request
 from memserve.api.guard import REPLY_KEY
 from memserve.api.hub import Call
 from memserve.api.plan import Caller, Generation
@@ -117,8 +117,8 @@ class ResponsesRoutes:
         await workers.turn(tenant)
         leniency = self._planner.leniency
         body, ignored = await workers.run(tenant, len(data), lambda: parse_leniently(data, ResponsesBody, leniency))
-        if body.model is not None and body.model not in self._names:
-            raise model_not_found(body.model, self._names.served)
+        name = self._names.served if body.model is None else body.model
+        caller = addressed(name, self._names, Caller(tenant))
         if body.background and body.store is False:
             raise bad_request("background can only be used when `store` is true", "background")
         if body.background and body.stream:
@@ -135,13 +135,13 @@ class ResponsesRoutes:
         chat = chat_of(body, self._names.served, [*told, *messages], session if body.store is not False else None)
 
         def planned() -> Generation:
-            return self._planner.planned(chat, None, Caller(tenant), response_id, ignored)
+            return self._planner.planned(chat, None, caller, response_id, ignored)
 
         nbytes = len(data) + (before.nbytes if before is not None else 0)
         plan = await workers.run(tenant, nbytes, planned)
         if before is not None and body.store is not False:
             plan = replace(plan, session_ttl_ns=ns_from_s(SESSION_TTL_S))
-        return _Asked(body, plan, messages, session, _begun(body, plan, response_id, self._names.served))
+        return _Asked(body, plan, messages, session, _begun(body, plan, response_id, plan.model or self._names.served))
 
     def _begin(self, asked: _Asked, reply: Reply, items: Items, tenant: str) -> Json:
         """A response in the background: a task that outlives its request."""

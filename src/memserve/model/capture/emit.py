@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from memserve import _kernels
 from memserve.errors import check
+from memserve.model.adapting import adapt
 from memserve.model.capture import fused
 from memserve.model.capture.lower import Lowered
 from memserve.model.capture.passes_simplify import Node
@@ -156,7 +157,7 @@ def _find_lifetimes(lowered: Lowered) -> None:
             continue  # a view reads nothing by itself
         else:
             places = [lowered.places[i] for i in node.all_input_nodes if i in lowered.places]
-            last = now if node.target is attend else _ALWAYS
+            last = now if node.target in (attend, adapt) else _ALWAYS  # these two keep no view of what they read
         for place in places:
             if isinstance(place.buffer, Buffer):
                 place.buffer.last_read = max(place.buffer.last_read, last)

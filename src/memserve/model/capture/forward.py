@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import pad
 
+from memserve.model.adapting import RowsOf, adapting, are_adapting
 from memserve.model.attention.context import attending
 from memserve.model.capture import fused
 from memserve.model.capture.emit import NativeStep, emit
 from memserve.model.capture.lower import Lowering
 from memserve.model.capture.passes_fuse import (
+    Packs,
     match_gates,
     match_residuals,
     match_rms_norms,
@@ -30,7 +32,7 @@ from memserve.model.capture.passes_fuse import (
     widen_logits,
 )
 from memserve.model.capture.passes_simplify import has_mutation, simplify
-from memserve.model.capture.record import CaptureRefused, generalise, record
+from memserve.model.capture.record import CaptureRefused, generalise, record, without_adapters
 from memserve.model.crew import Crew
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
@@ -48,8 +50,9 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 2e-2}  # 
 class CapturedForward:
     """A :class:`memserve.model.forward.Forward` that runs the rewritten graph of one module."""
 
-    def __init__(self, graph: fx.Graph, dtype: torch.dtype) -> None:
-        _own_constants(graph)
+    def __init__(self, graph: fx.Graph, dtype: torch.dtype, adapted: CapturedForward | None = None) -> None:
+        """``adapted``: the same forward for steps with rows that have adapters."""
+        self._adapted = adapted
         program = emit(graph)
         self._run = program.run
         self.source = program.source
@@ -60,8 +63,15 @@ class CapturedForward:
         self.operations = sum(node.op == "call_function" for node in graph.nodes)
         _forget_values(graph.nodes)
 
+    @property
+    def adapts(self) -> bool:
+        """Whether steps may have rows with adapters."""
+        return self._adapted is not None
+
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """``input_ids, positions [T]``, ``logits_rows [R]``, int64 -> logits ``[R, vocab]`` float32."""
+        if self._adapted is not None and are_adapting():
+            return self._adapted(input_ids, positions, logits_rows)
         native = self.native
         with torch.inference_mode():
             # Padded once here, so that no linear has to copy its input. Rows mix only in attention, which computes
@@ -98,22 +108,41 @@ def capture_forward(module: Any) -> CapturedForward | None:
     try:
         forward, vocab = EagerForward(module, pack=False), module.config.get_text_config().vocab_size
         graph = _record_graph(forward, vocab)
-        recorded = list(graph.nodes)
         trials = [_inputs(tokens, rows, vocab, first_position=3) for tokens, rows in _TRIALS]
         expected = [_logits(forward, trial) for trial in trials]
-        optimise(graph)
-        captured = CapturedForward(graph, module.dtype)
-        _forget_values(recorded)
+        captured = _captured(graph, module.dtype)
         for trial, logits in zip(trials, expected, strict=True):
             _compare(_logits(captured, trial), logits, module.dtype)
+            with adapting(RowsOf() if captured.adapts else None):
+                _compare(_logits(captured, trial), logits, module.dtype)
     except Exception as error:  # whatever fails here, the module itself still works
         log.warning("the model's forward is not captured, it runs module by module: %s", error)
         return None
     return captured
 
 
-def optimise(graph: fx.Graph) -> None:
-    """Run all graph passes, in order. In a graph that mutates values, only linears are packed."""
+def _captured(graph: fx.Graph, dtype: torch.dtype) -> CapturedForward:
+    """What runs ``graph``, a recording; where it has adapters in it, with a graph without them for steps without them.
+    Both have the same weights."""
+    plain = without_adapters(graph)
+    graphs = [graph] if plain is None else [graph, plain]
+    recorded = [node for one in graphs for node in one.nodes]
+    packs: Packs = {}
+    owned: dict[int, Tensor] = {}
+    for one in graphs:
+        optimise(one, packs)
+    for one in graphs:
+        _own_constants(one, owned)
+    captured = CapturedForward(graph, dtype)
+    if plain is not None:
+        captured = CapturedForward(plain, dtype, captured)
+    _forget_values(recorded)
+    return captured
+
+
+def optimise(graph: fx.Graph, packs: Packs) -> None:
+    """Run all graph passes, in order. In a graph that mutates values, only linears are packed; ``packs``: those of
+    other graphs of the module."""
     if not has_mutation(graph):
         simplify(graph)
         match_rms_norms(graph)
@@ -122,7 +151,7 @@ def optimise(graph: fx.Graph) -> None:
         match_residuals(graph)
     normalise_linears(graph)
     widen_logits(graph)
-    pack_linears(graph)
+    pack_linears(graph, packs)
     share_tied_embedding(graph)
     graph.lint()
 
@@ -135,14 +164,18 @@ def _native_step(graph: fx.Graph, dtype: torch.dtype) -> NativeStep | None:
     return NativeStep(graph, lowered, ROWS_NATIVE_MAX) if lowered.ops else None
 
 
-def _own_constants(graph: fx.Graph) -> None:
+def _own_constants(graph: fx.Graph, owned: dict[int, Tensor]) -> None:
     """Copy what is left of the module's weights (embeddings, norms): a captured forward shares no storage with it.
 
     The weights may be mapped from their file, and the whole file stays resident while one tensor refers to it.
+    ``owned``: what was copied for another graph of the module, by the originals' addresses.
     """
     for node in graph.nodes:
         if node.op == "get_attr":
-            node.meta["value"] = node.meta["value"].detach().clone()
+            value = node.meta["value"]
+            if id(value) not in owned:
+                owned[id(value)] = value.detach().clone()
+            node.meta["value"] = owned[id(value)]
 
 
 def release_weights(module: Any) -> None:

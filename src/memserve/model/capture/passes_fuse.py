@@ -249,14 +249,20 @@ def _reads_one(node: Node) -> bool:
     return not any(isinstance(other, Tensor) and other.is_floating_point() for other in others)
 
 
-def pack_linears(graph: fx.Graph) -> None:
-    """Linears of one input (q, k, v; gate, up) become one linear, with views of its output columns."""
+Packs = dict[tuple[Any, ...], tuple[PackedLinear, list[Tensor]]]
+"""Packed linears by the tensors that they were made of, which are kept: no other may get their addresses."""
+
+
+def pack_linears(graph: fx.Graph, packs: Packs) -> None:
+    """Linears of one input (q, k, v; gate, up) become one linear, with views of its output columns.
+
+    ``packs``: those of other graphs of the same module, which are used again."""
     readers: dict[tuple[Node, bool, bool], list[Node]] = defaultdict(list)
     for node in nodes_of(graph):
         if calls(node, aten.linear.default) and all(constant_of(arg) is not None for arg in _parameters(node)):
             readers[node.args[0], len(_parameters(node)) == 2, "wide" in node.meta].append(node)
     for (x, _, _), group in readers.items():
-        _pack_group(graph, x, group)
+        _pack_group(graph, x, group, packs)
     drop_dead(graph)
 
 
@@ -278,11 +284,15 @@ def _parameters(node: Node) -> list[Node]:
     return [arg for arg in node.args[1:] if arg is not None]
 
 
-def _pack_group(graph: fx.Graph, x: Node, group: list[Node]) -> None:
+def _pack_group(graph: fx.Graph, x: Node, group: list[Node], packs: Packs) -> None:
     weights: list[Tensor] = [value_of(node.args[1]) for node in group]
     biases = [value_of(node.args[2]) for node in group] if len(_parameters(group[0])) == 2 else None
+    sources, wide = [*weights, *(biases or ())], "wide" in group[0].meta
+    key = (wide, *((source.data_ptr(), source.shape, source.stride()) for source in sources))
+    if key not in packs:
+        packs[key] = PackedLinear(weights, biases, wide=wide), sources
+    layer: Any = packs[key][0]
     with graph.inserting_before(group[0]):
-        layer: Any = PackedLinear(weights, biases, wide="wide" in group[0].meta)
         whole = graph.call_function(fused.linear, (x, layer))
     whole.meta["value"] = value_of(group[0]).new_empty(*value_of(group[0]).shape[:-1], sum(w.shape[0] for w in weights))
     start = 0

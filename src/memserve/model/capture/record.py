@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from memserve.model import crew
+from memserve.model import adapting, crew
 from memserve.model.attention.context import attending, current_attention
 
 
@@ -84,6 +84,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         """See :meth:`all_reduce`."""
         return self._exchanged(crew.send, x)
 
+    def adapt(self, y: Tensor, x: Tensor, site: int) -> Tensor:
+        """Stands in for the adapters of a step: one node, which :func:`without_adapters` leaves out."""
+        self._paused = True
+        result = y.clone()
+        self._paused = False
+        self._record(adapting.adapt, (y, x, site), {}, result)
+        return result
+
     def _exchanged(self, target: Any, x: Tensor) -> Tensor:
         self._paused = True
         result = x.clone()
@@ -128,7 +136,7 @@ def record(forward: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Trace:
     """Run ``forward(**inputs)`` and record it. Raises :class:`CaptureRefused`."""
     with torch.inference_mode():
         recorder = _Recorder(inputs)
-        with attending(recorder), crew.exchanging(recorder), recorder:
+        with attending(recorder), crew.exchanging(recorder), adapting.adapting(recorder), recorder:
             result = forward(**inputs)
         recorder.graph.output(recorder.node_of(result))
     return Trace(recorder.graph, recorder.inputs)
@@ -193,6 +201,20 @@ class _Merge:
             return carrier
         with self._graph.inserting_before(self._node):
             return self._graph.call_function(_times, (carrier, factor))
+
+
+def without_adapters(graph: fx.Graph) -> fx.Graph | None:
+    """A copy of ``graph`` that knows nothing of adapters; ``None``: ``graph`` itself knows nothing of them."""
+    if not any(node.target is adapting.adapt for node in graph.nodes):
+        return None
+    plain = fx.Graph()
+    plain.output(plain.graph_copy(graph, {}))
+    for node in list(plain.nodes):
+        if node.target is adapting.adapt:
+            node.replace_all_uses_with(node.args[0])
+            plain.erase_node(node)
+    plain.lint()
+    return plain
 
 
 def _times(size: int, factor: int) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memserve.config import DEFAULT_MAX_TOKENS
 from memserve.errors import UserError
+from memserve.model.loading.adapter import Adapter, read_adapters
 from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import errors_named, load_module
 from memserve.model.loading.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
@@ -19,6 +21,7 @@ from memserve.types import KVGeometry
 if TYPE_CHECKING:
     import torch
 
+    from memserve.model.adapting import Adapters
     from memserve.model.loading.probe import ProbedLayer
 
 log = logging.getLogger(__name__)
@@ -72,6 +75,7 @@ class LoadedModel:
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # of a chat; None: what the context has room for
     kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known
     attends_plainly: bool = True  # no layer has a window or sinks
+    adapters: Adapters | None = None  # LoRA adapters; None: none
 
 
 def model_sizes(model: LoadedModel) -> ModelSizes:
@@ -83,20 +87,28 @@ def model_sizes(model: LoadedModel) -> ModelSizes:
     linears = [part for part in module.modules() if isinstance(part, nn.Linear) and part is not head]
     widest = max((linear.out_features for linear in linears), default=module.config.get_text_config().hidden_size)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    weights += 0 if model.adapters is None else model.adapters.nbytes
     return ModelSizes(weights, 2 * widest, model.vocab_size, model.dtype.itemsize)  # gate and up are computed as one
 
 
 def load_model(
-    source: str, dtype: str = "auto", device: str = "auto", *, block_tokens: int = 32, threads: int | None = None
+    source: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    *,
+    block_tokens: int = 32,
+    threads: int | None = None,
+    lora: Sequence[str] = (),
 ) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
     ``dtype`` is one of :data:`DTYPES`, ``device`` one of :data:`DEVICES`; ``threads`` is how many threads the CPU
-    computes with (``None``: torch's choice, one per core). The linears are left plain: see
-    :func:`memserve.model.forward.pack_linears`. Raises :class:`UserError` for everything that a user can fix.
+    computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
+    left plain: see :func:`memserve.model.forward.pack_linears`. Raises :class:`UserError` for what a user can fix.
     """
     place = _choose_device(device)
     dtype_name = _choose_dtype(dtype, place)
+    adapters = read_adapters(lora)
     folder = resolve_source(source, dtype_name)
     import torch
 
@@ -124,7 +136,16 @@ def load_model(
         dtype=getattr(torch, dtype_name),
         generation_defaults=_generation_defaults(folder),
         attends_plainly=not any(layer.window or layer.sinks for layer in layers),
+        adapters=_adapters(module, adapters),
     )
+
+
+def _adapters(module: Any, adapters: Sequence[Adapter]) -> Adapters | None:
+    if not adapters:
+        return None
+    from memserve.model.adapting import Adapters
+
+    return Adapters(module, adapters)
 
 
 def _choose_device(device: str) -> torch.device:

@@ -1,0 +1,192 @@
+"""LoRA adapters: every row has the tokens of a model with its adapter merged in, whatever shares its steps."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lora_files import merged, save_adapter
+from memserve import LLM, SamplingParams, UserError
+from memserve.model.adapting import Adapters
+from memserve.model.forward import EagerForward
+from memserve.model.loading.adapter import read_adapters
+from memserve.types import adapter_of, isolation, salt_of
+from tiny_models import Driver, greedy_tokens, loaded, prompt, save_folder, sequence, tiny_module
+
+TARGETS = {
+    "llama": ["q_proj", "v_proj", "gate_proj", "down_proj"],
+    "qwen3": ["q_proj", "k_proj", "o_proj", "up_proj"],
+    "gemma2": ["v_proj", "down_proj"],
+    "gpt_oss": ["q_proj"],
+    "opt": ["q_proj", "fc1", "fc2"],
+    "gpt_neox": ["query_key_value", "dense_4h_to_h"],
+}
+NEW_TOKENS = 20
+PROMPTS = [prompt(40 + 7 * seed, seed=seed).tolist() for seed in range(3)]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def load(folder: Path, adapters: dict[str, Path], **options: Any) -> LLM:
+    settings = {"dtype": "float32", "threads": 1, "max_running": 6, "kv_memory": "8MiB", **options}
+    return LLM(str(folder), lora=[f"{name}={place}" for name, place in adapters.items()], **settings)
+
+
+def at_once(llm: LLM, names: list[str]) -> dict[str, list[list[int]]]:
+    """The answers to all prompts of all adapters (empty: none), asked at the same time."""
+    answers: dict[str, list[list[int]]] = {}
+
+    def ask(name: str) -> None:
+        more = {"adapter": name} if name else {}
+        done = llm.generate(PROMPTS, GREEDY, max_tokens=NEW_TOKENS, ignore_eos=True, **more)
+        answers[name] = [one.outputs[0].tokens for one in done]
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+@pytest.fixture(scope="module", params=list(TARGETS))
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    """A model's folder, two adapters, and what the model answers without and with each of them."""
+    module, place = tiny_module(request.param), tmp_path_factory.mktemp(request.param)
+    adapters = {
+        "one": save_adapter(place / "one", module, TARGETS[request.param], seed=1),
+        "two": save_adapter(place / "two", module, TARGETS[request.param][:1], seed=2, use_rslora=True),
+    }
+    wholes = {"": module, "one": merged(module, adapters["one"]), "two": merged(module, adapters["two"], 8 / 2)}
+    folder = save_folder(module, place / "model")
+    expected = {
+        name: [greedy_tokens(whole, np.array(tokens, np.int32), NEW_TOKENS) for tokens in PROMPTS]
+        for name, whole in wholes.items()
+    }
+    return folder, adapters, expected
+
+
+def test_rows_of_several_adapters_share_steps_and_each_has_the_tokens_of_its_own(world: tuple[Any, ...]) -> None:
+    folder, adapters, expected = world
+    with load(folder, adapters, prefill_chunk_tokens=16) as llm:
+        for _ in range(2):  # the second time with what the first has cached
+            assert at_once(llm, ["", "one", "two"]) == expected
+    assert expected[""] != expected["one"] != expected["two"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path, Path]:
+    module, place = tiny_module("llama"), tmp_path_factory.mktemp("llama")
+    one, two = (save_adapter(place / f"{seed}", module, TARGETS["llama"], seed) for seed in (1, 2))
+    return module, save_folder(module, place / "model"), one, two
+
+
+def test_no_adapter_finds_the_kv_of_another_and_each_finds_its_own(llama: tuple[Any, Path, Path, Path]) -> None:
+    _, folder, one, two = llama
+    tokens = prompt(100, seed=5).tolist()
+    with load(folder, {"one": one, "two": two, "same": one}) as llm:
+        cached = {}
+        for name in ("", "one", "two", "same", "", "one", "two"):
+            more = {"adapter": name} if name else {}
+            (answer,) = llm.generate(tokens, GREEDY, max_tokens=4, **more)
+            cached.setdefault(name, []).append(answer.cached_tokens)
+        (salted,) = llm.generate(tokens, GREEDY, max_tokens=4, adapter="one", cache_salt="mine")
+    assert cached == {"": [0, 96], "one": [0, 96], "two": [0, 96], "same": [96]}, "two names of one content share"
+    assert salted.cached_tokens == 0
+
+
+def test_sequences_keep_their_adapter_when_memory_is_short(llama: tuple[Any, Path, Path, Path]) -> None:
+    module, folder, one, two = llama
+    wholes = {"": module, "one": merged(module, one), "two": merged(module, two)}
+    with load(folder, {"one": one, "two": two}) as llm:
+        block_bytes = llm.model.geometry.block_bytes
+    with load(folder, {"one": one, "two": two}, kv_memory=9 * block_bytes, dram_memory=40 * block_bytes) as llm:
+        answers = at_once(llm, list(wholes))
+        counted = llm.stats().instance
+        assert counted.preemptions_swap + counted.preemptions_recompute > 0
+    for name, whole in wholes.items():
+        assert answers[name] == [greedy_tokens(whole, np.array(p, np.int32), NEW_TOKENS) for p in PROMPTS], name
+
+
+def test_a_module_that_is_not_captured_adapts_as_well(llama: tuple[Any, Path, Path, Path]) -> None:
+    module, _, one, _ = llama
+    tokens = prompt(50, seed=9)
+    expected = greedy_tokens(merged(module, one), tokens, 6), greedy_tokens(module, tokens, 6)
+    model = loaded(tiny_module("llama"))
+    (adapter,) = read_adapters([f"one={one}"])
+    model.adapters = Adapters(model.module, [adapter])
+    driver = Driver(model, adapters=model.adapters.digests, forward=EagerForward(model.module))
+    opened = [sequence(0, tokens, [0, 1], adapter=adapter.digest), sequence(1, tokens, [2, 3])]
+    first = driver.step([(0, 0, 50, (0,)), (1, 0, 50, (1,))], open=opened).tokens
+    drawn = [first, *(driver.step([(0, at, 1, (0,)), (1, at, 1, (1,))]).tokens for at in range(50, 55))]
+    assert tuple(map(list, zip(*drawn, strict=True))) == expected
+
+
+def test_a_device_without_the_adapter_draws_nothing_and_its_kv_is_not_trusted() -> None:
+    driver = Driver(loaded(tiny_module("llama")))
+    tokens = prompt(20, seed=1)
+    done = driver.step([(0, 0, 20, (0,)), (1, 0, 20, (1,))], open=[sequence(0, tokens, [0], adapter="ab"),
+                                                                   sequence(1, tokens, [1])])  # fmt: skip
+    assert list(done.failed) == [0] and done.failed[0].kv_is_suspect
+
+
+def test_what_separates_kv_names_the_adapter() -> None:
+    assert salt_of("", "") == "" and adapter_of("") == adapter_of("5a17") == ""
+    assert adapter_of(salt_of("5a17", "c0de")) == adapter_of(salt_of("", "c0de")) == "c0de"
+    names = {isolation("tenant", salt_of(salt, adapter)) for salt in ("", "5a17") for adapter in ("", "c0de", "5a17")}
+    assert len(names) == 6
+
+
+WHOLE = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("said", "tensors", "message"),
+    [
+        ({"peft_type": "IA3"}, {}, "no LoRA adapter"),
+        ({"use_dora": True}, {}, "use_dora"),
+        ({"bias": "all"}, {}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),
+        ({}, {"base_model.model.lm_head.lora_A.weight": torch.ones(4, 32),
+              "base_model.model.lm_head.lora_B.weight": torch.ones(131, 4)}, "no linear inside of a layer"),
+        ({}, {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 32)}, "no half of a linear's pair"),
+        ({}, {"base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(4, 32),
+              "base_model.model.model.layers.9.self_attn.q_proj.lora_B.weight": torch.ones(32, 4)}, "does not have"),
+        ({}, {f"base_model.model.{WHOLE}.lora_A.weight": torch.ones(4, 31)}, "matrices of"),
+        ({}, {f"base_model.model.{WHOLE}.lora_B.weight": torch.full((32, 4), torch.nan)}, "not finite"),
+        ({}, {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 32)}, "one of two matrices"),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_cannot_be_served_is_refused_with_its_reason(
+    llama: tuple[Any, Path, Path, Path], tmp_path: Path, said: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    module, folder, _, _ = llama
+    odd = save_adapter(tmp_path / "odd", module, ["q_proj"], seed=3, tensors=tensors, **said)
+    with pytest.raises(UserError, match=message) as raised:
+        load(folder, {"odd": odd})
+    assert "'odd'" in raised.value.message and raised.value.hint
+
+
+@pytest.mark.parametrize("text", ["", "name", "=folder", "name="])
+def test_an_option_without_name_or_folder_says_how_it_is_written(text: str) -> None:
+    with pytest.raises(UserError, match="--lora") as raised:
+        read_adapters([text])
+    assert "NAME=FOLDER" in raised.value.hint
+
+
+def test_folders_that_are_not_there_and_names_that_are_taken_are_refused(
+    llama: tuple[Any, Path, Path, Path], tmp_path: Path
+) -> None:
+    _, folder, one, two = llama
+    with pytest.raises(UserError, match="cannot read the adapter 'gone'"):
+        read_adapters([f"gone={tmp_path / 'gone'}"])
+    with pytest.raises(UserError, match="two adapters"):
+        read_adapters([f"one={one}", f"ONE={two}"])
+    with pytest.raises(UserError, match="not divided among several workers"):
+        load(folder, {"one": one}, tensor_parallel=2)
+    with load(folder, {"one": one}) as llm, pytest.raises(UserError, match="no adapter is named 'two'"):
+        llm.generate("w3", adapter="two")
