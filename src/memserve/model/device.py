@@ -283,7 +283,7 @@ class ModelDevice:
 
     def _lost(self, slot: int, why: str) -> None:
         """A slot has read nothing of an earlier part: what it computes has no meaning from there on."""
-        log.warning("a part of a longer sequence is lost: %s", why)
+        log.info("a part of a longer sequence is lost: %s", why)  # also when it has just ended elsewhere
         self._slots.failed.setdefault(slot, RowFailed(""))
 
     def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
