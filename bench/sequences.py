@@ -7,25 +7,35 @@ room for everything, then ``--instances``, each of which holds its share of a pr
 project's pages. Printed: whether the greedy answers are equal, the seconds to the first token, the milliseconds a
 token behind it, and what the exchange adds for each token and layer. ``--kill``: then one of the holders is killed
 (SIGKILL) while prompts are computed, and once while tokens are drawn; the answers must be equal again.
+``--round-trips``: only what a layer of a step waits for one holder, in another process of this host.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import signal
 import statistics
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
+from memserve.messages import Peer
+from memserve.model.attention.segments import HeldKv, Query
+from memserve.runtime.links.segments import SegmentServer, ZmqSegmentLines
+from memserve.segments import Segment
+from memserve.types import KVGeometry
 from served_cluster import Server, eventually
 
+SECRET = "a secret for this measurement"
 MODEL, LAYERS, BLOCK_BYTES = "smollm2-135m-instruct", 30, 30 * 3 * 32 * 128 * 4
 NEW_TOKENS = 48
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -109,6 +119,40 @@ def answer_share(prompt_tokens: int) -> float:
     return prompt_tokens / 2000
 
 
+def hold(tokens: int, pipe: Connection) -> None:
+    """A process that keeps a segment of one layer of the bundled model, of zeros."""
+    geometry = KVGeometry(1, 3, 64, 64, "float32")
+    arena = torch.zeros(tokens // 32 * geometry.block_bytes, dtype=torch.uint8)
+    held = HeldKv(arena.data_ptr(), geometry)
+    held.hold("x", list(range(tokens // 32)), tokens)
+    torch.set_num_threads(1)
+    server = SegmentServer(SECRET, "127.0.0.1", "float32", held.attend)
+    pipe.send(server.address)
+    pipe.recv()
+    server.close()
+
+
+def round_trips(tokens: int) -> None:
+    """What one layer waits for one holder of ``tokens``: queries out, attention there, outputs and statistics back."""
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=hold, args=(tokens, theirs))
+    process.start()
+    segment, lines = Segment(Peer("i", 1), ours.recv(), tokens), ZmqSegmentLines(SECRET)
+    for rows in (1, 8, 512):
+        query = Query("x", 0, torch.zeros((rows, 9, 64)), 0.125, 0.0)
+        outputs, sums, took_us = torch.empty((rows, 9, 64)), torch.empty((rows, 9)), []
+        for _ in range(1000 if rows < 512 else 100):
+            begun_ns = time.perf_counter_ns()
+            lines.answer(lines.ask(segment, query), outputs, sums)
+            took_us.append((time.perf_counter_ns() - begun_ns) / 1e3)
+        tenth, half = sorted(took_us)[len(took_us) // 10], statistics.median(took_us)
+        print(f"{rows} rows, a segment of {tokens} tokens: {tenth:.0f} us, the 10th percentile; {half:.0f} the median")
+    lines.close()
+    ours.send(None)
+    process.join()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=3)
@@ -116,8 +160,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--round-trips", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.round_trips:
+        round_trips(options.blocks * 32)
+        return
     prompt_tokens = options.instances * options.blocks * 32 - 2 * NEW_TOKENS
     prompts = texts(options.prompts)
     common = ("--threads", str(options.threads))
