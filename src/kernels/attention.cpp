@@ -2,6 +2,7 @@
 #include "attention.h"
 
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -141,6 +142,21 @@ class Call {
 };
 
 }  // namespace
+
+void merge_parts(const float* outputs, const float* statistics, int parts, int64_t rows, int dim, float* out) {
+  for (int64_t r = 0; r < rows; ++r) {
+    float max = statistics[r];
+    for (int p = 1; p < parts; ++p) max = std::max(max, statistics[p * rows + r]);
+    float total = 0;
+    for (int p = 0; p < parts; ++p) total += std::exp2(statistics[p * rows + r] - max);
+    float* to = out + r * dim;
+    for (int p = 0; p < parts; ++p) {
+      const float weight = std::exp2(statistics[p * rows + r] - max) / total;
+      const float* from = outputs + (p * rows + r) * dim;
+      for (int d = 0; d < dim; ++d) to[d] = (p ? to[d] : 0.0f) + weight * from[d];
+    }
+  }
+}
 
 void attend(const Batch& batch, const Plan& plan, const AttendArgs& args) {
   thread_local Workspace workspace;

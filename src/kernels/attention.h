@@ -27,6 +27,9 @@ struct AttendArgs {
   int window;          // 0 = unlimited
   const float* sinks;  // [heads] or nullptr
   bool write;
+  // [token, head] or nullptr: log2 of each softmax's denominator, for a merge with other parts of the context. Then
+  // `out` is float32.
+  float* statistics = nullptr;
 };
 
 // A ragged step: row i has `q_starts[i+1] - q_starts[i]` new tokens, which are the last ones of `contexts[i]`.
@@ -36,10 +39,12 @@ struct Batch {
   std::vector<int32_t> blocks;        // block ids of all rows, row by row
   std::vector<int64_t> block_starts;  // where row i's ids begin in `blocks`
   bool shares_writes = false;         // some row reads a block that another row writes in this step
+  bool behind = false;                // the new tokens follow the whole context, and are not part of it
 
   int rows() const { return int(contexts.size()); }
   int count(int row) const { return q_starts[row + 1] - q_starts[row]; }
-  int first_position(int row) const { return contexts[row] - count(row); }
+  // Queries behind the context see all of it, as its last token does.
+  int first_position(int row) const { return behind ? contexts[row] - 1 : contexts[row] - count(row); }
   const int32_t* row_blocks(int row) const { return blocks.data() + block_starts[row]; }
 };
 
@@ -113,5 +118,8 @@ namespace avx512_bf16 { extern const AttentionKernels attention_kernels; }
 
 // Write the step's k, v into the pages (if args.write), then attend. Several threads; no Python state is touched.
 void attend(const Batch& batch, const Plan& plan, const AttendArgs& args);
+
+// A softmax in `parts` parts of its context: outputs [parts, rows, dim] and statistics [parts, rows] -> out [rows, dim].
+void merge_parts(const float* outputs, const float* statistics, int parts, int64_t rows, int dim, float* out);
 
 }  // namespace memserve

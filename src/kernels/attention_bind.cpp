@@ -32,6 +32,9 @@ using Geometry = std::tuple<int, int, int, int, int, std::string>;
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Statistics = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Parts = nb::ndarray<const float, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using PartStatistics = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Address = std::tuple<uintptr_t, int64_t, int64_t>;
 
 template <class... Parts>
@@ -74,7 +77,8 @@ void add_row(Batch& batch, const Table& tables, int row, int table_row, int64_t 
   require(table_row >= 0 && table_row < slots, "table_rows[", row, "] is ", table_row, ", but tables has ", slots,
           " rows");
   require(count >= 0, "q_starts falls from ", batch.q_starts[row], " to ", batch.q_starts[row + 1], " at row ", row);
-  require(context >= count, "contexts[", row, "] is ", context, ", less than the row's ", count, " new tokens");
+  require(context >= (batch.behind ? 1 : count), "contexts[", row, "] is ", context, ", less than the row's ", count,
+          " new tokens");
   const int64_t block_tokens = batch.layout.block_tokens, blocks = (context + block_tokens - 1) / block_tokens;
   require(blocks <= width, "contexts[", row, "] is ", context, ", but tables has room for ", width * block_tokens,
           " tokens");
@@ -103,8 +107,9 @@ bool shares_writes(const Batch& batch) {
 
 Batch parse_batch(uintptr_t base, const Geometry& geometry, const Table& tables, const Ints& table_rows,
                   const Ints& q_starts, const Ints& contexts, std::optional<int64_t> num_blocks,
-                  std::optional<int> page_heads) {
+                  std::optional<int> page_heads, bool behind) {
   Batch batch;
+  batch.behind = behind;
   batch.layout = parse_layout(base, geometry, page_heads);
   const size_t rows = contexts.shape(0);
   require(table_rows.shape(0) == rows, "table_rows has ", table_rows.shape(0), " entries, contexts has ", rows);
@@ -114,7 +119,7 @@ Batch parse_batch(uintptr_t base, const Geometry& geometry, const Table& tables,
   batch.contexts.assign(contexts.data(), contexts.data() + rows);
   const int64_t limit = num_blocks.value_or(int64_t(1) << 31);
   for (size_t row = 0; row < rows; ++row) add_row(batch, tables, int(row), table_rows.data()[row], limit);
-  batch.shares_writes = shares_writes(batch);
+  batch.shares_writes = !behind && shares_writes(batch);
   return batch;
 }
 
@@ -156,7 +161,7 @@ Strided strided(const char* name, const Address& address, size_t element_bytes) 
 
 void attend(PagedBatch& batch, int layer, int heads, const Address& q, const Address& k, const Address& v,
             const Address& out, float scale, int window, float softcap, const std::optional<Floats>& sinks,
-            bool write) {
+            bool write, const std::optional<Statistics>& statistics) {
   const PageLayout& layout = batch.batch().layout;
   require(layer >= 0 && layer < layout.num_layers, "layer is ", layer, ", must be in 0..", layout.num_layers - 1);
   require(heads > 0 && heads % layout.num_kv_heads == 0, "heads is ", heads, ", must be a positive multiple of the ",
@@ -165,10 +170,16 @@ void attend(PagedBatch& batch, int layer, int heads, const Address& q, const Add
   require(window >= 0, "window is ", window, ", must be 0 (unlimited) or positive");
   require(std::isfinite(softcap) && softcap >= 0, "softcap is ", softcap, ", must be 0 (off) or positive");
   if (sinks) require(sinks->shape(0) == size_t(heads), "sinks has ", sinks->shape(0), " entries for ", heads, " heads");
+  if (batch.batch().behind) require(!write && window == 0, "queries behind the context are not written, and see all of it");
+  if (statistics) {
+    require(statistics->shape(0) >= size_t(batch.tokens()) && statistics->shape(1) == size_t(heads),
+            "statistics is not [tokens, heads]");
+    require(!sinks, "sinks are part of no context: merge them elsewhere");
+  }
   if (batch.tokens() == 0) return;
   const size_t bytes = layout.element_bytes();
-  AttendArgs args{layer, heads, strided("q", q, bytes), {}, {}, strided("out", out, bytes), scale, softcap, window,
-                  sinks ? sinks->data() : nullptr, write};
+  AttendArgs args{layer, heads, strided("q", q, bytes), {}, {}, strided("out", out, statistics ? 4 : bytes), scale,
+                  softcap, window, sinks ? sinks->data() : nullptr, write, statistics ? statistics->data() : nullptr};
   if (write) {
     args.k = strided("k", k, bytes);
     args.v = strided("v", v, bytes);
@@ -178,6 +189,15 @@ void attend(PagedBatch& batch, int layer, int heads, const Address& q, const Add
   memserve::attend(batch.batch(), plan, args);
 }
 
+void merge_parts(const Parts& outputs, const PartStatistics& statistics, const Statistics& out) {
+  const size_t parts = outputs.shape(0), rows = outputs.shape(1), dim = outputs.shape(2);
+  require(parts > 0, "there is no part to merge");
+  require(statistics.shape(0) == parts && statistics.shape(1) == rows, "statistics is not [parts, rows]");
+  require(out.shape(0) == rows && out.shape(1) == dim, "out is not [rows, dim]");
+  nb::gil_scoped_release unlocked;
+  memserve::merge_parts(outputs.data(), statistics.data(), int(parts), int64_t(rows), int(dim), out.data());
+}
+
 }  // namespace
 
 void bind_attention(nb::module_& m) {
@@ -185,16 +205,19 @@ void bind_attention(nb::module_& m) {
       .def("__init__",
            [](PagedBatch* self, uintptr_t base, const Geometry& geometry, const Table& tables, const Ints& table_rows,
               const Ints& q_starts, const Ints& contexts, std::optional<int64_t> num_blocks,
-              std::optional<int> page_heads) {
+              std::optional<int> page_heads, bool behind) {
              new (self) PagedBatch(
-                 parse_batch(base, geometry, tables, table_rows, q_starts, contexts, num_blocks, page_heads));
+                 parse_batch(base, geometry, tables, table_rows, q_starts, contexts, num_blocks, page_heads, behind));
            },
            nb::arg("base"), nb::arg("geometry"), nb::arg("tables").noconvert(), nb::arg("table_rows").noconvert(),
            nb::arg("q_starts").noconvert(), nb::arg("contexts").noconvert(), nb::arg("num_blocks").none() = nb::none(),
-           nb::arg("page_heads").none() = nb::none())
+           nb::arg("page_heads").none() = nb::none(), nb::arg("behind") = false)
       .def_prop_ro("tokens", &PagedBatch::tokens)
       .def_prop_ro("rows", [](const PagedBatch& self) { return self.batch().rows(); });
   m.def("attend", &attend, nb::arg("batch"), nb::arg("layer"), nb::arg("heads"), nb::arg("q"), nb::arg("k"),
         nb::arg("v"), nb::arg("out"), nb::arg("scale"), nb::arg("window") = 0, nb::arg("softcap") = 0.0f,
-        nb::arg("sinks").noconvert().none() = nb::none(), nb::arg("write") = true);
+        nb::arg("sinks").noconvert().none() = nb::none(), nb::arg("write") = true,
+        nb::arg("statistics").noconvert().none() = nb::none());
+  m.def("merge_parts", &merge_parts, nb::arg("outputs").noconvert(), nb::arg("statistics").noconvert(),
+        nb::arg("out").noconvert());
 }

@@ -21,7 +21,8 @@ void add_tiles(std::vector<Tile>& tiles, const Batch& batch, int row, int kv_hea
     const int queries = std::min(queries_max, batch.count(row) - first);
     const int position = batch.first_position(row) + first;
     const int oldest = window > 0 ? std::max(0, position + 1 - window) : 0;
-    tiles.push_back({row, kv_head, first, queries, oldest / kPanelTokens * kPanelTokens, position + queries, -1, -1,
+    tiles.push_back({row, kv_head, first, queries, oldest / kPanelTokens * kPanelTokens,
+                     std::min(position + queries, batch.contexts[row]), -1, -1,
                      batch.count(row) <= queries_max && !batch.shares_writes});
   }
 }

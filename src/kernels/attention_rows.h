@@ -81,8 +81,13 @@ void write_row(const Batch& batch, const AttendArgs& args, const Tile& tile, int
   const float inverse = 1.0f / denominator;
   for (int d = 0; d < batch.layout.head_dim_v; ++d) sums[d] *= inverse;
   const int64_t token = batch.q_starts[tile.row] + tile.first_query + r / group;
-  T* to = reinterpret_cast<T*>(args.out.data) + token * args.out.token_stride + head * args.out.head_stride;
-  narrow(sums, to, batch.layout.head_dim_v);
+  const int64_t place = token * args.out.token_stride + head * args.out.head_stride;
+  if (args.statistics) {
+    args.statistics[token * args.heads + head] = max + __builtin_log2f(denominator);
+    std::memcpy(reinterpret_cast<float*>(args.out.data) + place, sums, batch.layout.head_dim_v * sizeof(float));
+    return;
+  }
+  narrow(sums, reinterpret_cast<T*>(args.out.data) + place, batch.layout.head_dim_v);
 }
 
 // Writes a finished tile, rows of `stride` sums: to its partial slot if it is part of a context, else to args.out.

@@ -37,10 +37,13 @@ class PagedBatch:
         contexts: NDArray[np.int32],
         num_blocks: int | None = None,
         page_heads: int | None = None,
+        behind: bool = False,
     ) -> None:
         """``base``: address of the arena of pages. ``tables [slots, max_blocks]``, ``table_rows [rows]``,
         ``q_starts [rows + 1]``, ``contexts [rows]``: int32, C-contiguous. ``num_blocks``: size of the arena.
         ``page_heads``: kv heads of a whole page, where ``geometry`` and ``base`` are those of some of them.
+        ``behind``: the new tokens follow the contexts, which other processes continue: they see all of them, without a
+        window, and are not written.
 
         Head sizes are multiples of 8, ``block_tokens`` is a multiple of 16 (32 is the fast one).
         Raises ValueError, naming the value, for shapes that do not fit and for block ids outside the arena.
@@ -67,6 +70,7 @@ def attend(
     softcap: float = 0.0,
     sinks: NDArray[np.float32] | None = None,
     write: bool = True,
+    statistics: NDArray[np.float32] | None = None,
 ) -> None:
     """Store this step's ``k, v`` in the pages of ``layer``, then causal attention of ``q`` over the paged context.
 
@@ -75,9 +79,18 @@ def attend(
     are float32 (weights are rounded to bfloat16 where the processor multiplies bfloat16). All rows write before any
     row reads. ``window`` > 0: only the last ``window`` positions, the own one included. ``softcap`` > 0:
     ``s = softcap * tanh(s / softcap)``. ``sinks [heads]``: one extra logit a head, in the denominator only.
-    ``write=False``: the pages hold ``k, v`` already; both arguments are ignored.
+    ``write=False``: the pages hold ``k, v`` already; both arguments are ignored. ``statistics [T, heads]``: gets the
+    base-2 logarithms of the softmax's denominators, with which :func:`merge_parts` puts parts of a context together;
+    ``out`` is float32 then, and there are no ``sinks``.
 
     Runs on as many threads as OpenMP (torch.set_num_threads) allows. Raises ValueError, naming the value.
+    """
+
+def merge_parts(outputs: NDArray[np.float32], statistics: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """Attention over a context from its results over ``parts`` of that context.
+
+    ``outputs [parts, rows, dim]`` and ``statistics [parts, rows]`` are what :func:`attend` gives for each part, ``out
+    [rows, dim]`` gets the whole. All float32, C-contiguous. Raises ValueError for other shapes.
     """
 
 # The fused kernels take addresses (of dense or row-strided float32 | bfloat16 | float16 storage, dtype codes 0 | 1 | 2)

@@ -246,6 +246,9 @@ class ClusterConfig:
     ``best-fit`` (the least memory left over)."""
     transfer: TransferMode = option(TransferMode.BY_REQUEST_AGG)
     """How KV goes from prefill to decode instances."""
+    sequence_parallel: str = option("auto")
+    """How many instances may share a sequence that fits none of them. ``auto``: as many as there are. ``off``: none; it
+    is rejected. N: at most N."""
     dead_after_ns: int = 5 * NS_PER_S
     """A member that is silent for this long is taken to be dead."""
     call_every_ns: int = NS_PER_S
@@ -274,6 +277,23 @@ class ClusterConfig:
         _positive("handle_tokens_max", self.handle_tokens_max, "give named prefixes some room")
         if self.policy not in POLICIES:
             raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {', '.join(POLICIES)}", param="policy")
+        if not re.fullmatch(r"auto|off|[2-9]|[1-9]\d{1,3}", self.sequence_parallel):
+            what = f"sequences cannot be shared by {self.sequence_parallel!r} instances"
+            raise UserError(what, hint="use auto, off or a number from 2 on", param="sequence_parallel")
+        if self._counts_memory and self.sequence_parallel not in ("auto", "off"):
+            what = f"admission by {self.admission.mode.value} counts the memory of one instance for each sequence"
+            raise UserError(what, hint="use --sequence-parallel off, or --admission bounded", param="sequence_parallel")
+
+    @property
+    def sequence_instances_max(self) -> int:
+        """The most instances that share a sequence. 1: none is shared."""
+        named = {"auto": 1024, "off": 1}
+        return 1 if self._counts_memory else named.get(self.sequence_parallel) or int(self.sequence_parallel)
+
+    @property
+    def _counts_memory(self) -> bool:
+        """Whether admission knows of one instance a sequence."""
+        return self.admission.mode in (Admission.MEMORY, Admission.CACHE)
 
 
 @dataclass(frozen=True, slots=True)

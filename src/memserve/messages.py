@@ -28,6 +28,10 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from memserve.answers import AnswersHeld as AnswersHeld
+from memserve.kv_messages import AskEvents as AskEvents
+from memserve.kv_messages import KvChange as KvChange
+from memserve.kv_messages import KvEvents as KvEvents
+from memserve.kv_messages import KvSnapshot as KvSnapshot
 from memserve.peers import ROUTER as ROUTER
 from memserve.peers import ArenaPlace as ArenaPlace
 from memserve.peers import Holder as Holder
@@ -38,6 +42,7 @@ from memserve.peers import Natural as Natural
 from memserve.peers import Peer as Peer
 from memserve.peers import PeerInfo as PeerInfo
 from memserve.peers import members_digest as members_digest
+from memserve.segments import SegmentHeld, Span
 from memserve.store_messages import JoinRequest, StoreMessage
 from memserve.types import Request, Tier, TokenArray, TokenOutput, TransferMode
 
@@ -146,6 +151,8 @@ class Dispatch(Message, frozen=True, tag=True):
     """PD-Caching-3: the decode instance sends the generated KV back to the prefill instance."""
     told: tuple[TokenOutput, ...] = ()
     """A resumed request with a ``key``: all that its client was told."""
+    span: Span | None = None
+    """The request is a part of a sequence larger than an instance. None: it is all of it."""
 
 
 class Cancel(Message, frozen=True, tag=True):
@@ -222,40 +229,6 @@ class Unpin(Message, frozen=True, tag=True):
     """Give up the name of a pinned prefix."""
 
     handle: str
-
-
-# -- KV events: instance -> router
-
-
-class KvChange(Message, frozen=True):
-    """One change of an instance's index; see ``memserve.mempool.events.KvEvent``."""
-
-    kind: str  # stored | moved | evicted
-    tier: Tier
-    identities: bytes
-    """16 bytes a block, one behind the other."""
-
-
-class KvEvents(Message, frozen=True, tag=True):
-    """Changes number ``first``, ``first + 1``, ... of this generation."""
-
-    first: Natural
-    changes: tuple[KvChange, ...]
-
-
-class KvSnapshot(Message, frozen=True, tag=True):
-    """Everything that the index holds, right before change number ``next_event``."""
-
-    next_event: Natural
-    hbm: bytes
-    dram: bytes
-    ssd: bytes = b""
-
-
-class AskEvents(Message, frozen=True, tag=True):
-    """Changes were missed: send them again from number ``first``, or a snapshot when they are gone."""
-
-    first: Natural
 
 
 # -- transfers: instance <-> instance
@@ -388,7 +361,8 @@ AnyMessage: TypeAlias = (
     Join | JoinAccepted | RejoinRequest | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
     | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver
     | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready
-    | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | JoinRequest | StoreMessage | AnswersHeld
+    | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | SegmentHeld | JoinRequest | StoreMessage
+    | AnswersHeld
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
 

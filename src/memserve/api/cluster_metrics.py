@@ -47,6 +47,7 @@ ROUTER_COUNTERS: Table = [
         "Attempts sent to instances after an earlier attempt of the same request had failed",
         "resumptions",
     ),
+    ("router_sequences_split", COUNTER, "Attempts with a sequence that several instances share", "sequences_split"),
     (
         "router_late_outputs",
         COUNTER,

@@ -201,7 +201,7 @@ def running_cluster(
 
             with shown("loading" if supervisor.names else "waiting"):
                 infos = _wait_until_ready(engine, supervisor, named, options, say)
-            model = _model_of(infos, folder)
+            model = _model_of(infos, folder, options.config.sequence_instances_max)
             supervisor.settle()
             yield RunningCluster(engine, model, _describe(infos, options, engine_options, model), supervisor.retire)
         finally:
@@ -330,11 +330,17 @@ def _with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
     return {name: info for name, info in members.items() if info.role is not Role.STORE}
 
 
-def _model_of(infos: list[PeerInfo], folder: ModelFolder) -> RemoteModel:
+def _model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int) -> RemoteModel:
+    from memserve.cluster.spans import longest
     from memserve.model.loading.card import ModelCard, remote_model
 
     largest = max(infos, key=lambda info: info.context_tokens)  # a request goes where its context fits
-    return remote_model(ModelCard.decode(largest.model_card), folder)
+    card = ModelCard.decode(largest.model_card)
+    shared = longest(infos, instances_max)  # or to several instances
+    if shared > card.max_model_tokens:
+        note = "" if shared == largest.sequence_tokens else card.context_note
+        card = dataclasses.replace(card, max_model_tokens=shared, context_note=note)
+    return remote_model(card, folder)
 
 
 def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: EngineOptions, model: RemoteModel) -> str:

@@ -13,13 +13,14 @@ from msgspec import structs
 
 from memserve.cluster.admission import AdmissionController, Rejection
 from memserve.cluster.answers import Answers
-from memserve.cluster.loads import Charge, LoadTable, Work
+from memserve.cluster.loads import Charge, LoadTable
 from memserve.cluster.outbox import Outbox, Timers
 from memserve.cluster.placement import Placement, Placer
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.report import Counters
 from memserve.cluster.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
 from memserve.cluster.sessions import Handles, Sessions
+from memserve.cluster.spans import PATIENCE, RETRY_S, SpanPlacer
 from memserve.cluster.tallies import Tallies
 from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
@@ -28,7 +29,6 @@ from memserve.policy.candidates import Candidate, Route
 from memserve.types import Caching, FinishReason, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 
-_STALL_DOUBLINGS_MAX = 6
 RETRY_AFTER_S = 5.0
 """What clients are told when no instance was there in time."""
 
@@ -56,6 +56,7 @@ class Lifecycle:
         self._placer, self._sessions, self._handles = placer, sessions, handles
         self._timers, self._outbox = timers, outbox
         self.requests = RequestTable()
+        self._spans = SpanPlacer(config, registry, loads, self.requests)
         self.admission, self.answers = admission, answers
         answers.cancel, answers.place_waiting = self._give_up, self.place_waiting
         self.tallies = Tallies(config, placer, outbox, counters)
@@ -121,6 +122,7 @@ class Lifecycle:
         chosen = self._placer.place(req)
         if chosen is None and self._gives_second_chance(req):
             chosen = self._placer.place(req)
+        chosen = chosen or self._spans.place(req)
         if chosen is None:
             self._no_instance(req, now)
         else:
@@ -143,8 +145,10 @@ class Lifecycle:
         """No instance takes the request: reject it at once when waiting will not change that."""
         asked = [req.avoid[m.peer] for m in self._registry if m.peer in req.avoid]
         busy = [retry_after_s for retry_after_s in asked if retry_after_s is not None]
-        longest = self._loads.longest_context()
-        if not req.has_begun and busy:
+        longest = max(self._loads.longest_context(), self._spans.longest())
+        if self._spans.waits(req):
+            self._wait(req, RETRY_S, now)
+        elif not req.has_begun and busy:
             self._reject(req, req.refusal, min(busy), now)
         elif not req.has_begun and longest:
             tokens = len(req.request.prompt)
@@ -164,7 +168,9 @@ class Lifecycle:
         req = self.requests.unplaced.get(request_id)
         if req is None or req.unplaced_ns is None or now < req.unplaced_ns + self._config.unplaced_ns:
             return
-        if req.has_begun:
+        if req.parts and now < req.unplaced_ns + PATIENCE * self._config.unplaced_ns:
+            self._timers.arm(now + self._config.unplaced_ns, self._waited_unplaced, request_id)
+        elif req.has_begun:
             self._counters.requests_failed += 1
             self.end(req, FinishReason.ERROR, now)
         else:
@@ -182,19 +188,22 @@ class Lifecycle:
     def _dispatch(self, req: RequestState, chosen: Placement, now: int) -> None:
         self._attempts += 1
         attempt_id = f"{req.request_id}#{self._attempts}"
-        first, decode_at = chosen.first, chosen.decode_at
-        involved = [first] if decode_at is None else [first, decode_at]
+        first, decode_at, involved = chosen.first, chosen.decode_at, chosen.members
+        self._counters.sequences_split += bool(chosen.parts)
         attempt = Attempt(
             attempt_id, self._attempts, first, decode_at, chosen.holders, chosen.route, now, now, involved,
-            self._charge(req, chosen),
+            self._charge(req, chosen), parts=chosen.parts,
         )  # fmt: skip
         self._begin(req, attempt, now)
         self.tallies.dispatched(req, chosen, now)
-        self._expect(req, involved, now)
-        first.totals.dispatches += 1
+        if not chosen.parts:
+            self._expect(req, involved, now)
+        self._send_order(req, attempt, first, now)
+
+    def _send_order(self, req: RequestState, attempt: Attempt, to: Member, now: int) -> None:
+        to.totals.dispatches += 1
         told = self.answers.told(req.request_id) if req.request.key else ()
-        returns_kv = self._returns_kv(req, attempt)
-        self._outbox.send(first.peer, req.message(attempt, self._config.transfer, returns_kv, told, now))
+        self._outbox.send(to.peer, req.message(attempt, self._config, told, now))
 
     def _begin(self, req: RequestState, attempt: Attempt, now: int) -> None:
         self.requests.begin(req, attempt)
@@ -202,7 +211,7 @@ class Lifecycle:
             self._handles.give_way(name)
         req.tries += 1
         self._sessions.route(req.request.tenant, req.request.session, attempt.involved)
-        self._timers.arm(now + self._stalled_after_ns(req), self._stalled, attempt.attempt_id)
+        self._timers.arm(now + req.stalled_after_ns(self._config), self._stalled, attempt.attempt_id)
 
     # -- what instances have from an earlier router's time
 
@@ -245,33 +254,27 @@ class Lifecycle:
     def _give_up(self, request_id: str, now: int) -> None:
         self.end(self.requests.by_id[request_id], FinishReason.CANCELLED, now)
 
+    # -- sequences that several instances share
+
+    def segment_held(self, attempt_id: str, sender: Member, now: int) -> None:
+        """``sender`` has computed its part of a sequence, or repeats that: the turn of the next part."""
+        req = self.requests.by_attempt.get(attempt_id)
+        attempt = req.attempt if req is not None else None
+        if req is None or attempt is None or sender not in attempt.involved:
+            self._outbox.send(sender.peer, Cancel(attempt_id))  # it has not heard that this is over
+        elif sender is attempt.holder:
+            attempt.part, attempt.news_ns = attempt.part + 1, now
+            self._send_order(req, attempt, attempt.parts[attempt.part].member, now)
+
     def _charge(self, req: RequestState, chosen: Placement) -> list[Charge]:
-        """The prompt's work first, then that of decoding."""
         width = max(req.request.n, req.request.beam_width)
-        uncached = max(1, chosen.prompt_tokens - chosen.route.first.matched_tokens)
-        decoder = chosen.decode_at or chosen.first
-        return [
-            self._loads.charge(chosen.first.number, Work(prefill_tokens=uncached)),
-            self._loads.charge(decoder.number, Work(0, width, width * chosen.prompt_tokens)),
-        ]
+        return [self._loads.charge(member.number, work) for member, work in chosen.work(width)]
 
     def _expect(self, req: RequestState, involved: Sequence[Member], now: int) -> None:
         """The prompt will be cached where it is computed, and where it is decoded when those instances cache too."""
-        if not req.identities:
-            return
-        for at, member in enumerate(involved):
+        for at, member in enumerate(involved if req.identities else ()):
             if member.info.caching and (at == 0 or self._config.caching is not Caching.PD_CACHING_1):
                 self._trees.expect(member.number, req.identities, now)
-
-    def _returns_kv(self, req: RequestState, attempt: Attempt) -> bool:
-        request = req.request
-        plain = request.n == 1 and request.beam_width == 0 and request.use_cache
-        wanted = self._config.caching is Caching.PD_CACHING_3 and attempt.decode_at is not None
-        return wanted and plain and attempt.first.info.caching
-
-    def _stalled_after_ns(self, req: RequestState) -> int:
-        """Longer each time: a long queue looks like a stalled instance, and must not be started over for ever."""
-        return self._config.stalled_after_ns << min(req.stalls, _STALL_DOUBLINGS_MAX)
 
     # -- going on
 
@@ -318,7 +321,7 @@ class Lifecycle:
         req = self.requests.by_attempt.get(attempt_id)
         if req is None or req.attempt is None:
             return
-        due_ns = req.attempt.news_ns + self._stalled_after_ns(req)
+        due_ns = req.attempt.news_ns + req.stalled_after_ns(self._config)
         if due_ns > now:
             self._timers.arm(due_ns, self._stalled, attempt_id)
             return
@@ -386,7 +389,7 @@ class Lifecycle:
             held_ns = self._settle(attempt, completed=req.request.use_cache)
             if held_ns:
                 self._timers.arm(now + held_ns, self._not_held_any_more, None)
-            if req.is_stopped:  # not by the instances, which may go on
+            if req.is_stopped or attempt.parts:  # instances may go on, and keep parts
                 self._cancel(attempt)
         self.admission.release(req, now)
         if req.request.key:

@@ -73,6 +73,7 @@ from memserve.messages import (
 )
 from memserve.metadata import RouterStarted
 from memserve.policy.admission import on_terms
+from memserve.segments import SegmentHeld
 from memserve.types import FinishReason, NamedPrefix, Request, TokenOutput
 
 
@@ -259,6 +260,8 @@ class Cluster:
             self.answers.heard(member, message, now)
         elif isinstance(message, AttemptsUnknown):
             self._membership.answer(member, message, now)
+        elif isinstance(message, SegmentHeld):
+            self._lifecycle.segment_held(message.request_id, member, now)
         elif isinstance(message, Pinned):
             self._handles.pinned(member, message, now)
         elif isinstance(message, Drain):

@@ -68,7 +68,7 @@ class LossDetector:
     def _is_with(self, member: Member, attempt_id: str) -> bool:
         """Whether ``member`` must have the attempt now: the decode instance has it from the handover on."""
         attempt = self._lifecycle.requests.by_attempt[attempt_id].attempt
-        return attempt is not None and (attempt.first is member or attempt.first not in attempt.involved)
+        return attempt is not None and attempt.is_with(member)
 
     def _ask(self, member: Member, attempts: list[str]) -> None:
         self._outbox.send(member.peer, AskAttempts(tuple(attempts), member.totals.dispatches))

@@ -92,6 +92,10 @@ class OutputMerger:
         return True
 
     def _take(self, req: RequestState, attempt: Attempt, sender: Member, output: TokenOutput, now: int) -> None:
+        if not attempt.is_generated_by(sender):
+            if output.finish_reason is not None:  # its part is lost
+                self._lifecycle.attempt_failed(req, "error", now)
+            return
         if self._contradicts(req, output, now):
             self._lifecycle.attempt_failed(req, "contradiction", now, blamed=[sender])
             return

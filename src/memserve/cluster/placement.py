@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from memserve import _core
-from memserve.cluster.loads import ROLE_CODE, Ints, LoadTable
+from memserve.cluster.loads import ROLE_CODE, Ints, LoadTable, Work
 from memserve.cluster.memory import MemoryBudget
+from memserve.cluster.parts import Parts
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.requests import RequestState
 from memserve.cluster.sessions import Handles, Sessions
@@ -59,6 +60,21 @@ class Placement(NamedTuple):
     holders: tuple[Holder, ...]
     prompt_tokens: int
     """To be computed or reused."""
+    parts: Parts = ()
+    """Of a sequence that is shared; ``first`` has the first of them. Empty: ``first`` has all of it."""
+
+    @property
+    def members(self) -> list[Member]:
+        """All that compute, in the order of their turns."""
+        if self.parts:
+            return [part.member for part in self.parts]
+        return [self.first] if self.decode_at is None else [self.first, self.decode_at]
+
+    def work(self, width: int) -> tuple[tuple[Member, Work], ...]:
+        """The prompt's first, then that of decoding ``width`` sequences."""
+        uncached = max(1, self.prompt_tokens - self.route.first.matched_tokens)
+        decoding = Work(0, width, width * self.prompt_tokens)
+        return (self.first, Work(prefill_tokens=uncached)), (self.decode_at or self.first, decoding)
 
 
 class Placer:

@@ -31,6 +31,8 @@ class Counters:
     attempts_failed: dict[str, int] = field(default_factory=dict)
     """Attempts that failed, by cause: ``gone``, ``refused``, ``stalled``, ``lost``, ``contradiction``, ``gap``,
     ``error``."""
+    sequences_split: int = 0
+    """Attempts that several instances share, because their sequence fits none."""
     outputs_late: int = 0
     """Outputs that were dropped: of attempts that are over, or tokens that the client has already."""
     tokens: int = 0

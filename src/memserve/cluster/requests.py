@@ -13,14 +13,19 @@ from enum import Enum, auto
 from msgspec import structs
 
 from memserve.cluster.loads import Charge
+from memserve.cluster.parts import Parts, order_for
+from memserve.cluster.parts import where as where_parts
 from memserve.cluster.registry import Member, Registry
+from memserve.config import ClusterConfig
 from memserve.errors import check
 from memserve.messages import Dispatch, Holder, Peer
 from memserve.policy.admission import MemoryNeed
 from memserve.policy.candidates import Route
 from memserve.transitions import Transitions
-from memserve.types import FinishReason, Request, TokenOutput, TransferMode
+from memserve.types import Caching, FinishReason, Request, TokenOutput
 from memserve.units import NS_PER_MS
+
+_STALL_DOUBLINGS_MAX = 6
 
 
 class RequestPhase(Enum):
@@ -123,12 +128,33 @@ class Attempt:
     """Outputs behind tokens that have not come, in order of arrival: two members may speak, on two ways."""
     gap_ns: int | None = None
     """Since when there are any."""
+    parts: Parts = ()
+    """Of a sequence that instances share; empty: one instance has all of it."""
+    part: int = 0
+    """The last one that was dispatched."""
     handed_over_ns: int | None = None
     """When ``decode_at`` said that it has the KV. None: it has not."""
 
     def is_from(self, peer: Peer) -> bool:
         """Whether ``peer`` may speak for it: a prefill instance's last words may come after its part has ended."""
+        if self.parts:
+            return any(peer == part.member.peer for part in self.parts[: self.part + 1])
         return peer == self.first.peer or (self.decode_at is not None and peer == self.decode_at.peer)
+
+    def is_with(self, member: Member) -> bool:
+        """Whether ``member``, which is involved, must know it: the decode instance does from the handover on."""
+        if self.parts:
+            return any(part.member is member for part in self.parts[: self.part + 1])
+        return self.first is member or self.first not in self.involved
+
+    @property
+    def holder(self) -> Member | None:
+        """The member that is computing a part for others. None: none is, the last part is under way, or all of it."""
+        return self.parts[self.part].member if self.part < len(self.parts) - 1 else None
+
+    def is_generated_by(self, member: Member) -> bool:
+        """Whether clients get what ``member`` draws."""
+        return not self.parts or self.parts[-1].member is member
 
     def story(self, ended: str) -> AttemptStory:
         """What is kept of it."""
@@ -173,6 +199,8 @@ class RequestState:
     """The reason that an instance gave last for refusing it."""
     unplaced_ns: int | None = None
     """Since when no instance could take it; until news come."""
+    parts: Parts = ()
+    """Those of its last attempt, if instances shared it."""
     is_stopped: bool = False
     """The client ended a sequence: instances may not have heard of it."""
     past: list[AttemptStory] = field(default_factory=list)
@@ -196,28 +224,34 @@ class RequestState:
         """Sequences that go on."""
         return (index for index, reason in enumerate(self.finished) if reason is None)
 
-    def message(
-        self, attempt: Attempt, transfer: TransferMode, return_kv: bool, told: tuple[TokenOutput, ...], now: int
-    ) -> Dispatch:
-        """What the first instance is told. ``told``: what the client was, of a request with a key."""
+    def message(self, attempt: Attempt, config: ClusterConfig, told: tuple[TokenOutput, ...], now: int) -> Dispatch:
+        """What the first instance is told, or the one that computes the present part. ``told``: what the client was, of
+        a request with a key."""
         request = self.request
         generated: tuple[tuple[int, ...], ...] = ()
         ended: tuple[int, ...] = ()
         if request.beam_width == 0 and self.has_begun:
             generated = tuple(tuple(tokens) for tokens in self.emitted)
             ended = tuple(index for index, reason in enumerate(self.finished) if reason is not None)
+        plain = request.n == 1 and request.beam_width == 0 and request.use_cache
+        returns_kv = config.caching is Caching.PD_CACHING_3 and attempt.decode_at is not None
         deadline_ns = request.deadline_ns
-        return Dispatch(
+        order = Dispatch(
             structs.replace(request, request_id=attempt.attempt_id, deadline_ns=None),
             deadline_in_ns=None if deadline_ns is None else max(0, deadline_ns - now),
             generated=generated,
             ended=ended,
             decode_at=attempt.decode_at.peer if attempt.decode_at is not None else None,
-            transfer=transfer,
+            transfer=config.transfer,
             holders=attempt.holders,
-            return_kv=return_kv,
+            return_kv=returns_kv and plain and attempt.first.info.caching,
             told=told if generated else (),
         )
+        return order_for(attempt.parts, attempt.part, order) if attempt.parts else order
+
+    def stalled_after_ns(self, config: ClusterConfig) -> int:
+        """Longer each time: a long queue looks like a stalled instance, and must not be started over for ever."""
+        return config.stalled_after_ns << min(self.stalls, _STALL_DOUBLINGS_MAX)
 
     def told(self) -> tuple[tuple[str, str | int | float], ...]:
         """What the router decided, and what went wrong, for the client (``TokenOutput.story``)."""
@@ -225,7 +259,12 @@ class RequestState:
         if attempt is None:
             return (("attempts", len(self.past)), ("last_failure", self.past[-1].ended)) if self.past else ()
         where = attempt.first.name + (f" to {attempt.decode_at.name}" if attempt.decode_at is not None else "")
+        if attempt.parts:
+            where = " and ".join(part.member.name for part in attempt.parts)
+        told: tuple[tuple[str, str | int | float], ...]
         told = ("route", where), ("route_why", attempt.route.reason), ("attempts", len(self.past) + 1)
+        if attempt.parts:
+            told = *told, ("segments", where_parts(attempt.parts))
         moments = ("route_ms", attempt.dispatched_ns), ("handed_over_ms", attempt.handed_over_ns)
         return *told, *((name, round((at - self.arrived_ns) / NS_PER_MS, 3)) for name, at in moments if at is not None)
 
@@ -257,7 +296,7 @@ class RequestTable:
         """``attempt`` is under way for ``req``."""
         req.move(Cause.DISPATCHED)
         del self.unplaced[req.request_id]
-        req.attempt = attempt
+        req.attempt, req.parts = attempt, attempt.parts
         self.by_attempt[attempt.attempt_id] = req
         for member in attempt.involved:
             member.attempts[attempt.attempt_id] = None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memserve import _core
-from memserve.instance.events import OpenSequence, StepPlan
+from memserve.instance.events import Before, OpenSequence, StepPlan
 from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause, Sequence
+from memserve.instance.sequence import Cause, Group, Sequence
 from memserve.policy.costs import attended_pairs
 from memserve.units import ceil_div
 
@@ -182,6 +182,7 @@ class BatchBuilder:
                 blocks=_table(sequence),
                 beam_candidates=group.beam.candidates_wanted if group.beam is not None else 0,
                 stop=group.request.stop,
+                before=_before(group),
                 adapter=group.request.adapter,
             )
         )
@@ -230,6 +231,11 @@ class BatchBuilder:
                 place += 1
             self.plan.sample_slots[row] = tuple(draws)
             group.forks_pending = 0
+
+
+def _before(group: Group) -> Before | None:
+    span = group.span
+    return Before(group.request.request_id, span.before, span.segments) if span is not None and span.segments else None
 
 
 def _table(sequence: Sequence) -> list[int]:

@@ -23,6 +23,7 @@ from memserve.instance.kept import KeptAnswers
 from memserve.instance.kv_feed import KvFeed
 from memserve.instance.pins import Pins
 from memserve.instance.scheduler_state import SchedulerState
+from memserve.instance.segments import HeldSegments
 from memserve.instance.sequence import Cause, Fact, Group, RemoteState, Sequence
 from memserve.instance.store_writer import StoreWriter
 from memserve.kv_transfer.context import Room
@@ -51,8 +52,6 @@ from memserve.messages import (
     Expelled,
     HandedOver,
     JoinAccepted,
-    KvEvents,
-    KvSnapshot,
     Peer,
     PeerGone,
     PeerJoined,
@@ -90,6 +89,7 @@ class ClusterLink:
         self.receiver = HandoffReceiver(state, intake, self.exchange)
         self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
+        self.segments = HeldSegments(state)
         self.feed = KvFeed(pool, max(1, config.exchange.event_capacity))
         #: messages that only the router may send, from another process or an earlier router
         self.messages_ignored = 0
@@ -168,6 +168,7 @@ class ClusterLink:
         """After a failed step, when sequences were reset and the cache cleared. ``lost``: from :meth:`kv_lost`."""
         self._act(lost, now)
         self.sender.start_over()
+        self.segments.start_over()
 
     # -- how requests are scheduled (``Transfers``)
 
@@ -177,6 +178,7 @@ class ClusterLink:
         self.sender.ended(group)
         self.receiver.ended(group)
         self.fetches.given_up(group)
+        self.segments.ended(group)
 
     def request_preempted(self, group: Group) -> None:
         """The KV of ``group``, which is being handed over, has gone."""
@@ -197,6 +199,7 @@ class ClusterLink:
         self.fetches.settle(now)
         self.receiver.send_back(now)
         self.kept.expire(now)
+        self.segments.settle(now)
         state, layers = self._state, self._state.memory.layers
         parked = len(state.parked) if layers is not None and layers.policy.parks else None
         self.exchange.room = Room(headroom_blocks(len(state.decoding)), parked)
@@ -222,6 +225,7 @@ class ClusterLink:
         self._pins.lost.clear()
         self.writer.settle(now)
         self._outbox += self.writer.take_messages()
+        actions += self.segments.take_news(self.router)
         for action in self.exchange.take_actions():
             if isinstance(action, PullPages):
                 self._pulls[action.job_id] = action.peer.name
@@ -272,7 +276,7 @@ class ClusterLink:
             self.answers_told += 1
             self._outbox.append(action)
 
-    def _send_router(self, message: HandedOver | AttemptsUnknown | Pinned | KvEvents | KvSnapshot) -> None:
+    def _send_router(self, message: AnyMessage) -> None:
         if self.router is not None:
             self._outbox.append(Send(self.router, message))
 
@@ -283,9 +287,8 @@ class ClusterLink:
         self.writer.set_members(message.peers)
         self.fetches.stores_changed(self.writer.stores)
         self.kept.ask(self.router)
-        if self._publishes and self.feed.next_event:
-            self._send_news()
-            self._send_router(self.feed.snapshot())
+        if self.feed.next_event:
+            self._tell_changes(None)
 
     def _peer_joined(self, message: PeerJoined, now: int) -> None:
         if message.info.peer.name != self.me.name:
@@ -313,8 +316,11 @@ class ClusterLink:
             self._reject(group)
             return
         request = order.request
-        self.kept.open(request, order.told, order.generated)
         resumed = not request.beam_width and bool(any(order.generated) or order.ended)
+        if order.span is None:  # an attempt of several instances ends with its router
+            self.kept.open(request, order.told, order.generated)
+        elif order.span.holds:
+            self.segments.begin(group)
         self.sender.begin(group, len(order.generated[0]) if resumed and request.n == 1 else 0, resumed)
         cause = Cause.REMOTE_KV_EXPECTED if order.holders else Cause.ENQUEUED
         self._intake.enqueue(group, cause, order.generated if resumed else (), order.ended)
@@ -343,17 +349,11 @@ class ClusterLink:
         self._pins.unpin(message.handle)
 
     def _ask_events(self, message: AskEvents, now: int) -> None:
-        if self._publishes:
-            self._send_news()
-            answer = self.feed.replay(message.first)
-            if answer is not None:
-                self._send_router(answer)
+        self._tell_changes(message.first)
 
-    def _send_news(self) -> None:
-        """Changes that were not sent yet go before a snapshot or a replay."""
-        news = self.feed.news()
-        if news is not None:
-            self._send_router(news)
+    def _tell_changes(self, first: int | None) -> None:
+        for told in self.feed.answer(first) if self._publishes else ():
+            self._send_router(told)
 
     def reborn(self, me: Peer, *, goes_on: bool = False) -> None:
         """All requests of the cluster end silently, the cache stays. The process is ``me`` from now on, and a member
@@ -393,6 +393,7 @@ class ClusterLink:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When the next lease or fetch ends, fetches are decided, or an answer is forgotten. None: there is none."""
-        ends = (self.exchange.next_deadline_ns, self.fetches.decide_at_ns, self.kept.next_deadline_ns)
+        """When a lease ends, fetches are decided, segments told, or an answer is forgotten. None: there is none."""
+        ends = [part.next_deadline_ns for part in (self.exchange, self.segments, self.kept)]
+        ends.append(self.fetches.decide_at_ns)
         return min([end for end in ends if end is not None], default=None)

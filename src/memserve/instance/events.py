@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import AnyMessage, Load, Peer, PeerInfo
+from memserve.segments import Segment
 from memserve.serving import (
     ClockTicked,
     EmitTokens,
@@ -28,6 +29,15 @@ from memserve.types import CopyBlocks, SamplingParams, StopParams, Tier, TokenAr
 
 
 @dataclass(frozen=True, slots=True)
+class Before:
+    """What comes before a part of a sequence."""
+
+    name: str  # of the sequence at the holders of its other parts
+    tokens: TokenArray
+    segments: tuple[Segment, ...]  # the KV of all those tokens
+
+
+@dataclass(frozen=True, slots=True)
 class OpenSequence:
     """Bind a device slot to a sequence: its tokens so far, its sampling, its block table."""
 
@@ -39,6 +49,7 @@ class OpenSequence:
     blocks: list[int]  # HBM block ids, in order
     beam_candidates: int = 0  # > 0: report this many candidates at every sampled position instead of drawing
     stop: StopParams = field(default_factory=StopParams)  # the device never draws a stop token before ``min_tokens``
+    before: Before | None = None  # the sequence is a part: rows count from its first token. None: it is whole
     adapter: str = ""  # digest of the LoRA adapter that computes its rows; empty: none
 
 
@@ -133,6 +144,25 @@ class ForgetGrammar:
     """No request has this grammar any more, whether it is built or still being built."""
 
     grammar: str
+
+
+# -- parts of longer sequences
+
+
+@dataclass(frozen=True, slots=True)
+class HoldSegment:
+    """From now on answer queries about a part of the sequence ``name``: its KV is complete."""
+
+    name: str
+    blocks: list[int]  # HBM block ids, in order
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropSegment:
+    """Answer no more queries about ``name``, before any further plan: its blocks may be written again."""
+
+    name: str
 
 
 # -- what the device answers
@@ -246,7 +276,8 @@ Event = (
 )
 Action = (
     RunStep | EmitTokens | RejectRequest | Send | SealPages | PullPages | CancelPulls | BuildGrammar | ForgetGrammar
-)
+    | HoldSegment | DropSegment
+)  # fmt: skip
 
 # -- events of the member machine, beside MessageArrived and ClockTicked
 

@@ -92,7 +92,9 @@ class HandoffSender:
         """``plan`` has been made: offer what it admitted, name what it computes."""
         for sequence in (*self._state.prefilling.items, *self._state.idle.items):
             group, remote = sequence.group, sequence.group.remote
-            if group.tokens_here is None or remote is None or sequence.scheduled_step != plan.step_id:
+            if group.tokens_here is None or remote is None or remote.decode_at is None:
+                continue  # it stays, or is kept here for others
+            if sequence.scheduled_step != plan.step_id:
                 continue
             if sequence is next(iter(group.sequences.values())):  # it computes the prompt for all
                 start = plan.starts[plan.slots.index(sequence.slot)]  # type: ignore[arg-type]  # a sequence with a row has a slot

@@ -123,6 +123,7 @@ class RequestIntake:
         for index in range(group.request.n):
             sequence = group.new_sequence()
             sequence.out = list(generated[index])
+            sequence.resumed = len(sequence.out)
             self._state.move(sequence, cause)
         for sequence in list(group.sequences.values()):
             if sequence.index in ended:
@@ -180,7 +181,7 @@ class RequestIntake:
             return refusal
         remote = self._remote_state(order, me, now)
         group = self.open(request if remote.original is None else _substitute(request), now, remote.deadline_ns)
-        group.remote = remote
+        group.remote, group.span = remote, order.span
         return group
 
     def _remote_state(self, order: Dispatch, me: Peer, now: int) -> RemoteState:

@@ -40,6 +40,7 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
         link.exchange.check_invariants()
         link.writer.check_invariants()
         link.kept.check_invariants(state.groups)
+        link.segments.check_invariants()
         _check_link(state, link)
 
 
@@ -52,6 +53,7 @@ def _check_link(state: SchedulerState, link: ClusterLink) -> None:
     asked = {key: group.remote.fetch_id for key, group in live.items() if group.remote and group.remote.fetch_id}
     check(asked == {id(g): key for key, (g, _) in link.fetches.asked.items()}, "fetches and requests disagree")
     leaving = {name: group for name, group in state.groups.items() if group.tokens_here is not None}
+    leaving = {name: group for name, group in leaving.items() if name not in link.segments.groups}
     check(leaving == link.sender.leaving, "requests with tokens_here and requests that leave disagree")
     check(all((o.offer_id, o.import_id, o.fetch_id).count(None) >= 2 for o in remote), "a request moves two ways")
     for group in state.groups.values():

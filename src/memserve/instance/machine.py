@@ -149,6 +149,7 @@ class Instance:
         self.pins.expire(now)
         if link is not None:
             link.settle(now)
+            actions += link.segments.take_dropped()
         self._plan(now, actions)
         actions += self.state.grammars.take_orders()
         if self.state.outputs:

@@ -197,7 +197,7 @@ class SequenceMemory:
         """Put the full blocks of the known tokens computed so far into the prefix cache."""
         if sequence.lease is None:
             return
-        full = min(sequence.computed, sequence.known) // self.block_tokens
+        full = min(sequence.computed, sequence.known, _trusted(sequence)) // self.block_tokens
         tokens = full * self.block_tokens
         if tokens > sequence.published:
             known, blocks = sequence.known_tokens()[:tokens], sequence.blocks[:full]
@@ -328,3 +328,12 @@ class SequenceMemory:
             return False
         sequence.dram_blocks, sequence.blocks = [], blocks
         return True
+
+
+def _trusted(sequence: Sequence) -> int:
+    """How many tokens have KV that no step under way can spoil. Where earlier parts of the sequence lie elsewhere, a
+    step may fail to read them: what it has computed counts when a token is known that was drawn behind it."""
+    span = sequence.group.span
+    if span is None or not span.segments:
+        return sequence.known
+    return sequence.known - 1 if len(sequence.out) > sequence.resumed else 0

@@ -270,9 +270,12 @@ class SchedulerState:
             self.transfers.request_preempted(sequence.group)
 
     def preempt_all(self) -> None:
-        """Preempt every sequence that holds blocks: the way out of a standstill (see ``Planner``)."""
+        """Preempt every sequence that holds blocks, but for segments that are kept for others: the way out of a
+        standstill (see ``Planner``)."""
         for container in (self.idle, self.decoding, self.prefilling, self.remote_kv_ready):
             for sequence in list(container):
+                if is_kept(sequence):
+                    continue
                 if sequence in container:  # else the request has started over: a handoff that came to nothing
                     self.preempt(sequence)
 
@@ -315,8 +318,9 @@ class SchedulerState:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether any sequence holds HBM blocks."""
-        return bool(self.idle.items or self.decoding.items or self.prefilling.items or self.remote_kv_ready)
+        """Whether any sequence holds HBM blocks that it may lose."""
+        idle = any(not is_kept(sequence) for sequence in self.idle.items)
+        return bool(idle or self.decoding.items or self.prefilling.items or self.remote_kv_ready)
 
     # -- endings
 
@@ -395,3 +399,9 @@ class SchedulerState:
             f" decoding={len(self.decoding)} idle={len(self.idle)}"
             f" slots={self.slots - len(self.free_slots)}/{self.slots}>"
         )
+
+
+def is_kept(sequence: Sequence) -> bool:
+    """Whether it is a part of a longer sequence, computed, which other instances ask about."""
+    span = sequence.group.span
+    return span is not None and span.holds and sequence.phase is Phase.IDLE

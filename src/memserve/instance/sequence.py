@@ -22,6 +22,7 @@ import numpy as np
 from memserve import _core
 from memserve.instance.beam import BeamSearch
 from memserve.messages import Holder, Peer
+from memserve.segments import Span
 from memserve.transitions import Transitions
 from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput, TransferMode
 
@@ -179,6 +180,7 @@ class Group:
         "request",
         "reserved_slots",
         "sequences",
+        "span",
         "stops",
         "tenant",
         "tokens_here",
@@ -209,6 +211,8 @@ class Group:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if request.sampling.prompt_logprobs:
             self.prompt_logprobs = [None] * len(request.prompt)
+        #: the part of a longer sequence that it is. None: it is whole
+        self.span: Span | None = None
         #: None: a request of the own process
         self.remote: RemoteState | None = None
         #: N: its sequences draw N tokens here, then another instance decodes. None: they draw all here
@@ -268,6 +272,7 @@ class Sequence(_core.SequenceRow):
         "published",
         "rank",
         "request_id",
+        "resumed",
         "since_ns",
         "since_tokens",
         "slot",
@@ -285,6 +290,8 @@ class Sequence(_core.SequenceRow):
         self.stops = group.stops
         self.phase = SEQUENCE.initial
         self.out: list[int] = []
+        #: those of ``out`` that another instance has drawn
+        self.resumed = 0
         self.inflight = 0
         #: samples that may still be scheduled
         self.left = max(1, group.max_tokens) if group.tokens_here is None else group.tokens_here

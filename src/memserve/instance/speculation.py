@@ -164,4 +164,9 @@ def foretellable(group: Group) -> bool:
     request = group.request
     sampling, stop = request.sampling, request.stop
     changes = sampling.changes_logits or bool(stop.min_tokens and stop.stop_token_ids)
-    return not (changes or sampling.logprobs is not None or group.beam is not None or group.tokens_here is not None)
+    return not (changes or sampling.logprobs is not None or group.beam is not None or _moves(group))
+
+
+def _moves(group: Group) -> bool:
+    """Whether it leaves, or is a part of a longer sequence."""
+    return group.tokens_here is not None or group.span is not None

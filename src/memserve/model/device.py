@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,12 +16,13 @@ from torch import Tensor
 from memserve import _core
 from memserve.config import InstanceConfig
 from memserve.errors import check
-from memserve.instance.events import MovePages, PlaceByLayer, StepFinished, StepPlan
+from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, StepFinished, StepPlan
 from memserve.model.adapting import StepAdapters, adapting
 from memserve.model.arena import KvArenas, lower_pages
-from memserve.model.attention.backends import AttentionFactory, choose_attention
+from memserve.model.attention.backends import AttentionFactory, KernelAttention, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers
+from memserve.model.attention.segments import HeldKv, SegmentLines, SpannedAttention, SpannedRow
 from memserve.model.copier import Copy, PageCopier
 from memserve.model.crew import Crew, exchanging
 from memserve.model.forward import EagerForward, Forward
@@ -31,6 +33,8 @@ from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotTabl
 from memserve.runtime.memory import trim_heap
 from memserve.runtime.ports import OnLayer
 from memserve.types import Tier, TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 Drawing = list[tuple[Int64s, Int64s]]
 """In order: slots, and a token for each."""
@@ -78,6 +82,12 @@ class ModelDevice:
         self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
         self._copier = PageCopier(link_bytes_s)
         self.on_layer: OnLayer | None = None
+        #: the segments of longer sequences that are kept here; None: none can be
+        self.held_kv: HeldKv | None = None
+        if isinstance(self._attention, partial) and self._attention.func is KernelAttention and crew is None:
+            self.held_kv = HeldKv(self._arenas.base, geometry)
+        #: the way to the other segments
+        self.segment_lines: SegmentLines | None = None
         #: what this process may have resident at most (:class:`memserve.runtime.memory.MemoryBound`); 0: unknown
         self.bound_bytes = 0
         gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)
@@ -135,7 +145,9 @@ class ModelDevice:
     def close(self) -> None:
         """Release the arenas (with the last reference to this device)."""
         self._copier.close()
-        del self._attention, self._page_attention, self._arenas
+        if self.segment_lines is not None:
+            self.segment_lines.close()
+        del self._attention, self._page_attention, self._arenas, self.held_kv
 
     def _prepare(self, plan: StepPlan) -> None:
         if plan.reset_slots:
@@ -218,6 +230,7 @@ class ModelDevice:
         """``[rows, vocab]`` float32 of the rows that draw one token, whose numbers they are, then of all tokens of rows
         with drafts, then of prompts' tokens."""
         slots, starts = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
+        starts += self._slots.firsts[slots]
         counts = np.array(plan.counts, np.int64)
         drafted = np.zeros_like(counts)
         for row, tokens in plan.drafts.items():
@@ -250,6 +263,11 @@ class ModelDevice:
         return self._adapters.rows([mine.get(slot, "") for slot in slots.tolist()], counts, self._device)
 
     def _attention_of(self, slots: Int64s, q_starts: Int32s, contexts: Int32s) -> StepAttention:
+        """``contexts``: the tokens of each row up to its last one."""
+        contexts -= self._slots.firsts[slots].astype(np.int32)
+        if self._slots.before:
+            own = self._attention(self._slots.tables, slots.astype(np.int32), q_starts, contexts)
+            return self._spanned(slots, q_starts, own)
         placed = self._slots.placed
         ranges = {row: placed[slot] for row, slot in enumerate(slots.tolist()) if slot in placed} if placed else {}
         if not ranges:
@@ -260,6 +278,24 @@ class ModelDevice:
         shape = self._tiers.num_layers, self._slots.block_tokens
         copier = self._copier if self._leads else None
         return LayeredAttention(self._page_attention(), copier, *shape, ranges, tables, q_starts, contexts, self._meet)
+
+    def _spanned(self, slots: Int64s, q_starts: Int32s, own: StepAttention) -> StepAttention:
+        """Rows that ask others about earlier parts; not those that have failed."""
+        before, ends = self._slots.before, q_starts.tolist()
+        rows = [
+            SpannedRow(slot, ends[row], ends[row + 1], before[slot])
+            for row, slot in enumerate(slots.tolist())
+            if slot in before and slot not in self._slots.failed
+        ]
+        if not rows:
+            return own
+        check(self.segment_lines is not None and isinstance(own, KernelAttention), "this device computes no parts")
+        return SpannedAttention(own, self.segment_lines, rows, self._lost)  # type: ignore[arg-type]  # checked in the line before
+
+    def _lost(self, slot: int, why: str) -> None:
+        """A slot has read nothing of an earlier part: what it computes has no meaning from there on."""
+        log.info("a part of a longer sequence is lost: %s", why)  # also when it has just ended elsewhere
+        self._slots.failed.setdefault(slot, RowFailed(""))
 
     def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
         """On CUDA a layer's kernels have not run when its call returns: there the end of the step reports them all."""

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from memserve.errors import InvariantError, check
-from memserve.instance.events import NO_TOKEN_LEFT, OpenSequence, RowFailed
+from memserve.instance.events import NO_TOKEN_LEFT, Before, OpenSequence, RowFailed
 from memserve.model.attention.layered import PlacedRange
 from memserve.model.grammars import Grammars
 from memserve.types import VOCAB_MAX, SamplingParams, StopParams
@@ -67,6 +67,8 @@ class SlotTable:
         self.prompt_tokens: Int64s = np.zeros(slots, np.int64)
         self.tables: Int32s = np.zeros((slots, ceil_div(max_tokens, block_tokens) + 1), np.int32)
         self.table_lengths: Int64s = np.zeros(slots, np.int64)
+        #: tokens before the first of the table: of earlier parts of the sequence
+        self.firsts: Int64s = np.zeros(slots, np.int64)
         # sampling
         self.temperature: NDArray[np.float32] = np.zeros(slots, np.float32)
         self.top_k: Int64s = np.zeros(slots, np.int64)
@@ -84,6 +86,8 @@ class SlotTable:
         self.grammars = grammars
         #: entries of tables that lie by layer, by slot
         self.placed: dict[int, PlacedRange] = {}
+        #: what comes before the table of sequences that are a part, by slot
+        self.before: dict[int, Before] = {}
         #: open slots that failed: they compute like any other, and draw nothing
         self.failed: Failures = {}
         #: digests of the adapters that rows of the slots are computed with, by slot
@@ -101,13 +105,17 @@ class SlotTable:
         slot = sequence.slot
         check(not self.opened[slot], f"slot {slot} is opened twice")
         self.opened[slot] = True
-        length = len(sequence.tokens)
-        self.tokens[slot, :length] = sequence.tokens
-        self.lengths[slot], self.prompt_tokens[slot] = length, sequence.prompt_tokens
+        before, tokens = sequence.before, sequence.tokens
+        self.firsts[slot] = first = 0 if before is None else len(before.tokens)
+        if before is not None:
+            self.before[slot], tokens = before, np.concatenate((before.tokens, tokens))
+        length, prompt_tokens = len(tokens), first + sequence.prompt_tokens
+        self.tokens[slot, :length] = tokens
+        self.lengths[slot], self.prompt_tokens[slot] = length, prompt_tokens
         self.table_lengths[slot] = 0
         self.grow(slot, sequence.blocks)
         self.index[slot], self.beam_candidates[slot] = sequence.index, sequence.beam_candidates
-        if not self._knows(sequence.tokens):
+        if not self._knows(tokens):
             known = self.tokens[slot, :length]
             known[(known < 0) | (known >= self.vocab_size)] = 0
             self.failed[slot] = RowFailed("its tokens are not all in the model's vocabulary")
@@ -119,7 +127,7 @@ class SlotTable:
         with stage(self.failed, slot, "opening its slot"):
             self._set_sampling(slot, sequence.sampling, sequence.stop)
             if self.grammars is not None and sequence.sampling.grammar:
-                self.grammars.open(slot, sequence.sampling.grammar, sequence.tokens[sequence.prompt_tokens :].tolist())
+                self.grammars.open(slot, sequence.sampling.grammar, tokens[prompt_tokens:].tolist())
         if slot in self.failed:
             self.beam_candidates[slot] = 0
             self._set_sampling(slot, _HARMLESS, StopParams())
@@ -142,6 +150,7 @@ class SlotTable:
         self.opened[slot] = False
         self.failed.pop(slot, None)
         self.placed.pop(slot, None)
+        self.before.pop(slot, None)
         self.adapters.pop(slot, None)
         if self.grammars is not None:
             self.grammars.close(slot)
@@ -151,6 +160,7 @@ class SlotTable:
         self.opened[:] = False
         self.failed.clear()
         self.placed.clear()
+        self.before.clear()
         self.adapters.clear()
         if self.grammars is not None:
             self.grammars.close_all()
@@ -214,7 +224,7 @@ class SlotTable:
         blocks to lie in."""
         ends = starts + counts
         good = self.opened[slots] & (counts > 0) & (ends - drafted <= self.lengths[slots])
-        good &= ends <= self.table_lengths[slots] * self.block_tokens
+        good &= ends - self.firsts[slots] <= self.table_lengths[slots] * self.block_tokens
         if not good.all():
             row = int(np.argmin(good))
             slot = int(slots[row])

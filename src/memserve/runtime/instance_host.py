@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from memserve.config import EngineOptions
 from memserve.errors import UserError
@@ -22,11 +23,15 @@ from memserve.runtime.lean_torch import leave_compiler_out
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
+from memserve.runtime.links.segments import SegmentPort
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.memory import keep_heap_small, objects_that_stay, trim_heap
 from memserve.runtime.meta_children import end_when_orphaned
 from memserve.runtime.process import Askings, on_ending_signals
 from memserve.types import Role
+
+if TYPE_CHECKING:
+    from memserve.model.device import ModelDevice
 
 JOIN_TIMEOUT_S = 30.0
 """How long the router may take to answer, once the model is loaded."""
@@ -163,15 +168,17 @@ def _no_router(found: Mapping[str, Knock]) -> UserError:
 
 def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:
     geometry, arenas = parts.model.geometry, parts.device.shared_arenas
+    segments = _open_segments(parts, place)
     return Member(
         parts.machine,
         parts.device,
-        _introduce(parts, place, me),
+        _introduce(parts, place, me, segments),
         place.join,
         lambda me, on_message: ZmqMailbox(
             me, place.secret, place.host, place.port, on_message, advertise=place.advertise
         ),
         lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, place.advertise or place.host),
+        segments=segments,
     )
 
 
@@ -182,6 +189,15 @@ def _read_vocabulary(parts: Parts) -> None:
         futures.wait([grammars.read_vocabulary()])
 
 
+def _open_segments(parts: Parts, place: MemberOptions) -> SegmentPort | None:
+    """Where it may compute parts of longer sequences. None: its model or its options do not allow that."""
+    able = parts.model.attends_plainly and parts.config.scheduler.layerwise == "off"
+    if not able or getattr(parts.device, "held_kv", None) is None:
+        return None
+    device, dtype = cast("ModelDevice", parts.device), parts.model.geometry.dtype
+    return SegmentPort(device, place.secret, place.host, dtype, place.advertise)
+
+
 def _forget_tokenizer(parts: Parts) -> None:
     """Once the model card is written, text is the router's: the tokenizer of a small model is 13 MB."""
     parts.model.tokenizer = None
@@ -189,7 +205,7 @@ def _forget_tokenizer(parts: Parts) -> None:
     trim_heap()
 
 
-def _introduce(parts: Parts, place: MemberOptions, me: Peer) -> PeerInfo:
+def _introduce(parts: Parts, place: MemberOptions, me: Peer, segments: SegmentPort | None) -> PeerInfo:
     from memserve.model.loading.card import ModelCard
 
     config = parts.config
@@ -206,4 +222,6 @@ def _introduce(parts: Parts, place: MemberOptions, me: Peer) -> PeerInfo:
         publishes_events=config.exchange.event_capacity > 0,
         model_card=ModelCard.of(parts.model).encode(),
         costs=parts.costs.encode() if parts.costs.is_measured else b"",
+        segments_at=segments.address if segments is not None else "",
+        sequence_tokens=config.max_model_tokens if segments is not None else 0,
     )

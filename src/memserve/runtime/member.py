@@ -24,6 +24,8 @@ from memserve.instance.events import (
     Deliver,
     DialRouter,
     DrainAsked,
+    DropSegment,
+    HoldSegment,
     Joined,
     Left,
     LoadRead,
@@ -40,6 +42,7 @@ from memserve.instance.member import MemberMachine
 from memserve.messages import AnyMessage, Expelled, Load, Peer, PeerInfo, RequestRefused, Tokens
 from memserve.runtime.engine import HostedInstance
 from memserve.runtime.health_file import STALL_S, Standing
+from memserve.runtime.links.segments import SegmentPort
 from memserve.runtime.loop import EngineStopped
 from memserve.runtime.ports import DataPort, Device, Mailbox, OnMessage, OnPages
 from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
@@ -65,10 +68,11 @@ class Member:
         open_mailbox: Callable[[Peer, OnMessage], Mailbox],
         open_port: Callable[[OnPages], DataPort],
         config: MemberConfig | None = None,
+        segments: SegmentPort | None = None,
     ) -> None:
         """``info`` describes the instance but for its address and what the data port adds. ``routers``: addresses
-        where one may be, tried in turn."""
-        self._machine = machine
+        where one may be, tried in turn. ``segments``: None: it computes no part of a longer sequence."""
+        self._machine, self._segments = machine, segments
         self._lock = threading.Lock()
         self._slow: queue.SimpleQueue[MemberEvent | MemberAction] = queue.SimpleQueue()  # for the member's thread
         self._ended = threading.Event()
@@ -149,6 +153,8 @@ class Member:
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_S)
         self._port.close()
+        if self._segments is not None:
+            self._segments.close()
         self._mailbox.close()
         self._instance.close(_CLOSE_S)
 
@@ -177,6 +183,8 @@ class Member:
                 case PartFromPeer(peer):
                     self._mailbox.disconnect(peer)
                     self._port.remove_peer(peer)
+                    if self._segments is not None:
+                        self._segments.gone(peer)
                 case Joined():
                     self._joined.set()
                 case Notice(text):
@@ -194,6 +202,9 @@ class Member:
                 self._tell_router(RequestRefused(request_id, reason, retry_after_s))
             case Send(to, message):
                 self._mailbox.send(to, message)
+            case HoldSegment() | DropSegment():
+                if self._segments is not None:  # else no router sends it a part
+                    self._segments.perform(action)
             case _:
                 self._port.start(action)  # type: ignore[arg-type]  # a RunStep does not come here
 

@@ -15,6 +15,8 @@ from memserve.instance.events import (
     BecomeNew,
     Deliver,
     DialRouter,
+    DropSegment,
+    HoldSegment,
     LayerFinished,
     Left,
     LoadRead,
@@ -202,6 +204,11 @@ class InstanceNode(MemberNode):
                 self._tell_router(RequestRefused(action.request_id, action.reason, action.retry_after_s))
             case SealPages() | PullPages() | CancelPulls():
                 self.port_job(action)
+            case HoldSegment() | DropSegment():
+                self.segment(action)
+
+    def segment(self, order: HoldSegment | DropSegment) -> None:
+        """Answer queries about a part of a longer sequence, or no more: in a world where such queries have content."""
 
     def _tell_router(self, message: AnyMessage) -> None:
         if self.member.router is not None:

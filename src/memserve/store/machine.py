@@ -271,8 +271,7 @@ class StoreMachine:
                 self._fits_a_model = False  # those of an earlier router are no members any more
                 self._look_for_models(peers)
                 self.kv.act(self.kv.exchange.set_members(peers, now), now)
-                self._tell_router(self._feed.news())
-                self._tell_router(self._feed.snapshot())
+                self._tell_changes(None)
             case PeerJoined(info):
                 self._look_for_models((info,))
                 if info.peer.name != self.info.peer.name:
@@ -280,10 +279,13 @@ class StoreMachine:
             case PeerGone(peer):
                 self.kv.peer_gone(peer, now)
             case AskEvents(first):
-                self._tell_router(self._feed.news())
-                self._tell_router(self._feed.replay(first))
+                self._tell_changes(first)
             case _:
                 pass
+
+    def _tell_changes(self, first: int | None) -> None:
+        for told in self._feed.answer(first):
+            self._tell_router(told)
 
     def _tell_router(self, news: KvEvents | KvSnapshot | None) -> None:
         if news is not None and self.member.router is not None:

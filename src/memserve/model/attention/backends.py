@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -39,14 +40,17 @@ class KernelAttention:
         table_rows: Int32s,
         q_starts: Int32s,
         contexts: Int32s,
+        *,
+        behind: bool = False,
     ) -> None:
-        """``base``: address of the arena, from the first head of ``geometry`` on; whole pages have ``page_heads``."""
+        """``base``: address of the arena, from the first head of ``geometry`` on; whole pages have ``page_heads``.
+        ``behind``: the new tokens follow the contexts, and are only queries."""
         kernels = _kernels()
         g = geometry
         shape = (g.num_layers, g.num_kv_heads, g.head_dim_k, g.head_dim_v, g.block_tokens, g.dtype)
-        self.batch = kernels.PagedBatch(base, shape, tables, table_rows, q_starts, contexts, None, page_heads)
+        self.batch = kernels.PagedBatch(base, shape, tables, table_rows, q_starts, contexts, None, page_heads, behind)
         self._attend = kernels.attend
-        self._head_dim_v = g.head_dim_v
+        self._head_dims = g.head_dim_k, g.head_dim_v
 
     def attend(
         self,
@@ -62,7 +66,7 @@ class KernelAttention:
     ) -> Tensor:
         """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
         _, heads, tokens, _ = q.shape
-        out = q.new_empty((1, tokens, heads, self._head_dim_v))
+        out = q.new_empty((1, tokens, heads, self._head_dims[1]))
         out[:, self.batch.tokens :] = 0
         # rows with a strided last dimension are copied; the copies must live until the kernel is done
         q, k, v = _dense(q), _dense(k), _dense(v)
@@ -80,6 +84,26 @@ class KernelAttention:
             None if sinks is None else sinks.detach().float().numpy(),
         )
         return out
+
+    def attend_part(
+        self, layer: int, q: Tensor, kv: tuple[Tensor, Tensor] | None, *, scale: float, softcap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`attend`, for contexts that go on elsewhere: outputs ``[T, H, Dv]``, and the statistics ``[T, H]``
+        with which ``merge_parts`` puts the parts together, both float32. ``kv`` None: nothing is written."""
+        _, heads, tokens, dim = q.shape
+        if dim != self._head_dims[0]:
+            raise ValueError(f"queries have {dim} elements, keys {self._head_dims[0]}")
+        out = torch.empty((tokens, heads, self._head_dims[1]), dtype=torch.float32)
+        statistics = torch.zeros((tokens, heads), dtype=torch.float32)
+        out[self.batch.tokens :] = 0
+        q = _dense(q)
+        k, v = (q, q) if kv is None else map(_dense, kv)
+        addresses = [(t.data_ptr(), t.stride(2), t.stride(1)) for t in (q, k, v)]
+        self._attend(
+            self.batch, layer, heads, *addresses, (out.data_ptr(), out.stride(0), out.stride(1)), scale, 0, softcap,
+            None, kv is not None, statistics.numpy(),
+        )  # fmt: skip
+        return out, statistics
 
 
 class TritonAttention:

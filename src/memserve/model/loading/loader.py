@@ -74,6 +74,7 @@ class LoadedModel:
     kv_tokens: int = 0  # how many the KV memory holds, once it is known
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS  # of a chat; None: what the context has room for
     kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known
+    attends_plainly: bool = True  # no layer has a window or sinks
     adapters: Adapters | None = None  # LoRA adapters; None: none
 
 
@@ -134,6 +135,7 @@ def load_model(
         device=place,
         dtype=getattr(torch, dtype_name),
         generation_defaults=_generation_defaults(folder),
+        attends_plainly=not any(layer.window or layer.sinks for layer in layers),
         adapters=_adapters(module, adapters),
     )
 

@@ -34,6 +34,7 @@ class ProbedLayer:
     head_dim_k: int
     head_dim_v: int
     window: int
+    sinks: bool = False
 
 
 class DenseAttention:
@@ -55,7 +56,7 @@ class DenseAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
-        self.layers.append(ProbedLayer(layer, k.shape[1], k.shape[3], v.shape[3], window))
+        self.layers.append(ProbedLayer(layer, k.shape[1], k.shape[3], v.shape[3], window, sinks is not None))
         return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from random import Random
 from typing import Protocol
 
-from memserve.instance.events import RowFailed, StepFailed, StepFinished, StepPlan
+from memserve.instance.events import DropSegment, HoldSegment, RowFailed, StepFailed, StepFinished, StepPlan
 from memserve.instance.sequence import Phase
 from memserve.kv_transfer.sender import Export
 from memserve.messages import Peer
+from memserve.segments import Segment
 from memserve.sim.fuzz.literal_device import fail_row
 from memserve.sim.fuzz.members import FuzzedMember, FuzzedMemberHost
 from memserve.sim.fuzz.network import FaultyNetwork
+from memserve.sim.fuzz.truth import require
 from memserve.sim.fuzz.truth_device import TruthDevice
 from memserve.sim.nodes import Host, InstanceNode, RouterNode
 from memserve.types import Role
@@ -25,6 +28,8 @@ PLANTED = "a planted failure of this row"
 
 class FuzzHost(Host, FuzzedMemberHost, Protocol):
     """A world that a seed decides, as its instances know it."""
+
+    happened: Counter[str]
 
     @property
     def network(self) -> FaultyNetwork:
@@ -64,6 +69,7 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
         return not self.corrupting and self.pull_slowness == self.step_slowness == 1 and not self.copy_ns
 
     def boot(self) -> None:
+        self.held = dict[str, tuple[list[int], list[int]]]()
         self.skew_ns = self.random.choice([0, self.random.randrange(1 << 60)])
         self.forget_promises()
         super().boot()
@@ -88,6 +94,13 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
     def _boot_unless_alive(self) -> None:
         if not self.alive:
             self.boot()
+
+    def segment(self, order: HoldSegment | DropSegment) -> None:
+        """Remember what the segment holds, to see whether that stays so."""
+        if isinstance(order, HoldSegment):
+            self.held[order.name] = order.blocks, self.memory.cells(order.blocks, order.tokens)
+        else:
+            del self.held[order.name]
 
     @property
     def memory(self) -> TruthDevice:
@@ -121,6 +134,18 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
                 done.update({"by layer: taken_over": link.receiver.parked})
             done.update({"by layer: pages_moved": kv.moved_pages, "by layer: pages_read": kv.read_by_layer})
         return done
+
+
+def cells_of(instances: Iterable[FuzzedInstance], segment: Segment, name: str) -> list[int] | None:
+    """What a holder answers: the cells of its part of ``name``. None: it does not answer."""
+    node = next((node for node in instances if node.peer == segment.peer), None)
+    if node is None or not node.alive or node.paused or name not in node.held:
+        return None
+    blocks, cells = node.held[name]
+    require(len(cells) == segment.tokens, f"{node.peer.name} holds {len(cells)} tokens of {name}, not {segment.tokens}")
+    require(node.memory.cells(blocks, len(cells)) == cells, f"{node.peer.name}: the part of {name} is stale")
+    node.host.happened["shared: queries"] += 1
+    return cells
 
 
 class FuzzedDevice:

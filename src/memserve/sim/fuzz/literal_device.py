@@ -7,7 +7,10 @@ misuse of the contract between machine and device is a :class:`Violation`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from memserve.instance.events import OpenSequence, PlaceByLayer, RowFailed, StepFailed, StepFinished, StepPlan
+from memserve.segments import Segment
 from memserve.sim.fuzz.literal_pages import Cells, LiteralPages, in_layer
 from memserve.sim.fuzz.truth import Violation, candidates, cell, draw, mix, require
 from memserve.types import Tier, TokenLogprobs
@@ -21,7 +24,10 @@ class Slot:
     """A slot's tokens and block table, and where its layers lie."""
 
     def __init__(self, opened: OpenSequence) -> None:
-        self.tokens = [int(t) for t in opened.tokens]
+        before = opened.before
+        self.first = len(before.tokens) if before is not None else 0  # position of the first token in the table
+        self.tokens = [int(t) for t in (*(before.tokens if before is not None else ()), *opened.tokens)]
+        self.is_lost = False  # an earlier part was not to be had
         self.table = list(opened.blocks)
         self.opened = opened
         self.placed: PlaceByLayer | None = None
@@ -67,6 +73,8 @@ class LiteralDevice:
         self.kv = LiteralPages(block_tokens, hbm_blocks, dram_blocks, layers)
         self.slots: dict[int, Slot] = {}
         self.computed_tokens = 0
+        self.segment: Callable[[Segment, str], list[int] | None] = lambda segment, name: None
+        """Asks a holder for the cells of its part of a sequence. None: it does not answer."""
         self._step_id = 0  # of the plan that was begun last
         self._written_by_layer: list[
             tuple[PlaceByLayer, int, int, int]
@@ -150,7 +158,7 @@ class LiteralDevice:
             slot, drafts = self.slots[number], plan.drafts.get(row, [])
             known = len(slot.tokens)
             slot.tokens += drafts
-            behind, entries = self._row(row, slot, plan.starts[row], plan.counts[row], writers)
+            behind, entries = self._row(row, slot, slot.first + plan.starts[row], plan.counts[row], writers)
             del slot.tokens[known:]
             seen_by_row.append(behind)
             if row in plan.prompt_logprob_rows:
@@ -158,11 +166,14 @@ class LiteralDevice:
         event = StepFinished(plan.step_id, [], self.device_ns, prompt_logprobs=logprobs)
         for row, draws in enumerate(plan.sample_slots):
             drafts, seen = plan.drafts.get(row, []), seen_by_row[row]
-            at_end = plan.starts[row] + plan.counts[row] - len(drafts)
+            at_end = self.slots[plan.slots[row]].first + plan.starts[row] + plan.counts[row] - len(drafts)
             for number in draws:
                 self._sample(self.slots[number], at_end, seen[-1 - len(drafts)], event)
             if drafts:
                 self._verify(plan.slots[row], drafts, seen[-len(drafts) :], event)
+        for number in plan.slots:
+            if self.slots[number].is_lost:
+                fail_row(plan, event, number, RowFailed(""))
         return event
 
     def _verify(self, number: int, drafts: list[int], seen: list[int], event: StepFinished) -> None:
@@ -190,7 +201,7 @@ class LiteralDevice:
             seen = mix(seen, value)
         behind, entries = list[int](), list[TokenLogprobs | None]()
         for position in range(start, start + count):
-            entry, inside = divmod(position, self.block_tokens)
+            entry, inside = divmod(position - slot.first, self.block_tokens)
             order, place, block = slot.placed, slot.place_of(entry), slot.table[entry]
             if order is not None and place is not None:
                 block = -1 - order.dram_blocks[place]
@@ -202,7 +213,7 @@ class LiteralDevice:
             else:
                 self._write(block, inside, value)
             entries.append(None)
-            if position + 1 < slot.opened.prompt_tokens:
+            if position - slot.first + 1 < slot.opened.prompt_tokens:
                 entries[-1] = TokenLogprobs(slot.tokens[position + 1], -float(position + 1))
             seen = mix(seen, value)
             behind.append(seen)
@@ -211,7 +222,8 @@ class LiteralDevice:
 
     def _context(self, slot: Slot, end: int, writers: Writers) -> list[int]:
         """What lies before position ``end``, in each of its layers."""
-        size, order, values = self.block_tokens, slot.placed, list[int]()
+        size, order, values = self.block_tokens, slot.placed, self._before(slot)
+        end -= slot.first
         if order is not None:
             self.kv.empty_staging(order)
         for entry in range(ceil_div(end, size)):
@@ -225,6 +237,23 @@ class LiteralDevice:
                     raise Violation("a row reads what another row of the plan writes")
                 pages = self.kv.of_block(Tier.HBM, block)
             values += _belonging_together(pages, count, f"positions {first} to {first + count - 1}")
+        return values
+
+    def _before(self, slot: Slot) -> list[int]:
+        """The cells of earlier parts, as their holders have them."""
+        before, values = slot.opened.before, list[int]()
+        for segment in before.segments if before is not None else ():
+            there = self.segment(segment, before.name) if before is not None and not slot.is_lost else None
+            slot.is_lost |= there is None
+            values += there or []
+        return values
+
+    def cells(self, blocks: Sequence[int], tokens: int) -> list[int]:
+        """What the first ``tokens`` of ``blocks`` hold."""
+        size, values = self.block_tokens, list[int]()
+        for place, block in enumerate(blocks[: ceil_div(tokens, size)]):
+            pages = self.kv.of_block(Tier.HBM, block)
+            values += _belonging_together(pages, min(size, tokens - place * size), f"entry {place} of a segment")
         return values
 
     def _write(self, block: int, inside: int, value: int) -> None:

@@ -20,13 +20,15 @@ from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.trees import Feed, Trees
 from memserve.errors import UserError
+from memserve.instance import batch as batch_module
 from memserve.instance.batch import InflightPlan
-from memserve.instance.events import StepFinished, StepPlan
+from memserve.instance.events import Before, DropSegment, StepFinished, StepPlan
 from memserve.instance.layered import LayerPlacer
 from memserve.instance.member import MemberMachine
 from memserve.instance.results import StepResults
 from memserve.instance.router_addresses import RouterAddresses
-from memserve.instance.sequence import Phase
+from memserve.instance.segments import HeldSegments
+from memserve.instance.sequence import Group, Phase
 from memserve.kv_transfer.context import Deadlines, Expiring
 from memserve.kv_transfer.events import PagesPulled
 from memserve.kv_transfer.receiver import Receiver
@@ -289,6 +291,29 @@ def _answer_end() -> list[Swap]:
     return [(Answers, "_is_due", _is_never_due)]
 
 
+def _says_nothing(self: HeldSegments) -> list[DropSegment]:
+    self._dropped.clear()
+    return []
+
+
+def _segment_drop() -> list[Swap]:
+    """A holder answers about a part of a sequence when its blocks are another sequence's."""
+    return [(HeldSegments, "take_dropped", _says_nothing)]
+
+
+def _last_part_alone(group: Group) -> Before | None:
+    before = _before(group)
+    return None if before is None else replace(before, segments=before.segments[1:])
+
+
+_before = batch_module._before
+
+
+def _segment_share() -> list[Swap]:
+    """The first part of a sequence that instances share is left out of the attention of the others."""
+    return [(batch_module, "_before", _last_part_alone)]
+
+
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "generation-check": _generation_check,
     "lease-sweep": _lease_sweep,
@@ -309,6 +334,8 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "draft-check": _draft_check,
     "answer-offsets": _answer_offsets,
     "answer-end": _answer_end,
+    "segment-drop": _segment_drop,
+    "segment-share": _segment_share,
 }
 
 

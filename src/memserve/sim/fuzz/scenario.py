@@ -11,6 +11,7 @@ from memserve.sim.fuzz.clients import VOCAB, Conversation, Turn, flood
 from memserve.sim.fuzz.gate import draw_gate, draw_kept_ns
 from memserve.sim.fuzz.keyed_scenario import put_keys
 from memserve.sim.fuzz.layered_scenario import LAYERED_FAULTS, LAYERED_SHARE, LayeredSetup, crowd, draw_layered
+from memserve.sim.fuzz.shared_scenario import SHARED_FAULTS, SHARED_SHARE, SharedSetup, draw_shared, long_prompts
 from memserve.sim.fuzz.store_scenario import StoreSetup, draw_store
 from memserve.sim.fuzz.truth_device import LAYERS
 from memserve.types import Admission, Caching, Role, TransferMode
@@ -39,36 +40,15 @@ ALL_MIXES = MIXES | {
 """Mixes of the long runs: also clusters that lack a role, and a larger one."""
 
 FAULTS = (
-    "kill",
-    "pause",
-    "partition",
-    "corrupt",
-    "lose",
-    "repeat",
-    "delay",
-    "device",
-    "slow-link",
-    "flap",
-    "drain",
-    "router-pause",
-    "router-restart",
-)
+    "kill", "pause", "partition", "corrupt", "lose", "repeat", "delay", "device", "slow-link", "flap", "drain",
+    "router-pause", "router-restart",
+)  # fmt: skip
 """Faults of ``faulty`` settings: a few, of a few kinds."""
 
 SWARM = (
-    *FAULTS,
-    "reorder",
-    "garble",
-    "hang",
-    "slow-device",
-    "slow-tier",
-    "clock-jump",
-    "router-clock-jump",
-    "router-power",
-    "disk-full",
-    "slow-disk",
-    "clock-back",
-)
+    *FAULTS, "reorder", "garble", "hang", "slow-device", "slow-tier", "clock-jump", "router-clock-jump", "router-power",
+    "disk-full", "slow-disk", "clock-back",
+)  # fmt: skip
 """Faults of ``swarm`` settings: up to a dozen, of a random subset of all kinds with random weights."""
 
 ROW = "row"
@@ -153,6 +133,8 @@ class Scenario:
     """None: every block lies whole."""
     keyed: bool = False
     """Clients name their requests, and ask again."""
+    shared: SharedSetup | None = None
+    """None: every sequence fits an instance."""
     conversations: list[Conversation] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
 
@@ -160,7 +142,8 @@ class Scenario:
         kinds = sorted({fault.kind for fault in self.faults})
         requests = sum(len(c.turns) for c in self.conversations)
         store = "" if self.store is None else " store (called)" if self.store.is_called else " store"
-        layered = ("" if self.layered is None else " by layer") + " keyed" * self.keyed
+        layered = " by layer" if self.layered is not None else " shared" if self.shared is not None else ""
+        layered += " keyed" * self.keyed
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
             f" requests={requests} gate={self.admission.mode.value}{store}{layered} faults={','.join(kinds) or 'none'}"
@@ -216,7 +199,23 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None) -> Scenario:
         _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
     scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
     scenario.faults = _in_order(scenario.faults)
+    _put_shared(scenario, len(roles))
     return scenario
+
+
+def _put_shared(scenario: Scenario, instances: int) -> None:
+    """Some scenarios have sequences that instances share. Drawn from a stream of its own."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/shared")
+    unfit = instances == 1 or scenario.layered is not None or scenario.admission.mode is not Admission.NONE
+    if random.random() >= SHARED_SHARE or unfit:
+        return
+    scenario.shared = shared = draw_shared(random, instances, BLOCK_TOKENS)
+    scenario.context_tokens, scenario.hbm_blocks = shared.context_tokens, shared.hbm_blocks
+    scenario.conversations = long_prompts(random, scenario.conversations, shared)
+    scenario.faults = [fault for fault in scenario.faults if fault.kind != ROW]  # of a holder, it costs no request
+    if scenario.setting.weather != "healthy":
+        kinds = random.choices(SHARED_FAULTS, k=random.choice([0, 1, 2, 3]))
+        scenario.faults = _in_order([*scenario.faults, *(_draw_fault(random, kind, instances) for kind in kinds)])
 
 
 def _put_gate(random: Random, scenario: Scenario) -> None:

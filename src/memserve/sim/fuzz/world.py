@@ -23,7 +23,7 @@ from memserve.sim.fuzz.clients import VOCAB, Ask, Conversation, Referee, Turn
 from memserve.sim.fuzz.data_port import FaultyPort
 from memserve.sim.fuzz.drafts import draft_tokens, foretell
 from memserve.sim.fuzz.gate import GateJudge
-from memserve.sim.fuzz.instances import FIRST_GENERATION, FuzzedDevice, FuzzedInstance
+from memserve.sim.fuzz.instances import FIRST_GENERATION, FuzzedDevice, FuzzedInstance, cells_of
 from memserve.sim.fuzz.keyed import KeyedClients, client_of
 from memserve.sim.fuzz.network import FaultyNetwork
 from memserve.sim.fuzz.router import FuzzedRouter
@@ -70,6 +70,7 @@ class World:
         layers = LAYERS if scenario.layered is None else scenario.layered.layers
         self.geometry = KVGeometry(layers, 1, 1, 1, "float32", BLOCK_TOKENS)
         rooms = [min(scenario.context_tokens, blocks * BLOCK_TOKENS + 1) for blocks in scenario.hbm_blocks]
+        rooms += [scenario.context_tokens] * (scenario.shared is not None)
         self.referee = Referee(rooms, scenario.setting.caching is not Caching.OFF)
         self.referee.dispatched_twice = self.network.dispatched_twice
         self.gate_judge = GateJudge()
@@ -157,6 +158,7 @@ class World:
         config = self.instance_config(node).pool
         sizes, layers = (BLOCK_TOKENS, config.hbm_blocks, config.dram_blocks), self.geometry.num_layers
         memory = TruthDevice(*sizes, VOCAB, layers=layers)
+        memory.segment = lambda segment, name: cells_of(self.instances, segment, name)
         return FuzzedDevice(_fuzzed(node), memory)
 
     def new_port(self, node: InstanceNode) -> FaultyPort:
@@ -178,6 +180,8 @@ class World:
             config.pool.caching,
             publishes_events=self.scenario.event_capacity > 0,
             costs=profile.encode() if (profile := self._profile(node)) is not None else b"",
+            segments_at="" if self.scenario.shared is None else f"virtual://{node.peer.name}",
+            sequence_tokens=self.scenario.context_tokens,
         )
 
     def _profile(self, node: InstanceNode) -> CostModel | None:
