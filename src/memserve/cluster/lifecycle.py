@@ -272,9 +272,10 @@ class Lifecycle:
 
     def _expect(self, req: RequestState, involved: Sequence[Member], now: int) -> None:
         """The prompt will be cached where it is computed, and where it is decoded when those instances cache too."""
-        for at, member in enumerate(involved if req.identities else ()):
+        identities = req.identities or b""
+        for at, member in enumerate(involved if identities else ()):
             if member.info.caching and (at == 0 or self._config.caching is not Caching.PD_CACHING_1):
-                self._trees.expect(member.number, req.identities, now)
+                self._trees.expect(member.number, identities, now)
 
     # -- going on
 

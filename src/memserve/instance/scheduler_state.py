@@ -28,7 +28,7 @@ from memserve.instance.grammar_waits import GrammarWaits
 from memserve.instance.memory import SequenceMemory
 from memserve.instance.objectives import Objectives
 from memserve.instance.queues import RankedList, WaitingQueue
-from memserve.instance.sequence import SEQUENCE, Cause, Group, Phase, Sequence
+from memserve.instance.sequence import SEQUENCE, Cause, Group, Phase, Sequence, is_kept
 from memserve.messages import Load
 from memserve.policy.fairness import Turns
 from memserve.types import FinishReason, TokenOutput
@@ -274,9 +274,8 @@ class SchedulerState:
         standstill (see ``Planner``)."""
         for container in (self.idle, self.decoding, self.prefilling, self.remote_kv_ready):
             for sequence in list(container):
-                if is_kept(sequence):
-                    continue
-                if sequence in container:  # else the request has started over: a handoff that came to nothing
+                # not in it any more: the request has started over, because a handoff came to nothing
+                if sequence in container and not is_kept(sequence):
                     self.preempt(sequence)
 
     def reset(self, sequence: Sequence) -> None:
@@ -399,9 +398,3 @@ class SchedulerState:
             f" decoding={len(self.decoding)} idle={len(self.idle)}"
             f" slots={self.slots - len(self.free_slots)}/{self.slots}>"
         )
-
-
-def is_kept(sequence: Sequence) -> bool:
-    """Whether it is a part of a longer sequence, computed, which other instances ask about."""
-    span = sequence.group.span
-    return span is not None and span.holds and sequence.phase is Phase.IDLE

@@ -382,3 +382,9 @@ class Sequence(_core.SequenceRow):
             f"<Sequence {self.request_id}/{self.index} {self.phase.value} slot={self.slot}"
             f" {self.prompt_tokens}+{len(self.out)}+{self.inflight} computed={self.computed} blocks={len(self.blocks)}>"
         )
+
+
+def is_kept(sequence: Sequence) -> bool:
+    """Whether it is a part of a longer sequence, computed, which other instances ask about."""
+    span = sequence.group.span
+    return span is not None and span.holds and sequence.phase is Phase.IDLE

@@ -156,8 +156,8 @@ class World:
     def new_device(self, node: InstanceNode) -> FuzzedDevice:
         """Its device, with the instance's arenas as memory."""
         config = self.instance_config(node).pool
-        sizes, layers = (BLOCK_TOKENS, config.hbm_blocks, config.dram_blocks), self.geometry.num_layers
-        memory = TruthDevice(*sizes, VOCAB, layers=layers)
+        blocks = config.hbm_blocks, config.dram_blocks
+        memory = TruthDevice(BLOCK_TOKENS, *blocks, VOCAB, layers=self.geometry.num_layers)
         memory.segment = lambda segment, name: cells_of(self.instances, segment, name)
         return FuzzedDevice(_fuzzed(node), memory)
 
@@ -378,10 +378,8 @@ class World:
             store_checks.check_contents(store, self.instances[0].machine.pool, self.referee)
         self.keyed.check_at_rest(self.instances)
         for node in self.instances:
-            failed = node.machine.stats().steps_failed
-            require(
-                node.has_failed or not failed, f"{node.peer.name}: {failed} steps failed, though its device did not"
-            )
+            failed, name = node.machine.stats().steps_failed, node.peer.name
+            require(node.has_failed or not failed, f"{name}: {failed} steps failed, though its device did not")
 
     def achievements(self) -> Counter[str]:
         """Counts of the features that the scenario exercised."""
