@@ -207,6 +207,7 @@ def _put_shared(scenario: Scenario, instances: int) -> None:
     """Some scenarios have sequences that instances share. Drawn from a stream of its own."""
     random = Random(f"{scenario.seed}/{scenario.setting}/shared")
     unfit = instances == 1 or scenario.layered is not None or scenario.admission.mode is not Admission.NONE
+    unfit |= scenario.keyed  # their clients leave while such sequences wait for a turn: no judge knows what is due then
     if random.random() >= SHARED_SHARE or unfit:
         return
     scenario.shared = shared = draw_shared(random, instances, BLOCK_TOKENS)
