@@ -197,9 +197,9 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None) -> Scenario:
     scenario.slo_tpot_ns = objective.choice([1, 5, 10, 20, 50]) * MS if objective.random() < 0.15 else None
     if layerwise != "off":
         _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
+    _put_shared(scenario, len(roles))
     scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
     scenario.faults = _in_order(scenario.faults)
-    _put_shared(scenario, len(roles))
     return scenario
 
 
@@ -207,7 +207,6 @@ def _put_shared(scenario: Scenario, instances: int) -> None:
     """Some scenarios have sequences that instances share. Drawn from a stream of its own."""
     random = Random(f"{scenario.seed}/{scenario.setting}/shared")
     unfit = instances == 1 or scenario.layered is not None or scenario.admission.mode is not Admission.NONE
-    unfit |= scenario.keyed  # their clients leave while such sequences wait for a turn: no judge knows what is due then
     if random.random() >= SHARED_SHARE or unfit:
         return
     scenario.shared = shared = draw_shared(random, instances, BLOCK_TOKENS)
