@@ -40,7 +40,7 @@ class _Reading:
         self._path, self._spans, self._make_queue = path, spans, make_queue
         self._arrived: list[Arrived] = []
         self._failed = False
-        self._began_ns = time.monotonic_ns()
+        self._asked_ns = self._began_ns = time.monotonic_ns()
         self.ended = threading.Event()
         threading.Thread(target=self._run, name="memserve-disk-speed", daemon=True).start()
 
@@ -50,7 +50,8 @@ class _Reading:
         if self._failed:
             return None
         next_bytes = self._spans[len(arrived)].nbytes if len(arrived) < len(self._spans) else 0
-        return curve_of_reads(arrived, next_bytes, time.monotonic_ns() - self._began_ns)
+        since_ns = self._began_ns if arrived else self._asked_ns  # the thread may have begun late, or not yet
+        return curve_of_reads(arrived, next_bytes, time.monotonic_ns() - since_ns)
 
     def _run(self) -> None:
         try:
@@ -93,8 +94,8 @@ def measured_curve(
     plans = [(path, segments, spans_to_read(segments)) for path, segments in disks]
     if not plans or not all(spans for _, _, spans in plans):
         return None
-    end_ns = time.monotonic_ns() + within_ns
     readings = [(path, segments, _Reading(path, spans, make_queue)) for path, segments, spans in plans]
+    end_ns = time.monotonic_ns() + within_ns
     found = []
     for path, segments, reading in readings:
         reading.ended.wait(max(0, end_ns - time.monotonic_ns()) / NS_PER_S)
