@@ -139,7 +139,7 @@ class SpannedAttention:
         """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
         if window or sinks is not None:
             raise UserError("a model with windows or sinks does not run in parts", hint="use --sequence-parallel off")
-        asked = {row.slot: self._ask(row, Query(row.before.name, layer, q, scale, softcap)) for row in self._rows}
+        asked = {row.slot: self._ask(row, layer, q, scale, softcap) for row in self._rows}
         outputs, statistics = self._own.attend_part(layer, q, (k, v), scale=scale, softcap=softcap)
         for row in self._rows.copy():
             try:
@@ -149,9 +149,9 @@ class SpannedAttention:
                 self._lost(row.slot, str(error))
         return outputs[None].to(q.dtype)
 
-    def _ask(self, row: SpannedRow, query: Query) -> list[int]:
-        own = query.q[0, :, row.first : row.end].transpose(0, 1).contiguous()
-        query = Query(query.name, query.layer, own, query.scale, query.softcap)
+    def _ask(self, row: SpannedRow, layer: int, q: Tensor, scale: float, softcap: float) -> list[int]:
+        own = q[0, :, row.first : row.end].transpose(0, 1).contiguous()
+        query = Query(row.before.name, layer, own, scale, softcap)
         return [self._lines.ask(segment, query) for segment in row.before.segments]
 
     def _merge(self, row: SpannedRow, asked: list[int], outputs: Tensor, statistics: Tensor) -> None:
