@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from memserve.runtime.pool_peer import PoolPeer
     from memserve.types import SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "AsyncStoreClient",
