@@ -154,9 +154,7 @@ class Clients:
             try:
                 headers, limits = {"Idempotency-Key": key}, httpx.Timeout(CALL_S, connect=2)
                 url = f"http://127.0.0.1:{port}/v1/completions"
-                with httpx.stream(
-                    "POST", url, json=body, headers=headers, timeout=httpx.Timeout(CALL_S, connect=2)
-                ) as it:
+                with httpx.stream("POST", url, json=body, headers=headers, timeout=limits) as it:
                     if it.status_code != 200:
                         last = f"{it.status_code} {it.read()[:200]!r}"
                     for line in it.iter_lines():

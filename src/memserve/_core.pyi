@@ -824,6 +824,12 @@ class TierReader:
     @property
     def held(self) -> int:
         """Pins that were not let go of."""
+    @property
+    def values_max(self) -> int:
+        """How many may be held at once."""
+    @property
+    def bytes_max(self) -> int:
+        """How many bytes they may have together; one value alone may have more."""
 
 class Frequency:
     """How often keys of 16 bytes were asked for of late (TinyLFU)."""

@@ -148,7 +148,9 @@ void bind_tier_reader(nb::module_& m) {
       .def("copy_all", &copy_all, nb::arg("keys"), nb::arg("names"), nb::arg("targets"), nb::arg("threads") = 1)
       .def("watch", &watch, nb::arg("watcher").none())
       .def_prop_ro("closed", &TierReader::closed)
-      .def_prop_ro("held", &TierReader::held);
+      .def_prop_ro("held", &TierReader::held)
+      .def_prop_ro("values_max", &TierReader::values_max)
+      .def_prop_ro("bytes_max", &TierReader::bytes_max);
 }
 
 }  // namespace memserve

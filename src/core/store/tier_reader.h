@@ -65,6 +65,8 @@ class TierReader {
   void watch(std::function<void(Moment)> watcher) { watcher_ = std::move(watcher); }
   bool closed() const { return area_->closed.load(std::memory_order_acquire) != 0; }
   size_t held() const;
+  size_t values_max() const { return ClientArea::kPins; }
+  uint64_t bytes_max() const { return bytes_max_; }
 
  private:
   struct Map {

@@ -233,6 +233,13 @@ class StoreClient:
         session = self._line.known_session
         return session is not None and session.reader is not None
 
+    @property
+    def holds_max(self) -> tuple[int, int] | None:
+        """How many values, and bytes, this client may hold in the store's memory at once. None: it holds none there."""
+        session = self._line.known_session
+        reader = None if session is None else session.reader
+        return None if reader is None else (reader.values_max, reader.bytes_max)
+
     def value_bytes_max(self, *, timeout_s: float = TIMEOUT_S) -> int:
         """The longest value that the store takes."""
         self.check()

@@ -48,6 +48,12 @@ class BlockPool(EnginePool):
             return [False] * len(names)
         return self._ask(lambda mapped, end_s: mapped.exists(names, timeout_s=0.0), [False] * len(names))
 
+    def may_hold(self, count: int, nbytes: int) -> bool:
+        """Whether so many values of so many bytes altogether can be held at once."""
+        client = self._mapped()
+        limits = None if client is None else client.holds_max
+        return limits is None or (count <= limits[0] and nbytes <= limits[1])
+
     def _mapped(self) -> StoreClient | None:
         client = self._client
         return client if client is not None and self.is_up and client.is_mapped else None

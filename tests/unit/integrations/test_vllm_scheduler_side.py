@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from memserve.integrations.vllm.orders import Load, Save
+from memserve.integrations.vllm.scheduler_side import _QUEUED_NS as QUEUED_NS
 from memserve.integrations.vllm.scheduler_side import SchedulerSide
 
 BLOCK = 4
@@ -24,6 +25,7 @@ class Lookups:
         self.is_known = True
         self.is_mapped = True
         self.is_full = False
+        self.room = 1 << 20
         self.held: dict[str, int | None] = {}
         self.asked: dict[str, list[bytes]] = {}
 
@@ -34,6 +36,9 @@ class Lookups:
 
     def missing_at_once(self, hashes: Sequence[bytes]) -> list[bool]:
         return [one not in self.stored for one in hashes]
+
+    def has_room(self, blocks: int) -> bool:
+        return not self.held or blocks + sum(len(self.asked[one]) for one in self.held) <= self.room
 
     def begin(self, request_id: str, hashes: Sequence[bytes]) -> bool:
         if self.is_full:
@@ -232,6 +237,34 @@ def test_too_much_under_way() -> None:
     lookups = Lookups(b"h0")
     lookups.is_full = True
     assert side_of(lookups).matched(request_of(1), 0, 0) == (0, False)
+
+
+def test_a_request_waits_for_room_beside_what_others_hold() -> None:
+    """It would lose its hit otherwise, since a client may hold a part of the store's memory."""
+    lookups = Lookups(*(b"h%d" % at for at in range(6)))
+    lookups.room = 6
+    side = side_of(lookups)
+    first, second = request_of(4, request_id="a"), request_of(4, request_id="b")
+    assert side.matched(first, 0, now=0) == side.matched(second, 0, now=1) == (None, False)
+    lookups.found("a")
+    assert side.matched(first, 0, now=WAIT_NS) == (16, True)
+    assert side.matched(second, 0, now=WAIT_NS * 2) == (None, False) and "b" not in lookups.held
+    side.allocated(first, ids(5), 16)
+    assert side.matched(second, 0, now=WAIT_NS * 3) == (None, False) and "b" not in lookups.held
+    side.received(["a"], [])
+    assert side.matched(second, 0, now=WAIT_NS * 4) == (None, False) and "b" in lookups.held
+    lookups.found("b")
+    assert side.matched(second, 0, now=WAIT_NS * 4) == (16, True)
+
+
+def test_nothing_waits_for_ever_for_what_others_hold() -> None:
+    lookups = Lookups(*(b"h%d" % at for at in range(6)))
+    lookups.room = 4
+    side = side_of(lookups)
+    first, second = request_of(4, request_id="a"), request_of(4, request_id="b")
+    assert side.matched(first, 0, now=0) == side.matched(second, 0, now=0) == (None, False)
+    assert side.matched(second, 0, now=QUEUED_NS - 1) == (None, False) and "b" not in lookups.held
+    assert side.matched(second, 0, now=QUEUED_NS) == (None, False) and "b" in lookups.held
 
 
 def test_a_store_that_has_to_be_asked() -> None:

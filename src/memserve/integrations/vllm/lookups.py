@@ -37,6 +37,8 @@ class RankNames:
 
 @dataclass(slots=True, eq=False)
 class _LookUp:
+    blocks: int
+    """That are to be held."""
     views: list[View] = field(default_factory=list)
     count: int | None = None
     """None: it is under way."""
@@ -76,9 +78,17 @@ class Lookups:
                 missing[at] = missing[at] or not there
         return missing
 
+    def has_room(self, blocks: int) -> bool:
+        """Whether so many can be held beside those of other requests. A request alone always may: it gets what fits."""
+        if not self._open:
+            return True
+        blocks += sum(one.blocks for one in self._open.values())
+        sizes = [rank.value(b"").stored_bytes for rank in self._ranks]
+        return self.pool.may_hold(blocks * len(sizes), blocks * sum(sizes))
+
     def begin(self, request_id: str, hashes: Sequence[bytes]) -> bool:
         """Have these blocks held and compared. False: too much is under way."""
-        one, values = _LookUp(), [[rank.value(block) for block in hashes] for rank in self._ranks]
+        one, values = _LookUp(len(hashes)), [[rank.value(block) for block in hashes] for rank in self._ranks]
 
         def look() -> None:
             count, views = 0, list[View]()

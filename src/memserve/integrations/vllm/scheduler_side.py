@@ -5,6 +5,7 @@ A request goes through this, and a request of which nothing is found through the
     unknown --found--> LOOKING --held and compared--> PROMISED --blocks allocated--> LOADING --finished--> (over)
        |                  |                               |
        |                  +--late, nothing, or ended------+--> NOTHING (it computes)
+       +--other requests hold as much of the store's memory as this engine may--> QUEUED --room, late--> LOOKING
        +--another engine has computed its prompt, and the store has not all of it yet--> AWAITING --all, late--> LOOKING
 
 No IO and no clock of its own: look-ups are asked of what it is given, and times are handed in. Of vLLM's objects only
@@ -24,6 +25,8 @@ from memserve.integrations.vllm.orders import Load, Orders, Save
 _OFFERED_MAX = 65_536
 """Blocks that were saved lately and need not be saved again while the store takes them."""
 _OFFERED_NS = 5_000_000_000
+_QUEUED_NS = 5_000_000_000
+"""How long requests wait for others that hold blocks, if none lets go of any; then they take what they can get."""
 _NULL_BLOCK = 0
 """vLLM's block without content."""
 
@@ -41,6 +44,9 @@ class Lookup(Protocol):
     def missing_at_once(self, hashes: Sequence[bytes]) -> list[bool]:
         """Whether each is to be saved, as far as is known without waiting."""
 
+    def has_room(self, blocks: int) -> bool:
+        """Whether so many can be held beside those of other requests."""
+
     def begin(self, request_id: str, hashes: Sequence[bytes]) -> bool:
         """Hold and compare them."""
 
@@ -52,6 +58,7 @@ class Lookup(Protocol):
 
 
 class _Phase(Enum):
+    QUEUED = auto()
     AWAITING = auto()
     LOOKING = auto()
     PROMISED = auto()
@@ -106,6 +113,7 @@ class SchedulerSide:
         self._promises: dict[str, _Promise] = {}
         self._tables: dict[str, list[int]] = {}
         self._loads: list[Load] = []
+        self._queued_until_ns = 0  # 0: nothing waits, or what was held was let go of since
         self._offered: OrderedDict[bytes, int] = OrderedDict()
 
     # -- before a request has blocks
@@ -120,11 +128,11 @@ class SchedulerSide:
         promise = self._promises.get(request_id)
         if promise is None or (begin < promise.first and promise.phase is not _Phase.LOADING):
             promise = self._looked_up(request, begin, now, now + self._wait_ns)
-        elif promise.phase is _Phase.AWAITING:
+        elif promise.phase in (_Phase.AWAITING, _Phase.QUEUED):
             promise = self._looked_up(request, begin, now, promise.deadline_ns)
         if promise is None:
             return 0, False
-        if promise.phase is _Phase.AWAITING:
+        if promise.phase in (_Phase.AWAITING, _Phase.QUEUED):
             return None, False
         if promise.phase is _Phase.LOOKING:
             count = self._lookups.result(request_id)
@@ -141,8 +149,8 @@ class SchedulerSide:
         return (promise.end - begin) * self._block_tokens, True
 
     def _looked_up(self, request: Any, begin: int, now: int, until_ns: int) -> _Promise | None:
-        """A look-up that was begun, or is put off since the store still gets what another engine has computed
-        (``until_ns`` at the latest); None: nothing is there."""
+        """A look-up that was begun, or is put off: since the store still gets what another engine has computed
+        (``until_ns`` at the latest), or since other requests hold too much. None: nothing is there."""
         request_id = request.request_id
         hashes = self._hashes(request, (request.num_tokens - 1) // self._block_tokens)[begin:]
         awaited = min(_computed_elsewhere(request) // self._block_tokens, begin + len(hashes)) if hashes else 0
@@ -150,6 +158,8 @@ class SchedulerSide:
         self._lookups.forget(request_id)
         if found is not None and begin + found < awaited and now < until_ns:
             promise = _Promise(begin, until_ns, _Phase.AWAITING)
+        elif found and not self._lookups.has_room(found) and now < self._queued_until(now):
+            promise = _Promise(begin, until_ns, _Phase.QUEUED)
         elif found != 0 and self._lookups.begin(request_id, hashes[:found]):
             is_late = now >= until_ns
             again = 0 if is_late or found is not None else awaited
@@ -162,10 +172,19 @@ class SchedulerSide:
         self._promises[request_id] = promise
         return promise
 
+    def _queued_until(self, now: int) -> int:
+        """When requests have waited for long enough for those that hold blocks."""
+        self._queued_until_ns = self._queued_until_ns or now + _QUEUED_NS
+        return self._queued_until_ns
+
+    def _let_go(self, request_id: str) -> None:
+        self._queued_until_ns = 0
+        self._lookups.forget(request_id)
+
     def _give_up(self, request_id: str, promise: _Promise) -> None:
         if promise.phase is not _Phase.LOADING:
             promise.phase = _Phase.NOTHING
-            self._lookups.forget(request_id)
+            self._let_go(request_id)
 
     # -- blocks
 
@@ -245,7 +264,7 @@ class SchedulerSide:
                 if promise.phase is _Phase.LOADING and not promise.block_ids.isdisjoint(failed_block_ids):
                     promise.has_failed = True
         for request_id in request_ids:
-            self._lookups.forget(request_id)
+            self._let_go(request_id)
             over = self._promises.pop(request_id, None)
             if over is not None and over.has_failed and request_id in self._requests:
                 self._promises[request_id] = _Promise(0, 0, _Phase.NOTHING)
@@ -261,7 +280,7 @@ class SchedulerSide:
         promise = self._promises.get(request_id)
         if promise is not None and promise.phase is not _Phase.LOADING:
             del self._promises[request_id]
-            self._lookups.forget(request_id)
+            self._let_go(request_id)
 
     def forget_offers(self) -> None:
         """Save everything again: the store was emptied."""
