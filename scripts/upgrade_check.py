@@ -34,7 +34,7 @@ from meta_etcd_server import ETCD, running_etcd
 from ports import free_port
 from tiny_models import prompt, save_folder, tiny_module
 
-REQUEST_S, STEP_S, CALL_S = 60.0, 180.0, 30.0
+REQUEST_S, STEP_S, CALL_S = 60.0, 180.0, 5.0
 QUESTIONS, ANSWER_TOKENS = 24, 60
 
 
@@ -187,7 +187,7 @@ def main() -> int:
         print(f"{'from' if python == old else 'to'} {said.stdout.strip()}", flush=True)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        cluster = Cluster(folder, stack.enter_context(running_etcd(folder / "etcd")), stack)
+        cluster = Cluster(folder, stack.enter_context(running_etcd(folder)), stack)
         cluster.router(old, "router1")
         cluster.instance(old, "prefill", "p1")
         cluster.instance(old, "decode", "d1")
