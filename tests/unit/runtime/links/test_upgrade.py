@@ -26,7 +26,7 @@ NAMES = {kind.__name__ for kind in typing.get_args(AnyMessage)}
 
 
 def begins_with(now: typing.Any, before: typing.Any) -> bool:
-    """Whether whoever expects ``before`` finds it in ``now``: fields behind the last, and keys, may have been added."""
+    """Whether a reader that expects ``before`` finds it in ``now``: fields behind the last, and keys, may be added."""
     if isinstance(before, list):
         enough = isinstance(now, list) and len(now) >= len(before)
         return enough and all(map(begins_with, now, before))
