@@ -101,7 +101,6 @@ ONE_BY_ONE = (
     "process/test_store_hostile",
     "process/test_store_kills",
     "process/test_deploy_pods",
-    "process/test_net_hosts",
     "process/client/test_store_process",
     "process/runtime/test_pool_peer",
     "process/runtime/links/test_data",
@@ -110,16 +109,23 @@ ONE_BY_ONE = (
 first, the longest before all; whoever has none of them does the rest in the meantime."""
 
 LONG = (
+    "process/test_net_hosts",
     "unit/llm/test_model_answers",
+    "process/test_named_store",
+    "process/test_keyed_answers",
+    "process/runtime/test_workers",
     "process/test_operations",
     "process/test_store_processes",
+    "process/runtime/test_store_host",
+    "process/test_sequences",
     "stories/sim/fuzz/test_whole_world",
     "stories/sim/fuzz/test_fuzz",
     "twins/store/test_store_random",
     "stories/sim/replay/test_replay",
 )
 """Files that take tens of seconds beside those: they begin before the short ones, so that none is left over at the end,
-when the other workers have nothing more to do. The first converts the bundled model where that was never done."""
+when the other workers have nothing more to do. The first does
+little but wait; the second converts the bundled model where that was never done."""
 
 
 def _file(nodeid: str) -> str:
