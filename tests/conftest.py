@@ -124,8 +124,8 @@ LONG = (
     "stories/sim/replay/test_replay",
 )
 """Files that take tens of seconds beside those: they begin before the short ones, so that none is left over at the end,
-when the other workers have nothing more to do. The first does
-little but wait; the second converts the bundled model where that was never done."""
+when the other workers have nothing more to do. The first does little but wait; the second converts the bundled model
+where that was never done."""
 
 
 def _file(nodeid: str) -> str:

@@ -49,7 +49,8 @@ def _put_off_compiler(torch: types.ModuleType) -> None:
 def _leave_scipy_out() -> None:
     from transformers import utils
 
-    utils.is_scipy_available = utils.import_utils.is_scipy_available = lambda: False
+    for asked in (utils, utils.import_utils):
+        setattr(asked, "is_scipy_available", lambda: False)  # noqa: B010  # its types hide the name
 
 
 def _mark(function: Any = None, *_: object, **__: object) -> Any:
