@@ -109,9 +109,9 @@ ONE_BY_ONE = (
 first, the longest before all; whoever has none of them does the rest in the meantime."""
 
 LONG = (
-    "process/test_net_hosts",
+    "process/runtime/test_net_hosts",
     "unit/llm/test_model_answers",
-    "process/test_named_store",
+    "process/runtime/test_named_store",
     "process/test_keyed_answers",
     "process/runtime/test_workers",
     "process/test_operations",
