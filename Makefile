@@ -7,6 +7,8 @@ BUILD ?= build/dev
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))# of make test (a third of the time is waiting); 0: one after the other, in one process
 ARGS ?=
 
+export PYTHONDONTWRITEBYTECODE :=# else every process that a test starts compiles all of src first
+
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -53,6 +55,7 @@ core: ## rebuild the native modules in place (TARGET=_core or _kernels for one o
 
 clean: ## remove everything that make made
 	rm -rf build dist $(VENV) src/memserve/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests bench scripts -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps: each says "done with these inputs". Python edits need no install, C++ edits only the last rule.
 $(VENV)/bin/python:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,32 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+# -- garbage: the objects of torch, transformers and the tests themselves stay. To search them all takes a fifth of a
+# -- second and more, and every engine that is built has it done
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and made here stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_stays_is_not_searched() -> None:
+    """Garbage of the file before is freed; what lives is put aside. A file's own objects are searched as ever."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At the end the interpreter takes apart what it finds, which includes what is put aside no more."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def data_sets(pytestconfig: pytest.Config) -> Path:
     """The folder of data sets, or a skip."""
@@ -74,7 +101,6 @@ ONE_BY_ONE = (
     "process/test_store_hostile",
     "process/test_store_kills",
     "process/test_deploy_pods",
-    "process/test_net_hosts",
     "process/client/test_store_process",
     "process/runtime/test_pool_peer",
     "process/runtime/links/test_data",
@@ -83,16 +109,23 @@ ONE_BY_ONE = (
 first, the longest before all; whoever has none of them does the rest in the meantime."""
 
 LONG = (
+    "process/runtime/test_net_hosts",
     "unit/llm/test_model_answers",
+    "process/runtime/test_named_store",
+    "process/test_keyed_answers",
+    "process/runtime/test_workers",
     "process/test_operations",
     "process/test_store_processes",
+    "process/runtime/test_store_host",
+    "process/test_sequences",
     "stories/sim/fuzz/test_whole_world",
     "stories/sim/fuzz/test_fuzz",
     "twins/store/test_store_random",
     "stories/sim/replay/test_replay",
 )
 """Files that take tens of seconds beside those: they begin before the short ones, so that none is left over at the end,
-when the other workers have nothing more to do. The first converts the bundled model where that was never done."""
+when the other workers have nothing more to do. The first does little but wait; the second converts the bundled model
+where that was never done."""
 
 
 def _file(nodeid: str) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from memserve import LLM
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.events import OpenSequence, StepPlan
 from memserve.model.device import ModelDevice
@@ -89,6 +92,13 @@ def save_folder(module: Any, folder: Path) -> Path:
     module.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def one_engine(folder: Path) -> Iterator[Callable[[list[int], int], str]]:
+    """What one engine without a cache answers, greedily: to token ids, with so many tokens."""
+    with LLM(str(folder), dtype="float32", kv_memory="4MiB", threads=1, enable_prefix_caching=False) as llm:
+        yield lambda tokens, count: llm.generate([tokens], GREEDY, max_tokens=count, ignore_eos=True)[0].text
 
 
 def prompt(length: int, seed: int) -> np.ndarray:

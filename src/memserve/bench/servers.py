@@ -46,13 +46,16 @@ class ServedChild:
         self._folder = tempfile.TemporaryDirectory(prefix="memserve-bench-")
         self._log = Path(self._folder.name) / "stderr"
         command = [sys.executable, "-m", "memserve", "serve", "--port", "0", "--drain-s", "0", *flags]
-        with self._log.open("wb") as errors, _signals_held() as raise_now:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
+        process: subprocess.Popen[bytes] | None = None
         try:
+            with self._log.open("wb") as errors, _signals_held() as raise_now:
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True)
+                self._process = process
             raise_now()
             self.model, self.url = self._wait_until_ready()
-        except BaseException:  # Ctrl-C too: no process may stay behind
-            self.end()
+        except BaseException:  # Ctrl-C too, and as soon as no signal is held: no process may stay behind
+            if process is not None:
+                self.end()
             raise
         self.ready_s = time.monotonic() - started
 

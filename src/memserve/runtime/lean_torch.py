@@ -1,6 +1,6 @@
-"""What a process of ours leaves out of torch: its compiler, and its distributed tensors.
+"""What a process of ours leaves out of torch and transformers: torch's compiler, its distributed tensors, and scipy.
 
-transformers imports both with every model: time at each start, and memory in each instance, for nothing that an
+transformers imports them with every model: time at each start, and memory in each instance, for nothing that an
 instance runs. Only for processes of ours: other code of a library's user may compile.
 """
 
@@ -22,7 +22,7 @@ def leave_compiler_out(device: str) -> None:
 
     ``import triton`` fails from now on: 73 MB resident for kernels of a GPU. torch's compiler is imported when more of
     it is asked for than the marks that transformers puts on its functions. torch says that it was built without
-    ``torch.distributed``.
+    ``torch.distributed``, and transformers that there is no scipy, which losses of training need.
     """
     from memserve.runtime.process import set_thread_environment
 
@@ -34,6 +34,7 @@ def leave_compiler_out(device: str) -> None:
         if _COMPILER not in sys.modules and "transformers.modeling_utils" not in sys.modules:
             _put_off_compiler(torch)
             torch.distributed.is_available = lambda: False
+            _leave_scipy_out()
 
 
 def _put_off_compiler(torch: types.ModuleType) -> None:
@@ -43,6 +44,13 @@ def _put_off_compiler(torch: types.ModuleType) -> None:
     sys.modules |= {_COMPILER: compiler, _MODES: modes}
     sys.meta_path.insert(0, _PARTS)
     torch._dynamo = compiler  # type: ignore[attr-defined]  # torch imports it on demand
+
+
+def _leave_scipy_out() -> None:
+    from transformers import utils
+
+    for asked in (utils, utils.import_utils):
+        setattr(asked, "is_scipy_available", lambda: False)  # noqa: B010  # its types hide the name
 
 
 def _mark(function: Any = None, *_: object, **__: object) -> Any:

@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 
 import net_hosts
-from memserve import LLM
 from memserve.runtime.links.nixl_agent import nixl_is_installed
-from memserve.types import SamplingParams
 from net_hosts import Quality, Wired
-from tiny_models import prompt, save_folder, tiny_module
+from tiny_models import one_engine, prompt, save_folder, tiny_module
 from waiting import eventually
 
 _WHY_NOT = net_hosts.why_none(wired=True)
@@ -102,10 +100,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truth(model: Path) -> Iterator[Callable[[list[int], int], str]]:
-    """What one engine without a cache answers, greedily."""
-    with LLM(str(model), dtype="float32", kv_memory="4MiB", threads=1, enable_prefix_caching=False) as llm:
-        greedy = SamplingParams(temperature=0)
-        yield lambda tokens, count: llm.generate([tokens], greedy, max_tokens=count, ignore_eos=True)[0].text
+    with one_engine(model) as answer:
+        yield answer
 
 
 @pytest.fixture(scope="module", params=["IPv4", "IPv6"])

@@ -15,15 +15,13 @@ from typing import Any
 import httpx
 import pytest
 
-from memserve import LLM
 from memserve.messages import ROUTER, Join, Peer
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.store_messages import STORE, JoinRequest
-from memserve.types import SamplingParams
 from ports import free_port
 from served_cluster import WAIT_S, Server, eventually, is_alive
 from served_store import SECRET, ServedStore
-from tiny_models import prompt, save_folder, tiny_module
+from tiny_models import one_engine, prompt, save_folder, tiny_module
 
 BLOCK = 8
 """Tokens: the model's context is 256."""
@@ -37,10 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truth(model: Path) -> Iterator[Callable[[list[int], int], str]]:
-    """What one engine without a cache answers, greedily."""
-    with LLM(str(model), dtype="float32", kv_memory="4MiB", threads=1, enable_prefix_caching=False) as llm:
-        greedy = SamplingParams(temperature=0)
-        yield lambda tokens, count: llm.generate([tokens], greedy, max_tokens=count, ignore_eos=True)[0].text
+    with one_engine(model) as answer:
+        yield answer
 
 
 @pytest.fixture
