@@ -303,6 +303,81 @@ def pages() -> bool:
     return True
 
 
+def pulls_on_one_host() -> bool:
+    """Out of another process's GPU, and out of host memory, into both tiers; a generation that is over; unmapping."""
+    import ctypes
+
+    import torch
+
+    from links_owner import GEOMETRY
+    from memserve import _core
+    from memserve.messages import ArenaPlace, Peer, PeerInfo
+    from memserve.runtime.links.gpu_memory import GpuMemory
+    from memserve.runtime.links.ipc import IpcLink
+    from memserve.runtime.links.link import LinkError
+    from memserve.runtime.links.ranges import Ranges
+    from memserve.runtime.links.shm import ShmLink, this_host
+    from memserve.types import Role, Tier
+
+    size, count = GEOMETRY.block_bytes, 4
+    theirs = torch.from_numpy(np.random.default_rng(3).integers(0, 256, count * size, dtype=np.uint8))
+    hbm, dram = GpuMemory(theirs), _core.SharedArena(count * size)
+    torch.frombuffer(dram, dtype=torch.uint8).copy_(theirs.flip(0))
+    hbm.generation = dram.generation = 1
+
+    class Driver:
+        """Maps what is exported, which is the address itself."""
+
+        mapped = 0
+
+        def map(self, exported: bytes) -> tuple[int, int]:
+            self.mapped += 1
+            return int.from_bytes(exported, "little"), 1
+
+        def unmap(self, base: int) -> None:
+            self.mapped -= 1
+
+    class Link(IpcLink):
+        @staticmethod
+        def _as_tensor(mapped: Any) -> Any:
+            memory = (ctypes.c_uint8 * mapped.nbytes).from_address(mapped.address)
+            return torch.frombuffer(memory, dtype=torch.uint8)
+
+    peer, exported = Peer("a", 1), theirs.data_ptr().to_bytes(8, "little")
+    places = (
+        ArenaPlace(Tier.HBM, hbm.address, hbm.nbytes, hbm.fd, True, exported),
+        ArenaPlace(Tier.DRAM, dram.address, dram.nbytes, dram.fd),
+    )
+    here = (this_host(), os.getpid())
+    info = PeerInfo(peer, Role.PREFILL, "tcp://127.0.0.1:1", "ns", GEOMETRY, count, count, 9, True, *here, places)
+    own = {Tier.HBM: GpuMemory(torch.zeros(count * size, dtype=torch.uint8)), Tier.DRAM: _core.SharedArena(count * size)}
+    driver = Driver()
+    link = Link(own, driver)
+    assert link.reaches(info) and not ShmLink(own).reaches(info), "host memory alone cannot be read so"
+    link.add_peer(info)
+    order = np.array([2, 0, 3], np.int64) * size, np.array([1, 3, 0], np.int64) * size
+    for src_tier, source in ((Tier.HBM, theirs), (Tier.DRAM, theirs.flip(0))):
+        want = _core.seal_ranges(source.contiguous().data_ptr(), order[0], size)
+        for dst_tier in (Tier.HBM, Tier.DRAM):
+            assert (link.read(peer, src_tier, dst_tier, Ranges(*order, size)) == want).all()
+            target = own[dst_tier]
+            landed = target.tensor if dst_tier is Tier.HBM else torch.frombuffer(target, dtype=torch.uint8)
+            for came_from, to in zip(*order, strict=True):
+                assert torch.equal(landed[to : to + size], source[came_from : came_from + size])
+    hbm.generation = 2
+    try:
+        link.read(peer, Tier.HBM, Tier.HBM, Ranges(*order, size))
+    except LinkError as error:
+        assert "generation 2" in str(error)
+    else:
+        raise AssertionError("another life of the process was taken for the peer")
+    assert driver.mapped == 1
+    link.remove_peer(peer)
+    assert driver.mapped == 0
+    link.close()
+    return True
+
+
 SCENARIOS = {
     "chunks and decodes": chunks_and_decodes,
     "graphs": lambda: chunks_and_decodes(graphs=True),
@@ -317,6 +392,7 @@ SCENARIOS = {
     "what the host must know waits": what_the_host_must_know_waits,
     "seals": seals,
     "pages": pages,
+    "pulls on one host": pulls_on_one_host,
 }
 
 
