@@ -1,6 +1,6 @@
 """The device on a GPU: as :class:`memserve.model.device.ModelDevice`, but that the host is ahead of it.
 
-    begin(plan k)      begin(plan k + 1)                       host: enqueues, waits for nothing
+    begin_step(k)      begin_step(k + 1)                       host: enqueues, waits for nothing
     .... plan k computes ....    .... plan k + 1 computes ....    device: in order
                        finish(plan k)           finish(plan k + 1)    host: reads what was drawn
 
@@ -73,7 +73,7 @@ class _Begun:
 
 
 class GpuDevice(ModelDevice):
-    """A model on a GPU. ``begin`` is called from one thread, what it returns from the same or another, in order."""
+    """A model on a GPU. ``begin_step`` is called from one thread, what it returns from the same or another, in order."""
 
     def __init__(
         self,
@@ -147,9 +147,9 @@ class GpuDevice(ModelDevice):
 
     def execute(self, plan: StepPlan) -> StepFinished:
         """Begin ``plan`` and finish it."""
-        return self.begin(plan)()
+        return self.begin_step(plan)()
 
-    def begin(self, plan: StepPlan) -> Callable[[], StepFinished]:
+    def begin_step(self, plan: StepPlan) -> Callable[[], StepFinished]:
         """Enqueue all of ``plan``; what is returned waits for its end. Plans are finished in the order in which they
         are begun."""
         with self._lock, self._gpu.compute.use(), torch.inference_mode():

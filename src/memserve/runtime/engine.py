@@ -260,7 +260,7 @@ class HostedInstance:
     # -- device thread, and the one that waits for a device which the host is ahead of
 
     def _run_device(self) -> None:
-        begin: Callable[[StepPlan], Callable[[], StepFinished]] | None = getattr(self._device, "begin", None)
+        begin: Callable[[StepPlan], Callable[[], StepFinished]] | None = getattr(self._device, "begin_step", None)
         while (plan := self._plans.get()) is not None:
             if begin is None:
                 self._answer(plan, partial(self._device.execute, plan))

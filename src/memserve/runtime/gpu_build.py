@@ -129,6 +129,9 @@ def build_gpu_device(
     """The device, with its graphs captured."""
     from memserve.model.gpu_device import GpuDevice
 
+    if model.geometry.page_bytes % 8:
+        hint = "use --block-tokens 32, or --device cpu"
+        raise UserError("pages on a GPU are whole words of 8 bytes", hint=hint, param="block_tokens")
     device = GpuDevice(model, config, gpu, forward, shared=shared)
     device.capture(lambda done, of: log.info("capturing CUDA graphs of decode steps: %d of %d", done, of))
     return device

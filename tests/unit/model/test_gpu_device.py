@@ -106,9 +106,9 @@ def two_plans_in_flight() -> bool:
     def plan(number: int, start: int, count: int, **parts: Any) -> StepPlan:
         return StepPlan(number, slots=[2], starts=[start], counts=[count], sample_slots=[(2,)], **parts)
 
-    begun = [driver.device.begin(plan(0, 0, 40, open=[sequence(2, tokens, [4, 5])]))]
-    begun += [driver.device.begin(plan(number, 39 + number, 1)) for number in (1, 2, 3)]
-    begun.append(driver.device.begin(plan(4, 0, 33, close=[2], open=[sequence(2, other, [9, 10])])))
+    begun = [driver.device.begin_step(plan(0, 0, 40, open=[sequence(2, tokens, [4, 5])]))]
+    begun += [driver.device.begin_step(plan(number, 39 + number, 1)) for number in (1, 2, 3)]
+    begun.append(driver.device.begin_step(plan(4, 0, 33, close=[2], open=[sequence(2, other, [9, 10])])))
     assert driver.device._slots.tokens[2, 40] == 0, "the host knows nothing yet"
     got = [finish().tokens[0] for finish in begun]
     assert got == [*greedy_tokens(module, tokens, 4), greedy_tokens(module, other, 1)[0]]
@@ -350,7 +350,8 @@ def pulls_on_one_host() -> bool:
     )
     here = (this_host(), os.getpid())
     info = PeerInfo(peer, Role.PREFILL, "tcp://127.0.0.1:1", "ns", GEOMETRY, count, count, 9, True, *here, places)
-    own = {Tier.HBM: GpuMemory(torch.zeros(count * size, dtype=torch.uint8)), Tier.DRAM: _core.SharedArena(count * size)}
+    empty = GpuMemory(torch.zeros(count * size, dtype=torch.uint8))
+    own = {Tier.HBM: empty, Tier.DRAM: _core.SharedArena(count * size)}
     driver = Driver()
     link = Link(own, driver)
     assert link.reaches(info) and not ShmLink(own).reaches(info), "host memory alone cannot be read so"

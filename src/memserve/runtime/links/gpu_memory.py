@@ -30,6 +30,13 @@ BEACON_BYTES = 4096
 _STAGING_BYTES_MIN = 4 * MIB
 
 
+class _Mine(threading.local):
+    stream: Any = None
+
+
+_mine = _Mine()
+
+
 class GpuMemory:
     """Memory of a GPU; an :class:`~memserve.runtime.links.link.ArenaMemory`. Thread-safe."""
 
@@ -116,7 +123,7 @@ class GpuMemory:
         """Further memory of the same device."""
         import torch
 
-        return GpuMemory(torch.zeros(nbytes, dtype=torch.uint8, device=self._flat.device), self._driver)
+        return GpuMemory(torch.empty(nbytes, dtype=torch.uint8, device=self._flat.device), self._driver)
 
     def _pinned(self, range_bytes: int) -> Tensor:
         import torch
@@ -133,8 +140,9 @@ def stream_of_its_own(tensor: Tensor) -> AbstractContextManager[Any]:
 
     if tensor.device.type != "cuda":
         return nullcontext()
-    stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]  # torch does not type it
-    return _using(stream)
+    if _mine.stream is None:  # torch hands out few streams by turns: one a thread
+        _mine.stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]  # torch does not type it
+    return _using(_mine.stream)
 
 
 @contextmanager
