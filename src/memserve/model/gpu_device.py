@@ -73,7 +73,7 @@ class _Begun:
 
 
 class GpuDevice(ModelDevice):
-    """A model on a GPU. ``begin_step`` is called from one thread, what it returns from the same or another, in order."""
+    """A model on a GPU: ``begin_step`` is called from one thread; what it returns there or in another, in order."""
 
     def __init__(
         self,
