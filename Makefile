@@ -1,7 +1,7 @@
 # memserve: `make help` says what there is. Needs Debian's python3 (3.11+), python3-venv, python3-dev, g++ and make.
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0+cpu# the build without CUDA; on a CUDA machine: make install TORCH=torch==2.13.0
+TORCH ?= torch==2.13.0$(if $(wildcard /dev/nvidiactl),,+cpu)# with CUDA where there is NVIDIA's driver
 TORCH_INDEX ?=# where the configured index lacks TORCH: the index of CPU builds that torch's install page names
 BUILD ?= build/dev
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))# of make test (a third of the time is waiting); 0: one after the other, in one process

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
 from memserve.errors import UserError
 from memserve.options import GBIT_S, GIBIBYTES, MANY, MILLISECONDS, NEGATED, SECONDS, SIZE, check_ranges, option
@@ -141,7 +139,8 @@ class ExchangeConfig:
     event_capacity: int = 65536
     """KV events kept for a router that missed some; older ones are answered with a snapshot. 0: no KV events."""
     shares_kv: bool = True
-    """Other processes can read and write this instance's KV. False: they cannot, because it lies in GPU memory."""
+    """Other processes can read and write this instance's KV. False: they cannot; it lies in GPU memory that is not
+    exported."""
     kept_answer_ns: int = 120 * NS_PER_S
     """Answers with an ``Idempotency-Key`` are kept for the next router for this long after their end here."""
     kept_answer_bytes: int = 32 * MIB
@@ -322,7 +321,7 @@ class EngineOptions:
     dtype: str = option("auto")
     """``auto``, ``float32``, ``bfloat16`` or ``float16``, for weights, activations and KV alike."""
     device: str = option("auto")
-    """``auto``, ``cpu`` or ``cuda``."""
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: a GPU that torch can use, else the CPU."""
     kv_memory_bytes: int = option(384 * MIB, "--kv-memory", form=SIZE, vllm="kv_cache_memory_bytes", vllm_form=SIZE)
     """Memory of the KV cache that attention reads (tier HBM), e.g. 512MiB."""
     dram_memory_bytes: int = option(0, "--dram-memory", form=SIZE, vllm="swap_space", vllm_form=GIBIBYTES)
@@ -330,6 +329,10 @@ class EngineOptions:
     kv_lower_dtype: str = option(AS_COMPUTED)
     """How KV lies in the second tier. ``auto``: as it was computed. ``int8``, ``fp8`` (e4m3): rounded, in about half
     the bytes of 16-bit values; answers may differ, and requests with ``exact`` are refused."""
+    gpu_memory_share: float | None = option(None, least=0.01, most=1.0, vllm="gpu_memory_utilization")
+    """Share of the GPU's memory for this instance: weights, steps, and what is left of it KV, instead of
+    ``--kv-memory``. None: KV gets ``--kv-memory``, and where that is not set either, the instances that
+    ``memserve serve`` starts on a GPU share nine tenths of it."""
     caching: bool = option(True, "--no-cache", form=NEGATED, vllm="enable_prefix_caching")
     """Reuse the KV of shared prefixes. False: Do not reuse the KV of shared prefixes."""
     foreign_kv: bool = option(True, "--no-foreign-kv", form=NEGATED)
@@ -346,11 +349,6 @@ class EngineOptions:
     """CPU threads of the device. None: every core."""
     lora: tuple[str, ...] = option((), form=MANY, vllm="lora_modules", vllm_form=MANY)
     """A LoRA adapter as NAME=FOLDER; requests name it as their model. May be repeated."""
-
-    VLLM_REFUSED: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "gpu_memory_utilization": (None, "give the KV cache a size: --kv-memory 8GiB, or kv_memory='8GiB'"),
-    }
-    """Options of vLLM that mean nothing here: the value that asks for nothing, and what to say instead."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -369,16 +367,21 @@ class EngineOptions:
         vocab_size: int = VOCAB_MAX,
         *,
         on_gpu: bool = False,
+        kv_bytes: int | None = None,
     ) -> InstanceConfig:
         """The configuration of the instance machine, for a model with ``geometry`` on a GPU or a CPU. KV that may be
-        rounded has a namespace of its own, and so has KV that no other engine shares.
+        rounded has a namespace of its own, and so has KV that no other engine shares. ``kv_bytes``: memory for KV,
+        where that is not ``kv_memory_bytes``.
 
         Raises :class:`UserError` when the memory holds fewer than two blocks.
         """
         lower, dram_bytes = self.kv_lower_dtype, self.dram_memory_bytes
         check_tiers(self.scheduler.layerwise, lower, dram_bytes, on_gpu=on_gpu)
         block_bytes = (geometry.block_bytes, lower_block_bytes(geometry, lower))
-        blocks = (hbm_blocks(geometry, self.kv_memory_bytes), dram_bytes // block_bytes[1])
+        blocks = (
+            hbm_blocks(geometry, self.kv_memory_bytes if kv_bytes is None else kv_bytes),
+            dram_bytes // block_bytes[1],
+        )
         default_step_tokens = STEP_TOKENS_GPU if on_gpu else STEP_TOKENS_CPU
         return InstanceConfig(
             max_model_tokens=min(self.max_model_tokens or model_max_tokens, model_max_tokens),

@@ -196,9 +196,6 @@ def from_keywords(config: T, given: Mapping[str, Any]) -> T:
     values: dict[tuple[str, ...], Any] = {}
     said: dict[tuple[str, ...], str] = {}
     for name, value in given.items():
-        if name in (refused := refused_names(config)):
-            refuse(name, name, value, refused)
-            continue
         if name not in readers:
             raise unknown_name(name, readers)
         if value is None:
@@ -209,20 +206,6 @@ def from_keywords(config: T, given: Mapping[str, Any]) -> T:
             raise contradiction(said[one.path], name)
         values[one.path], said[one.path] = asked, name
     return with_values(config, values)
-
-
-def refused_names(config: Any) -> Mapping[str, tuple[Any, str]]:
-    """Options of vLLM that mean nothing here: name -> the value that asks for nothing, and a hint."""
-    found: Mapping[str, tuple[Any, str]] = getattr(config, "VLLM_REFUSED", {})
-    return found
-
-
-def refuse(name: str, shown: str, value: Any, refused: Mapping[str, tuple[Any, str]]) -> None:
-    """Raise :class:`UserError` unless ``value`` asks for nothing."""
-    harmless, hint = refused[name]
-    if value is not None and value != harmless:
-        asked = f"{value:g}" if isinstance(value, float) else value
-        raise UserError(f"{shown} {asked} is not supported", hint=hint, param=name)
 
 
 def contradiction(one: str, other: str) -> UserError:

@@ -56,7 +56,12 @@ class ArenaPlace(Message, frozen=True):
     address: Natural
     arena_bytes: Natural
     fd: int = -1
-    """The owner's descriptor of the shared memory, which peers on the same host open through ``/proc``; -1: none."""
+    """The owner's descriptor of the shared memory, which peers on the same host open through ``/proc``; -1: none.
+    Of a GPU's memory: of a page of shared memory that has its generation."""
+    on_gpu: bool = False
+    """Whether it is memory of a GPU."""
+    exported: bytes = b""
+    """What processes on the same host map a GPU's memory with (CUDA IPC). Empty: nothing does."""
 
 
 class PeerInfo(Message, frozen=True):

@@ -56,9 +56,6 @@ def check_tiers(layerwise: str, lower_dtype: str, dram_memory_bytes: int, *, on_
     if layerwise != "off" and not dram_memory_bytes:
         hint = "for example --dram-memory 2GiB, or --layerwise off"
         raise UserError("KV by layer lies in DRAM, and there is none", hint=hint, param="layerwise")
-    if layerwise != "off" and on_gpu:
-        hint = "use --layerwise off, or --device cpu"
-        raise UserError("KV by layer is for CPUs so far", hint=hint, param="layerwise")
     if lower_dtype != AS_COMPUTED and on_gpu:
         hint = "leave out --kv-lower-dtype, or use --device cpu"
         raise UserError("a lower tier with a dtype of its own is for CPUs so far", hint=hint, param="kv_lower_dtype")

@@ -120,6 +120,7 @@ VLLM = {
     "kv_cache_memory_bytes": ("64MiB", 64 * MIB, "kv_memory_bytes", 64 * MIB),
     "tensor_parallel_size": ("2", 2, "tensor", 2),
     "pipeline_parallel_size": ("3", 3, "pipeline", 3),
+    "gpu_memory_utilization": ("0.5", 0.5, "gpu_memory_share", 0.5),
     "lora_modules": ("a=/a", ["a=/a"], "lora", ("a=/a",)),
 }
 """vLLM's name -> its value on a command line and as a keyword; our field and its value."""
@@ -183,13 +184,13 @@ def test_two_names_with_one_value_are_fine(engines: list[EngineOptions]) -> None
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_options_of_vllm_that_mean_nothing_here_are_refused(
+def test_vllms_share_of_a_gpu_is_ours_and_bounded(
     command: list[str], engines: list[EngineOptions], capsys: Any
 ) -> None:
     assert run([*command, "--gpu-memory-utilization", "2"]) == 1
-    error = capsys.readouterr().err
-    assert "--gpu-memory-utilization 2 is not supported" in error and "--kv-memory" in error
-    assert not engines
+    assert "gpu_memory_share must be at most 1, got 2" in capsys.readouterr().err and not engines
+    assert run([*command, "--gpu-memory-utilization", "0.5"]) == 0
+    assert engines[0].gpu_memory_share == 0.5
 
 
 def test_keywords_of_llm() -> None:
@@ -205,8 +206,7 @@ def test_keywords_of_llm() -> None:
     assert many.lora == ("a=/a", "b=/b") and command_line_of(many)[-4:] == ("--lora", "a=/a", "--lora", "b=/b")
     with pytest.raises(UserError, match="max_running and max_num_seqs name one option"):
         from_keywords(engine, {"max_running": 3, "max_num_seqs": 4})
-    with pytest.raises(UserError, match="kv_memory"):
-        from_keywords(engine, {"gpu_memory_utilization": 0.9})
+    assert from_keywords(engine, {"gpu_memory_utilization": 0.9}).gpu_memory_share == 0.9
     with pytest.raises(UserError, match=r"unknown option 'max_runing'.*did you mean 'max_running'"):
         from_keywords(engine, {"max_runing": 3})
 

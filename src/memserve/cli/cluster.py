@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memserve.cli.progress import shown
@@ -27,6 +25,8 @@ from memserve.policy.capacity import (
     clients_that_fit,
     instance_bytes,
 )
+from memserve.runtime.gpu_build import check_gpu_shares, on_gpus
+from memserve.runtime.gpus import device_here
 from memserve.runtime.links.devices import own_address
 from memserve.runtime.memory import available_memory_bytes, usable_cores
 from memserve.runtime.meta_keeper import Metadata, MetadataPlace, open_metadata
@@ -129,8 +129,8 @@ def shape_here(engine: EngineOptions) -> Shape:
     """The shape that suits this machine, for engines with these options."""
     from memserve.model.loading.sources import weight_bytes
 
-    machine = Machine(usable_cores(), available_memory_bytes(), uses_gpu(engine.device))
-    weights = weight_bytes(engine.model) if machine.cores >= APART_CORES_MIN and not machine.gpu else None
+    machine = Machine(usable_cores(), available_memory_bytes(), len(device_here(engine.device).gpus))
+    weights = weight_bytes(engine.model) if machine.cores >= APART_CORES_MIN and not machine.gpus else None
     kv_bytes = engine.kv_memory_bytes + engine.dram_memory_bytes
     return choose_shape(machine, None if weights is None else instance_bytes(kv_bytes, weights))
 
@@ -139,15 +139,11 @@ def shape_text(shape: Shape) -> str:
     """The chosen shape, the reason, and the flags for the other shape; empty where nothing was chosen."""
     if not shape.reason:
         return ""
+    if shape.colocated > 1:
+        return f"shape: {shape.colocated} colocated instances ({shape.reason}); for one: --colocated 1"
     if shape.colocated:
         return f"shape: one colocated instance ({shape.reason}); for the other shape: --prefill 1 --decode 1"
     return f"shape: one prefill and one decode instance ({shape.reason}); for the other shape: --colocated 1"
-
-
-def uses_gpu(device: str) -> bool:
-    """Whether ``--device`` will mean a GPU; found out without torch, which this process does not need."""
-    built_for_gpu = not metadata.version("torch").endswith("+cpu")
-    return device == "cuda" or (device == "auto" and built_for_gpu and Path("/dev/nvidiactl").exists())
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +219,9 @@ def _check_memory(
     """Check the memory of all processes together: each checks its own, but all at once they see one free memory."""
     from memserve.runtime.memory import check_host_memory
 
-    hbm_bytes = 0 if uses_gpu(engine_options.device) else engine_options.kv_memory_bytes
+    gpus = len(device_here(engine_options.device).gpus)
+    check_gpu_shares(engine_options.gpu_memory_share, options.instances, gpus)
+    hbm_bytes = 0 if gpus else engine_options.kv_memory_bytes
     needed_bytes = 0
     for order in orders:
         if order.name not in living:
@@ -264,11 +262,14 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
 
     link = "shm" if options.link == "auto" and not options.may_span_hosts else options.link
     counts = {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.COLOCATED: options.colocated}
-    orders = []
+    orders: list[ChildOrder] = []
+    gpus = len(device_here(engine_options.device).gpus)
     for role, count in counts.items():
-        own = dataclasses.replace(engine_options, caching=engine_options.caching and options.caches(role))
-        flags = ("--join", address, "--link", link, "--log-level", log_level, *command_line_of(own))
-        orders += [ChildOrder(f"{role.value[0]}{number}", role, flags) for number in range(1, count + 1)]
+        cached = dataclasses.replace(engine_options, caching=engine_options.caching and options.caches(role))
+        for number in range(1, count + 1):
+            own = on_gpus(cached, len(orders), options.instances, gpus)
+            flags = ("--join", address, "--link", link, "--log-level", log_level, *command_line_of(own))
+            orders.append(ChildOrder(f"{role.value[0]}{number}", role, flags))
     if options.store.is_wanted:
         flags = ("--join", address, "--link", link, "--log-level", log_level, *options.store.flags)
         orders.append(ChildOrder(STORE_NAME, Role.STORE, flags))

@@ -26,7 +26,7 @@ import typer
 from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.config import EngineOptions
 from memserve.errors import UserError
-from memserve.options import Option, contradiction, options_of, refuse, refused_names, with_values
+from memserve.options import Option, contradiction, options_of, with_values
 
 if TYPE_CHECKING:
     from memserve.api.tls import Tls
@@ -102,7 +102,6 @@ class _Group:
     default: Any
     options: dict[str, Option]
     vllm: dict[str, Option]
-    refused: dict[str, str]
 
     @classmethod
     def of(cls, parameter: inspect.Parameter) -> _Group | None:
@@ -115,12 +114,10 @@ class _Group:
             return None
         default = annotation() if parameter.default is inspect.Parameter.empty else parameter.default  # type: ignore[operator]  # a class
         found = options_of(default) if only is None else only.chosen(options_of(default))
-        refused = {} if only is not None else {f"{parameter.name}_{name}": name for name in refused_names(default)}
         return cls(
             default,
             {f"{parameter.name}_{one.name}": one for one in found},
             {f"vllm_{one.vllm}": one for one in found if one.vllm},
-            refused,
         )
 
     def parameters(self) -> Iterator[inspect.Parameter]:
@@ -131,13 +128,9 @@ class _Group:
             kind = (one.vllm_form.kind if one.vllm_form else bool if one.kind is bool else one.kind) | None
             least = one.least if one.vllm_form is None else None
             yield _parameter(name, kind, _hidden(_spelling(one.vllm_flag, one, both=True), least), None)
-        for name, refused in self.refused.items():
-            yield _parameter(name, float | None, _hidden("--" + refused.replace("_", "-")), None)
 
     def take(self, given: dict[str, Any], is_default: Callable[[str], bool]) -> Any:
         """The config that the flags describe; removes them from ``given``."""
-        for name, refused in self.refused.items():
-            refuse(refused, "--" + refused.replace("_", "-"), given.pop(name), refused_names(self.default))
         values = {}
         for name, one in self.options.items():
             raw = given.pop(name)

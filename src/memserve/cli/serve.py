@@ -24,6 +24,7 @@ from memserve.errors import UserError
 from memserve.fleet.words import FleetOptions
 from memserve.model.loading.adapter import Adapter, read_adapters
 from memserve.placement import PlacementOptions
+from memserve.runtime.gpus import device_here
 from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
 from memserve.runtime.store_secret import with_absolute_folders
@@ -200,9 +201,13 @@ def _engine(options: EngineOptions) -> Iterator[_Served]:
 
     set_thread_environment()
     from memserve.runtime.build import build_engine
+    from memserve.runtime.gpus import take_gpu
     from memserve.runtime.lean_torch import leave_compiler_out
     from memserve.runtime.memory import objects_that_stay
 
+    if why := device_here(options.device).why:
+        _say(why)
+    options = dataclasses.replace(options, device=take_gpu(options.device))
     with objects_that_stay():
         leave_compiler_out(options.device)
         engine, model = build_engine(options)
@@ -214,8 +219,9 @@ def _engine(options: EngineOptions) -> Iterator[_Served]:
 
 @contextmanager
 def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) -> Iterator[_Served]:
-    if cluster.why:
-        _say(cluster.why)
+    for why in (device_here(options.device).why, cluster.why):
+        if why:
+            _say(why)
     with running_cluster(options, cluster, log_level, _say) as running:
         yield _Served(running.engine, running.model, running.text, running.on_end)
 

@@ -33,16 +33,15 @@ def lower_pages(geometry: KVGeometry, lower_dtype: str) -> _core.LowerPages | No
 
 
 class KvArenas:
-    """The blocks of each tier as bytes: ``[blocks, block_bytes]`` uint8, in device memory (HBM) or host memory (DRAM).
-    With ``lower``, those of DRAM are smaller, and copies between the tiers convert.
+    """The blocks of each tier of a machine without a GPU, as bytes: ``[blocks, block_bytes]`` uint8. With ``lower``,
+    those of DRAM are smaller, and copies between the tiers convert.
 
-    On a CPU both tiers are the core's arenas, zeroed by the kernel when first touched; ``shared`` ones lie in memory
-    that other processes may map. On CUDA the DRAM tier is pinned, so that copies run at the bus's speed.
+    Both tiers are the core's arenas, zeroed by the kernel when first touched; ``shared`` ones lie in memory that other
+    processes may map.
     """
 
     def __init__(
         self,
-        device: torch.device,
         block_bytes: int,
         hbm_blocks: int,
         dram_blocks: int,
@@ -60,18 +59,14 @@ class KvArenas:
         lower_bytes = self._pages * lower.lower_page_bytes if lower is not None else block_bytes
         self._huge_bytes = 0  # of the HBM arena, from its start: requested to be on huge pages
         self._hbm_arena = hbm
-        if device.type == "cpu" and shared:
+        if shared:
             self.hbm = self._share(Tier.HBM, hbm_blocks, hbm)
             self._hbm_arena = self.shared[Tier.HBM]
             # peers know of one kind of page: with ``lower`` nothing of DRAM is offered to them
             self.dram = self._share(Tier.DRAM, dram_blocks) if lower is None else _mapped(dram_blocks, lower_bytes)
-        elif device.type == "cpu":
+        else:
             self.hbm = _mapped(hbm_blocks, block_bytes) if hbm is None else _blocks(hbm, hbm_blocks, block_bytes)
             self.dram = _mapped(dram_blocks, lower_bytes)
-        else:
-            check(lower is None, "a lower tier with a dtype of its own is for CPUs so far")
-            self.hbm = torch.zeros((hbm_blocks, block_bytes), dtype=torch.uint8, device=device)
-            self.dram = torch.empty((dram_blocks, block_bytes), dtype=torch.uint8, pin_memory=dram_blocks > 0)
 
     @property
     def base(self) -> int:
@@ -97,9 +92,9 @@ class KvArenas:
         """Copy whole blocks, in the order given (an earlier destination may be a later source)."""
         source, target = self._tier(order.src_tier), self._tier(order.dst_tier)
         chained = order.src_tier == order.dst_tier and not set(order.src).isdisjoint(order.dst)
-        if chained or self.hbm.device.type != "cpu":
+        if chained:
             for src, dst in zip(order.src, order.dst, strict=True):
-                target[dst].copy_(source[src], non_blocking=True)
+                target[dst].copy_(source[src])
             return
         src_ids, dst_ids = np.array(order.src, np.int32), np.array(order.dst, np.int32)
         self._check_ids(source, src_ids)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from memserve.model.grammars import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.sampling import Drawn, report_logprobs, sample, sample_drafts
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotTable, stage
+from memserve.runtime.links.link import Arenas
 from memserve.runtime.memory import trim_heap
 from memserve.runtime.ports import OnLayer
 from memserve.types import Tier, TokenLogprobs
@@ -62,7 +64,7 @@ class ModelDevice:
         self._device = model.device
         lower = lower_pages(geometry, pool.lower_dtype)
         sizes = geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks
-        self._arenas = KvArenas(model.device, *sizes, shared=shared, lower=lower, hbm=hbm)
+        self._arenas = self._make_arenas(sizes, shared=shared, lower=lower, hbm=hbm)
         self._crew = crew
         self._drawn: Drawing = []
         # a step under way may sample one token beyond the last that the machine will use
@@ -80,7 +82,7 @@ class ModelDevice:
         self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1), share)
         addresses = self._arenas.base, self._arenas.dram.data_ptr()
         self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
-        self._copier = PageCopier(link_bytes_s)
+        self._copier = self._make_copier(link_bytes_s)
         self.on_layer: OnLayer | None = None
         #: the segments of longer sequences that are kept here; None: none can be
         self.held_kv: HeldKv | None = None
@@ -93,10 +95,25 @@ class ModelDevice:
         gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)
         trim_heap()
 
+    def _make_arenas(
+        self,
+        sizes: tuple[int, int, int],
+        *,
+        shared: bool,
+        lower: _core.LowerPages | None,
+        hbm: _core.SharedArena | None,
+    ) -> Any:
+        """``sizes``: bytes of a block, blocks of HBM, of DRAM."""
+        return KvArenas(*sizes, shared=shared, lower=lower, hbm=hbm)
+
+    def _make_copier(self, link_bytes_s: float | None) -> Any:
+        return PageCopier(link_bytes_s)
+
     @property
-    def shared_arenas(self) -> Mapping[Tier, _core.SharedArena]:
+    def shared_arenas(self) -> Arenas:
         """What peers can read, tier by tier."""
-        return self._arenas.shared
+        shared: Arenas = self._arenas.shared
+        return shared
 
     def execute(self, plan: StepPlan) -> StepFinished:
         """Do the copies, compute the rows, draw the tokens."""
@@ -108,8 +125,6 @@ class ModelDevice:
             if plan.slots:
                 with torch.inference_mode():
                     finished = self._compute(plan)
-            elif self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
             for copy in moving:
                 self._copier.wait(copy)
         except BaseException:
@@ -184,7 +199,6 @@ class ModelDevice:
             self._arenas.will_use(blocks)
 
     def _place(self, order: PlaceByLayer) -> None:
-        check(self._device.type == "cpu", "KV by layer is for CPUs so far")
         frames = [*order.kept.values(), *order.staging]
         for some in frames:
             self._will_use(some)
@@ -262,16 +276,21 @@ class ModelDevice:
             return None
         return self._adapters.rows([mine.get(slot, "") for slot in slots.tolist()], counts, self._device)
 
+    @property
+    def _tables(self) -> Any:
+        """The block tables of all slots, where attention reads them."""
+        return self._slots.tables
+
     def _attention_of(self, slots: Int64s, q_starts: Int32s, contexts: Int32s) -> StepAttention:
         """``contexts``: the tokens of each row up to its last one."""
         contexts -= self._slots.firsts[slots].astype(np.int32)
         if self._slots.before:
-            own = self._attention(self._slots.tables, slots.astype(np.int32), q_starts, contexts)
+            own = self._attention(self._tables, slots.astype(np.int32), q_starts, contexts)
             return self._spanned(slots, q_starts, own)
         placed = self._slots.placed
         ranges = {row: placed[slot] for row, slot in enumerate(slots.tolist()) if slot in placed} if placed else {}
         if not ranges:
-            return self._attention(self._slots.tables, slots.astype(np.int32), q_starts, contexts)
+            return self._attention(self._tables, slots.astype(np.int32), q_starts, contexts)
         places = [placed.first + placed.count for placed in ranges.values()]  # also of what is not computed yet
         entries = max(-(-int(contexts.max()) // self._slots.block_tokens), *places)
         tables = self._slots.tables[slots, :entries]
@@ -298,9 +317,8 @@ class ModelDevice:
         self._slots.failed.setdefault(slot, RowFailed(""))
 
     def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
-        """On CUDA a layer's kernels have not run when its call returns: there the end of the step reports them all."""
         follows, stages = (False, 1) if self._crew is None else (not self._crew.leads, self._crew.share.stages)
-        if not plan.report_layers or self._device.type != "cpu" or stages > 1:  # no worker sees all layers of stages
+        if not plan.report_layers or stages > 1:  # no worker sees all layers of stages
             return attention
         if follows:
             return ReportingAttention(attention, lambda layer: None, plan.report_layers, self._meet)
@@ -311,9 +329,12 @@ class ModelDevice:
     def _inputs(self, slots: Int64s, starts: Int64s, counts: Int64s, q_starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """Token ids and positions of the ragged batch, both ``[T]`` int64."""
         if q_starts[-1] == len(slots):  # decodes only
-            return self._send(self._slots.tokens[slots, starts].astype(np.int64)), self._send(starts)
+            return self._gather(slots, starts)
         owners = np.repeat(slots, counts)
-        positions = np.arange(q_starts[-1]) + np.repeat(starts - q_starts[:-1], counts)
+        return self._gather(owners, np.arange(q_starts[-1]) + np.repeat(starts - q_starts[:-1], counts))
+
+    def _gather(self, owners: Int64s, positions: Int64s) -> tuple[Tensor, Tensor]:
+        """The tokens at ``positions [T]`` of the slots ``owners [T]``, and the positions."""
         return self._send(self._slots.tokens[owners, positions].astype(np.int64)), self._send(positions)
 
     def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Drawn:
@@ -368,5 +389,5 @@ class ModelDevice:
         return {row: entries for row, entries in reports.items() if plan.slots[row] not in failed}
 
     def _send(self, values: Int64s) -> Tensor:
-        tensor = torch.from_numpy(values)
-        return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
+        """On the device."""
+        return torch.from_numpy(values)

@@ -67,6 +67,22 @@ def draw(logits: Tensor, how: Truncation) -> Tensor:
     return tokens
 
 
+def draw_unseen(logits: Tensor, how: Truncation, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
+    """As :func:`draw`, decided by the host's own ``top_k [n]`` and ``top_p [n]`` (those of ``how``): it never waits for
+    the device, which may compute more for it."""
+    weights = logits - logits.amax(-1, keepdim=True)
+    weights = weights.div_(how.temperature[:, None]).exp_()
+    ranked = (top_k > 0) | (top_p < 1)
+    kept = weights.masked_fill(weights < how.min_p[:, None], 0.0)
+    plain = _invert(kept, how.uniform)
+    if not ranked.any():
+        return plain
+    few = (top_k > 0) & (top_k <= _HEAD_TOKENS)
+    width = min(_HEAD_TOKENS if few[ranked].all() else weights.shape[-1], weights.shape[-1])
+    drawn, _ = _draw_head(weights, how, width)
+    return torch.where((how.top_k > 0) | (how.top_p < 1), drawn, plain)
+
+
 def draw_native(logits: Tensor, rows: Tensor, how: Truncation) -> NDArray[np.int64]:
     """One token for each of ``rows [n]`` int64 of ``logits [r, vocab]`` (float32, CPU), drawn as ``how`` says.
 

@@ -186,21 +186,22 @@ def _report(logits: Tensor, places: Int64s, slots: Int64s, table: SlotTable, dra
 
 
 def adjust_logits(
-    row: Tensor, tokens: NDArray[np.int32], prompt_tokens: int, sampling: SamplingParams, stop: StopParams
+    row: Tensor, tokens: NDArray[np.int32] | Tensor, prompt_tokens: int, sampling: SamplingParams, stop: StopParams
 ) -> None:
     """Apply penalties, bias and ``min_tokens`` to ``row [vocab]`` in place.
 
-    ``tokens``: prompt, then output. As elsewhere, repetition counts both (CTRL, Keskar et al. 2019: positive logits are
-    divided, negative ones multiplied), presence and frequency count the output only (OpenAI).
+    ``tokens``: prompt, then output; a tensor is where ``row`` is. As elsewhere, repetition counts both (CTRL, Keskar et
+    al. 2019: positive logits are divided, negative ones multiplied), presence and frequency count the output only
+    (OpenAI).
     """
     output = tokens[prompt_tokens:]
     if sampling.repetition_penalty != 1.0:
-        seen = torch.from_numpy(tokens.astype(np.int64)).to(row.device)
+        seen = _ids(tokens, row.device)
         values = row[seen]
         factor = sampling.repetition_penalty
         row[seen] = torch.where(values > 0, values / factor, values * factor)
     if (sampling.presence_penalty or sampling.frequency_penalty) and len(output):
-        ids = torch.from_numpy(output.astype(np.int64)).to(row.device)
+        ids = _ids(output, row.device)
         row[ids] -= sampling.presence_penalty  # once per token, however often it is listed
         row.index_add_(0, ids, torch.full((len(ids),), -sampling.frequency_penalty, device=row.device))
     if sampling.logit_bias:
@@ -213,6 +214,10 @@ def adjust_logits(
         kept = row[allowed]
         row.fill_(-torch.inf)
         row[allowed] = kept
+
+
+def _ids(tokens: NDArray[np.int32] | Tensor, device: torch.device) -> Tensor:
+    return tokens.long() if isinstance(tokens, Tensor) else torch.from_numpy(tokens.astype(np.int64)).to(device)
 
 
 def touched_tokens(

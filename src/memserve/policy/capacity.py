@@ -98,8 +98,8 @@ class Machine:
     cores: int
     memory_bytes: int | None
     """``None``: unknown."""
-    gpu: bool = False
-    """Whether the device is a GPU."""
+    gpus: int = 0
+    """GPUs that compute; 0: the CPU does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,8 @@ def choose_shape(machine: Machine, one_instance_bytes: int | None) -> Shape:
     ``one_instance_bytes``: host memory that an instance takes; ``None``: unknown, because the model is not downloaded
     yet.
     """
-    if machine.gpu:
-        return Shape(0, 0, 1, "KV in the memory of a GPU stays in one process")
+    if machine.gpus:
+        return Shape(0, 0, machine.gpus, "one GPU" if machine.gpus == 1 else f"one for each of {machine.gpus} GPUs")
     if machine.cores < APART_CORES_MIN:
         cores = f"{machine.cores} core{'s' if machine.cores != 1 else ''}"
         return Shape(0, 0, 1, f"{cores} here, and prefill and decode go apart from {APART_CORES_MIN} on")

@@ -17,6 +17,7 @@ from memserve.units import human_bytes
 if TYPE_CHECKING:
     from memserve.instance.machine import Instance
     from memserve.model.device import ModelDevice
+    from memserve.model.gpu import Gpu
     from memserve.model.loading.loader import LoadedModel
     from memserve.policy.costs import CostModel
     from memserve.runtime.engine import Engine
@@ -49,26 +50,25 @@ def build_parts(
     """
     set_thread_environment()
     from memserve.instance.machine import Instance
-    from memserve.model.capture.forward import best_forward
-    from memserve.model.device import ModelDevice
+    from memserve.model.gpu import open_gpu
     from memserve.model.loading.loader import model_sizes
     from memserve.policy.capacity import context_note
     from memserve.policy.reuse import PreemptionCosts
+    from memserve.runtime.gpu_build import kv_bytes_here, shares_gpu_kv
     from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes
     from memserve.runtime.profile_store import load_profile
 
     options = dataclasses.replace(options, parallel=options.parallel.of(role))
-    workers = options.parallel.workers
     model = _loaded(options)
-    on_gpu = model.device.type != "cpu"
-    if on_gpu and role in (Role.PREFILL, Role.DECODE):
-        hint = "use --colocated 1, or --device cpu"
-        raise UserError("KV in the memory of a GPU cannot be handed over to another process", hint=hint, param="device")
-    geometry = model.geometry
+    gpu, geometry = open_gpu(model.device, options.gpu_memory_share), model.geometry
+    on_gpu = gpu is not None
+    sizes = model_sizes(model)  # with its weights
     config = options.instance_config(
-        geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu
-    )
-    exchange = dataclasses.replace(config.exchange, shares_kv=not on_gpu)
+        geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu,
+        kv_bytes=kv_bytes_here(options, sizes) if on_gpu else None,
+    )  # fmt: skip
+    shares_kv = not on_gpu or (me is not None and shares_gpu_kv(role))
+    exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
     adapters = model.adapters.digests if model.adapters is not None else frozenset()
     config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool, adapters=adapters)
@@ -84,35 +84,52 @@ def build_parts(
         kv_tokens=config.pool.hbm_blocks * geometry.block_tokens,
         kv_lower_dtype=options.kv_lower_dtype,
     )
-    bound = memory_bound(model_sizes(model), geometry, config, in_cluster=me is not None)  # with its weights
-    link_bytes_s = config.scheduler.link_bytes_s
-    device: ModelDevice | Divided
-    if workers > 1:
-        from memserve.runtime.workers import build_divided
-
-        device = build_divided(served, options, config, shared=me is not None, link_bytes_s=link_bytes_s)
-    else:
-        forward = best_forward(model.module)
-        device = ModelDevice(served, config, forward, shared=me is not None, link_bytes_s=link_bytes_s)
+    bound = memory_bound(sizes, geometry, config, in_cluster=me is not None)
+    device = _device(served, options, config, gpu, shared=me is not None)
     if not on_gpu:
         device.bound_bytes = bound.total_bytes
         log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)
     return Parts(served, config, device, machine, costs)
 
 
+def _device(
+    model: LoadedModel, options: EngineOptions, config: InstanceConfig, gpu: Gpu | None, *, shared: bool
+) -> ModelDevice | Divided:
+    """``shared``: peers read its KV."""
+    from memserve.model.capture.forward import best_forward
+    from memserve.model.device import ModelDevice
+    from memserve.runtime.gpu_build import build_gpu_device
+
+    link_bytes_s = config.scheduler.link_bytes_s
+    if options.parallel.workers > 1:
+        from memserve.runtime.workers import build_divided
+
+        return build_divided(model, options, config, shared=shared, link_bytes_s=link_bytes_s)
+    if gpu is not None:
+        return build_gpu_device(model, config, gpu, best_forward(model.module), shared=shared)
+    return ModelDevice(model, config, best_forward(model.module), shared=shared, link_bytes_s=link_bytes_s)
+
+
 def _loaded(options: EngineOptions) -> LoadedModel:
     """The model with its adapters. Raises :class:`UserError`."""
     from memserve.model.loading.loader import load_model
+    from memserve.runtime.gpu_build import refuse_on_gpu, refuse_without_gpu
+    from memserve.runtime.gpus import device_here, take_gpu
     from memserve.runtime.memory import usable_cores
 
     parallel, threads = options.parallel, options.threads
+    if device_here(options.device).gpus:
+        refuse_on_gpu(options)
     if parallel.workers > 1:
         threads = parallel.threads_each(threads or usable_cores())
         if options.lora:
             hint = "leave out --lora, or --tensor-parallel and --pipeline-parallel"
             raise UserError("adapters are not divided among several workers yet", hint=hint, param="lora")
-    source = options.model, options.dtype, options.device
-    return load_model(*source, block_tokens=options.block_tokens, threads=threads, lora=options.lora)
+    source = options.model, options.dtype, take_gpu(options.device)
+    model = load_model(*source, block_tokens=options.block_tokens, threads=threads, lora=options.lora)
+    if model.device.type == "cpu":
+        refuse_without_gpu(options)
+    return model
 
 
 def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:

@@ -206,6 +206,8 @@ class HostedInstance:
             machine, self._perform, on_broken=on_broken, on_end=self._end_plans, clock_ns=clock_ns
         )
         self._device_thread = threading.Thread(target=self._run_device, name="memserve-device", daemon=True)
+        self._begun: queue.SimpleQueue[tuple[StepPlan, Callable[[], StepFinished]] | None] = queue.SimpleQueue()
+        self._finishing = threading.Thread(target=self._run_finishing, name="memserve-finishing", daemon=True)
         self.post = self._loop.post
         self.ask = self._loop.ask
         device.on_layer = self._layer_finished
@@ -216,6 +218,7 @@ class HostedInstance:
         """Begin to work."""
         self._loop.start()
         self._device_thread.start()
+        self._finishing.start()
 
     def stats(self, timeout_s: float = ANSWER_TIMEOUT_S) -> EngineStats:
         """A consistent snapshot of counters and gauges; raises as :meth:`MachineLoop.ask`."""
@@ -224,8 +227,9 @@ class HostedInstance:
     def close(self, timeout_s: float) -> bool:
         """Handle what was posted, stop both threads and free the device; ``False`` when they did not stop in time."""
         stopped = self._loop.close(timeout_s)
-        self._device_thread.join(timeout_s)
-        if not stopped or self._device_thread.is_alive():
+        for thread in (self._device_thread, self._finishing):
+            thread.join(timeout_s)
+        if not stopped or self._device_thread.is_alive() or self._finishing.is_alive():
             log.warning("the engine did not stop within %.1f s", timeout_s)
             return False
         self._device.close()
@@ -253,18 +257,38 @@ class HostedInstance:
     def _end_plans(self) -> None:
         self._plans.put(None)
 
-    # -- device thread
+    # -- device thread, and the one that waits for a device which the host is ahead of
 
     def _run_device(self) -> None:
+        begin: Callable[[StepPlan], Callable[[], StepFinished]] | None = getattr(self._device, "begin_step", None)
         while (plan := self._plans.get()) is not None:
+            if begin is None:
+                self._answer(plan, partial(self._device.execute, plan))
+                continue
             try:
-                self.post(self._device.execute(plan))
+                finish = begin(plan)
             except Exception as error:
-                log.exception("step %d failed on the device", plan.step_id)
-                self.post(StepFailed(plan.step_id, f"{type(error).__name__}: {error}"))
+                finish = partial(_fail, error)
+            self._begun.put((plan, finish))
+        self._begun.put(None)
+
+    def _run_finishing(self) -> None:
+        while (begun := self._begun.get()) is not None:
+            self._answer(*begun)
+
+    def _answer(self, plan: StepPlan, finish: Callable[[], StepFinished]) -> None:
+        try:
+            self.post(finish())
+        except Exception as error:
+            log.exception("step %d failed on the device", plan.step_id)
+            self.post(StepFailed(plan.step_id, f"{type(error).__name__}: {error}"))
 
     def _layer_finished(self, step_id: int, layer: int) -> None:
         self.post(LayerFinished(step_id, layer))
+
+
+def _fail(error: Exception) -> StepFinished:
+    raise error
 
 
 class Engine:

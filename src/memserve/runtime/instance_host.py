@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -18,6 +18,7 @@ from memserve.errors import UserError
 from memserve.mempool.identity import identity_key
 from memserve.messages import Peer, PeerInfo
 from memserve.runtime.build import Parts, build_parts
+from memserve.runtime.gpus import take_gpu
 from memserve.runtime.health_file import HealthFile
 from memserve.runtime.lean_torch import leave_compiler_out
 from memserve.runtime.links.data import open_data_port
@@ -83,6 +84,7 @@ def run_instance(
     Raises :class:`UserError` when the model cannot be served, no router answers, or the router refuses it.
     """
     keep_heap_small()
+    options = replace(options, device=take_gpu(options.device))  # before torch looks
     health = HealthFile(place.health_file) if place.health_file is not None else None
     me = Peer(place.name, new_generation())
     members: list[Member] = []

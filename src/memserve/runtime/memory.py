@@ -83,9 +83,23 @@ def sizes_from_config(config: Mapping[str, Any], weights_bytes: int) -> ModelSiz
     return ModelSizes(weights_bytes, 2 * widest, int(config["vocab_size"]), 2)
 
 
+def step_bytes(model: ModelSizes, tokens: int, running: int) -> int:
+    """The most that a step of ``tokens`` takes beside weights and KV, with ``running`` sequences."""
+    return _activations_bytes(model, tokens) + _logits_bytes(model, running)
+
+
+def _activations_bytes(model: ModelSizes, tokens: int) -> int:
+    return tokens * model.widest * model.value_bytes * ACTIVATION_COPIES
+
+
+def _logits_bytes(model: ModelSizes, running: int) -> int:
+    from memserve.instance.planner import PROMPT_LOGPROBS_MAX
+
+    return (running + PROMPT_LOGPROBS_MAX) * model.vocab * 4 * LOGITS_COPIES
+
+
 def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig, *, in_cluster: bool) -> MemoryBound:
     """The most that an instance of ``model`` should have resident."""
-    from memserve.instance.planner import PROMPT_LOGPROBS_MAX
     from memserve.runtime.process import PRIMITIVES_MAX
 
     scheduler, pool = config.scheduler, config.pool
@@ -98,8 +112,8 @@ def memory_bound(model: ModelSizes, geometry: KVGeometry, config: InstanceConfig
         + pool.dram_blocks * lower_block_bytes(geometry, pool.lower_dtype),
         peers_bytes=PEERS_BYTES + pool.hbm_blocks * geometry.block_bytes if in_cluster else 0,
         primitives_bytes=PRIMITIVES_MAX * PRIMITIVE_BYTES,
-        activations_bytes=step_tokens * model.widest * model.value_bytes * ACTIVATION_COPIES,
-        logits_bytes=(scheduler.max_running + PROMPT_LOGPROBS_MAX) * model.vocab * 4 * LOGITS_COPIES,
+        activations_bytes=_activations_bytes(model, step_tokens),
+        logits_bytes=_logits_bytes(model, scheduler.max_running),
         requests_bytes=(scheduler.max_waiting + scheduler.max_running) * longest * 4,
     )
 

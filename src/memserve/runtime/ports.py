@@ -15,7 +15,10 @@ OnLayer = Callable[[int, int], None]
 
 
 class Device(Protocol):
-    """Executes step plans, strictly in the order in which it gets them."""
+    """Executes step plans, strictly in the order in which it gets them.
+
+    One that the host is ahead of has a ``begin_step`` as well, which is called in the place of ``execute`` and returns
+    before the plan is done: what waits for that, in another thread, and gives the same."""
 
     on_layer: OnLayer | None
     """Called for plans with ``report_layers``, where the forward can tell."""

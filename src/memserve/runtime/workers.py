@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -35,10 +35,11 @@ from memserve.model.loading.loader import LoadedModel, load_model
 from memserve.model.sharding import shard
 from memserve.parallel import Share, shares
 from memserve.runtime.lean_torch import leave_compiler_out
+from memserve.runtime.links.link import Arenas
 from memserve.runtime.memory import keep_heap_small, objects_that_stay, usable_cores
 from memserve.runtime.ports import OnLayer
 from memserve.runtime.process import die_with, ignore_terminal, set_thread_environment
-from memserve.types import KVGeometry, Tier
+from memserve.types import KVGeometry
 from memserve.units import MIB
 
 log = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class Divided:
         self._own.on_layer = on_layer
 
     @property
-    def shared_arenas(self) -> Mapping[Tier, _core.SharedArena]:
+    def shared_arenas(self) -> Arenas:
         """What peers can read, tier by tier."""
         return self._own.shared_arenas
 

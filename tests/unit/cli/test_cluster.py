@@ -44,7 +44,6 @@ def test_a_shape_that_nobody_asks_for_suits_the_machine(monkeypatch: pytest.Monk
         assert (shape.prefill, shape.decode, shape.colocated) == ((1, 1, 0) if apart else (0, 0, 1))
         other = "--colocated 1" if apart else "--prefill 1 --decode 1"
         assert shape_text(shape).endswith(f"({shape.reason}); for the other shape: {other}")
-    assert choose_counts(None, None, None, EngineOptions(device="cuda")).colocated == 1
     assert choose_counts(1, 1, None, EngineOptions(device="cuda")) == Shape(1, 1, 0)
     assert shape_text(Shape(1, 1, 0)) == ""
 
@@ -59,7 +58,8 @@ def test_a_shape_that_nobody_asks_for_suits_the_machine(monkeypatch: pytest.Monk
         (Machine(1, None), GIB, (0, 0, 1)),
         (Machine(64, None), GIB, (0, 0, 1)),
         (Machine(64, 400 * GIB), None, (0, 0, 1)),
-        (Machine(64, 400 * GIB, gpu=True), GIB, (0, 0, 1)),
+        (Machine(64, 400 * GIB, gpus=1), GIB, (0, 0, 1)),
+        (Machine(64, 400 * GIB, gpus=4), GIB, (0, 0, 4)),
     ],
 )
 def test_prefill_and_decode_go_apart_where_there_is_room(machine: Machine, instance: int | None, counts) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from memserve.model.arena import KvArenas
 from memserve.model.capture.forward import capture_forward
@@ -66,7 +65,7 @@ def test_shared_memory_gives_the_tokens_that_private_memory_gives() -> None:
 
 def test_a_shared_arena_grows_onto_huge_pages_without_losing_a_byte() -> None:
     """What is written before stays, and the memory is committed as far as it is used, not further."""
-    arenas = KvArenas(torch.device("cpu"), block_bytes=1 << 20, hbm_blocks=96, dram_blocks=0, shared=True)
+    arenas = KvArenas(block_bytes=1 << 20, hbm_blocks=96, dram_blocks=0, shared=True)
     arenas.hbm[40] = 7
     arenas.will_use([3])
     assert arenas._huge_bytes == 32 << 20

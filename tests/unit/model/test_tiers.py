@@ -37,7 +37,7 @@ def test_blocks_are_converted_on_their_way_and_not_inside_a_tier() -> None:
     native = lower_pages(geometry, "int8")
     assert native is not None
     lower_bytes = lower_block_bytes(geometry, "int8")
-    arenas = KvArenas(torch.device("cpu"), geometry.block_bytes, 6, 40, shared=True, lower=native)
+    arenas = KvArenas(geometry.block_bytes, 6, 40, shared=True, lower=native)
     assert arenas.hbm.shape == (6, geometry.block_bytes) and arenas.dram.shape == (40, lower_bytes)
     assert set(arenas.shared) == {Tier.HBM}, "peers know of one kind of page"
     values = torch.randn(6, geometry.block_bytes // 4)
@@ -92,13 +92,11 @@ def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> 
         EngineOptions(**options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        EngineOptions(dram_memory_bytes=MIB, kv_lower_dtype="int8"),
-        EngineOptions(dram_memory_bytes=MIB, scheduler=SchedulerConfig(layerwise="auto")),
-    ],
-)
-def test_what_converts_or_passes_layers_needs_a_cpu(options: EngineOptions) -> None:
+def test_what_converts_needs_a_cpu_and_what_passes_layers_does_not() -> None:
     with pytest.raises(UserError, match="for CPUs so far"):
+        options = EngineOptions(dram_memory_bytes=MIB, kv_lower_dtype="int8")
         options.instance_config(GEOMETRIES[0], 8192, "weights", on_gpu=True)
+    layered = EngineOptions(dram_memory_bytes=MIB, scheduler=SchedulerConfig(layerwise="auto"))
+    given = layered.instance_config(GEOMETRIES[0], 8192, "weights", on_gpu=True, kv_bytes=8 * MIB)
+    assert given.scheduler.layerwise == "auto"
+    assert given.pool.hbm_blocks == 8 * MIB // GEOMETRIES[0].block_bytes

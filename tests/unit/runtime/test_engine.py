@@ -57,9 +57,26 @@ class Device(LiteralDevice):
         self.closed = True
 
 
-@pytest.fixture
-def device():
-    return Device()
+class DeviceAhead(Device):
+    """One that the host is ahead of: what is begun is answered later; what fails, fails at once or then."""
+
+    def begin_step(self, plan):
+        try:
+            finished = self.execute(plan)
+        except RuntimeError as error:
+            if plan.step_id % 2:
+                raise
+            return lambda error=error: self._raise(error)
+        return lambda: finished
+
+    @staticmethod
+    def _raise(error):
+        raise error
+
+
+@pytest.fixture(params=[Device, DeviceAhead])
+def device(request):
+    return request.param()
 
 
 @pytest.fixture

@@ -113,19 +113,32 @@ class TritonAttention:
         self,
         arena: Tensor,
         geometry: KVGeometry,
-        tables: Int32s,
+        tables: Int32s | Tensor,
         table_rows: Int32s,
         q_starts: Int32s,
         contexts: Int32s,
     ) -> None:
-        """``arena``: uint8 ``[bytes]`` on the device."""
+        """``arena``: uint8 ``[bytes]`` on the device. ``tables``: a tensor is there already."""
         from memserve.model.attention import triton_attention
 
-        # copy only the rows of this step to the device
-        rows = np.ascontiguousarray(tables[table_rows, : -(-int(contexts.max()) // geometry.block_tokens)])
-        places = np.arange(len(table_rows), dtype=np.int32)
-        self.batch = triton_attention.TritonBatch(arena, geometry, rows, places, q_starts, contexts)
+        rows: Int32s | Tensor = tables
+        if not isinstance(tables, Tensor):  # copy only the rows of this step to the device
+            rows = np.ascontiguousarray(tables[table_rows, : -(-int(contexts.max()) // geometry.block_tokens)])
+            table_rows = np.arange(len(table_rows), dtype=np.int32)
+        self.batch = triton_attention.TritonBatch(arena, geometry, rows, table_rows, q_starts, contexts)
         self._attend = triton_attention.attend
+
+    @classmethod
+    def of_decodes(
+        cls, arena: Tensor, geometry: KVGeometry, tables: Tensor, slots: Tensor, contexts: Tensor, context_max: int
+    ) -> TritonAttention:
+        """One token of each of ``slots``, known to the device alone: see :meth:`TritonBatch.of_decodes`."""
+        from memserve.model.attention import triton_attention
+
+        attention = cls.__new__(cls)
+        attention.batch = triton_attention.TritonBatch.of_decodes(arena, geometry, tables, slots, contexts, context_max)
+        attention._attend = triton_attention.attend
+        return attention
 
     def attend(
         self,

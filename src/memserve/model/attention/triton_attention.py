@@ -76,6 +76,26 @@ class TritonBatch:
             table_rows, q_starts, contexts, token_rows
         )
         self._tiles: dict[int, tuple[int, int, Tensor, Tensor]] = {}
+        #: the rows' numbers, of a batch that has one token of each
+        self._decodes: Tensor | None = None
+
+    @classmethod
+    def of_decodes(
+        cls, arena: Tensor, geometry: KVGeometry, tables: Tensor, table_rows: Tensor, contexts: Tensor, context_max: int
+    ) -> TritonBatch:
+        """One token of each row, all of it known to the device alone, so that a graph can hold it: ``table_rows`` and
+        ``contexts`` int32 ``[rows]``. ``context_max``: the most that a row may come to have."""
+        rows = len(table_rows)
+        batch = cls.__new__(cls)
+        batch.geometry, batch.arena = geometry, arena.view(getattr(torch, geometry.dtype))
+        batch.device, batch.tables, batch.tokens = arena.device, tables, rows
+        batch._q_starts, batch._counts = np.arange(rows + 1, dtype=np.int32), np.ones(rows, np.int64)
+        batch._context_max, batch._splits, batch._tiles = context_max, None, {}
+        numbers = torch.arange(rows + 1, dtype=torch.int32, device=arena.device)
+        batch.table_rows, batch.contexts = table_rows, contexts
+        batch.q_starts, batch.token_rows = numbers, numbers[:rows]
+        batch._decodes = numbers[:rows]
+        return batch
 
     def _upload(self, *arrays: NDArray[np.int32]) -> tuple[Tensor, ...]:
         """The arrays on the device, sent as one copy: a launch is cheaper than a transfer."""
@@ -89,6 +109,9 @@ class TritonBatch:
         if group not in self._tiles:
             decode = int(self._counts.max()) == 1
             m = _power_of_two(_DECODE_ROWS if decode else _PREFILL_ROWS, group)
+            if self._decodes is not None:
+                self._tiles[group] = (m, self.tokens, self._decodes, self._decodes)
+                return self._tiles[group]
             per_row = -(-self._counts // (m // group))
             rows = np.repeat(np.arange(len(per_row), dtype=np.int32), per_row)
             nth = np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)

@@ -14,6 +14,7 @@ from memserve.model.loading.adapter import Adapter, read_adapters
 from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import errors_named, load_module
 from memserve.model.loading.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
+from memserve.runtime.gpus import device_here
 from memserve.runtime.memory import ModelSizes
 from memserve.tiers import AS_COMPUTED
 from memserve.types import KVGeometry
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
 GENERATION_DEFAULTS: dict[str, tuple[float, float]] = {
     "temperature": (0, 2), "top_p": (1e-9, 1), "top_k": (-1, 1 << 30), "min_p": (0, 1), "repetition_penalty": (0.01, 10)
 }  # fmt: skip
@@ -102,7 +102,7 @@ def load_model(
 ) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
-    ``dtype`` is one of :data:`DTYPES`, ``device`` one of :data:`DEVICES`; ``threads`` is how many threads the CPU
+    ``dtype`` is one of :data:`DTYPES`, ``device`` auto, cpu or cuda; ``threads`` is how many threads the CPU
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
     left plain: see :func:`memserve.model.forward.pack_linears`. Raises :class:`UserError` for what a user can fix.
     """
@@ -151,13 +151,19 @@ def _adapters(module: Any, adapters: Sequence[Adapter]) -> Adapters | None:
 def _choose_device(device: str) -> torch.device:
     import torch
 
-    if device not in DEVICES:
-        raise UserError(f"unknown device {device!r}", hint=f"use one of {', '.join(DEVICES)}", param="device")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("there is no usable CUDA device", hint="use --device cpu, or install a CUDA build of torch")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    choice = device_here(device)  # says why, where a GPU cannot be used
+    if not choice.gpus:
+        if choice.why:
+            log.warning("%s", choice.why)
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        log.info("%s", choice.why)
+        return torch.device("cuda")
+    why, hint = "torch cannot use it, although the driver shows it", "see what `python -m torch.utils.collect_env` says"
+    if device != "auto":
+        raise UserError(f"there is no usable CUDA device: {why}", hint=hint, param="device")
+    log.warning("device: the CPU, for %s: %s (%s)", choice.gpus[0], why, hint)
+    return torch.device("cpu")
 
 
 def _choose_dtype(dtype: str, device: torch.device) -> str:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from memserve import _core
 from memserve.errors import UserError, check
 from memserve.kv_transfer.events import CancelPulls, PageJob, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import ArenaPlace, Peer, PeerInfo
+from memserve.runtime.links.gpu_memory import GpuMemory, seal_ranges
+from memserve.runtime.links.ipc import IpcLink
 from memserve.runtime.links.lanes import Lanes, Task
 from memserve.runtime.links.link import Arenas, ChecksumError, LinkError, PageLink, UnreachableError
 from memserve.runtime.links.nixl import NixlLink
@@ -33,8 +34,8 @@ LINKS = ("auto", "shm", "nixl")
 def open_data_port(
     link: str, geometry: KVGeometry, arenas: Arenas, on_pages: OnPages, host: str | None = None
 ) -> PagePort:
-    """The port for ``link``: ``auto`` = shared memory to peers on this host, NIXL to the others where it is installed.
-    NIXL listens at ``host``; ``None``: at all addresses of this machine.
+    """The port for ``link``: ``auto`` = shared memory (and CUDA IPC) to peers on this host, NIXL to the others where it
+    is installed. NIXL listens at ``host``; ``None``: at all addresses of this machine.
 
     ``arenas`` holds the tiers that have blocks. Raises :class:`UserError` for ``nixl`` without NIXL, and for a link
     that does not exist.
@@ -43,7 +44,8 @@ def open_data_port(
         raise UserError(f"unknown link {link!r}", hint=f"use one of {', '.join(LINKS)}", param="link")
     links: list[PageLink] = []
     if link != "nixl":
-        links.append(ShmLink(arenas))
+        on_gpu = any(isinstance(arena, GpuMemory) for arena in arenas.values())
+        links.append(IpcLink(arenas) if on_gpu else ShmLink(arenas))
     if link == "nixl":
         links.append(NixlLink(arenas, geometry.block_bytes, host=host))
     if link == "auto" and nixl_is_installed():
@@ -94,7 +96,9 @@ class PagePort:
         places = []
         for tier, arena in self._arenas.items():
             arena.generation = info.peer.generation
-            places.append(ArenaPlace(tier, arena.address, arena.nbytes, arena.fd))
+            on_gpu = isinstance(arena, GpuMemory)
+            exported = arena.export() if isinstance(arena, GpuMemory) else b""
+            places.append(ArenaPlace(tier, arena.address, arena.nbytes, arena.fd, on_gpu, exported))
         info = msgspec.structs.replace(info, host_id=this_host(), pid=os.getpid(), arenas=tuple(places))
         for link in self._links:
             info = link.describe(info)
@@ -152,7 +156,7 @@ class PagePort:
         check(fits(offsets, range_bytes, arena.nbytes), f"blocks to be sealed: {job}")
 
         def seal() -> None:
-            seals = _core.seal_ranges(arena.address, offsets, range_bytes)
+            seals = seal_ranges(arena, offsets, range_bytes)
             self._answer(PagesSealed(job.job_id, tuple(seals.tolist())))
             for link in self._links:
                 link.expect_reads()
@@ -218,7 +222,7 @@ class PagePort:
 
     def _landed(self, job: PullPages, blocks: Ranges) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
         """Checksums of blocks that came page by page."""
-        return _core.seal_ranges(self._arenas[job.dst_tier].address, blocks.dst_offsets, blocks.range_bytes)
+        return seal_ranges(self._arenas[job.dst_tier], blocks.dst_offsets, blocks.range_bytes)
 
     def _give_up(self, link: PageLink, route: _Route, peer: Peer, why: str) -> None:
         """``link`` turned out not to reach ``peer``: the next one's turn."""

@@ -20,9 +20,10 @@ from collections import Counter
 
 import msgspec
 
-from memserve.messages import Peer, PeerInfo
+from memserve.messages import ArenaPlace, Peer, PeerInfo
 from memserve.runtime.links.attendant import Attendant
-from memserve.runtime.links.link import Arenas, LinkError, Seals, check_ranges, place_of
+from memserve.runtime.links.gpu_memory import GpuMemory
+from memserve.runtime.links.link import ArenaMemory, Arenas, LinkError, Seals, check_ranges, place_of
 from memserve.runtime.links.nixl_agent import Agent
 from memserve.runtime.links.nixl_slots import SlotReader
 from memserve.runtime.links.ranges import Ranges
@@ -50,9 +51,13 @@ class NixlLink:
         self._arenas = arenas
         self._agent = Agent(f"memserve {os.getpid()} {time.time_ns():x}", host)
         for arena in arenas.values():
-            self._agent.register(arena.address, arena.nbytes)
+            self._agent.register(arena.address, arena.nbytes, on_gpu=isinstance(arena, GpuMemory))
         self._metadata = self._agent.metadata()  # without slots: no peer may read those
-        self._reader = SlotReader(self._agent, max(SLOT_BYTES_MIN, block_bytes), ns_from_s(stall_s))
+        sizes = max(SLOT_BYTES_MIN, block_bytes), ns_from_s(stall_s)
+        self._reader = SlotReader(self._agent, *sizes)
+        gpus = [arena for arena in arenas.values() if isinstance(arena, GpuMemory)]
+        #: reads into GPU memory, which pass through slots there
+        self._gpu_reader = SlotReader(self._agent, *sizes, make=gpus[0].like) if gpus else None
         self._lock = threading.Lock()
         self._peers: dict[Peer, PeerInfo] = {}
         self._names: dict[Peer, str] = {}
@@ -100,7 +105,7 @@ class NixlLink:
             if target is None:
                 raise LinkError(f"no {dst_tier.name} here")
             check_ranges(ranges, place.arena_bytes, target.nbytes)
-            return self._read(peer, agent_name, place.address, target.address, ranges)
+            return self._read(peer, agent_name, place, target, ranges)
         finally:
             with self._lock:
                 self._reading[agent_name] -= 1
@@ -108,7 +113,13 @@ class NixlLink:
     def close(self) -> None:
         """Stop attending, give agent and slots back."""
         self._attendant.close()
-        self._reader.close()
+        keeps_agent = bool(self._sweep())
+        for reader in filter(None, (self._gpu_reader, self._reader)):
+            reader.close(keeps_agent=keeps_agent)
+
+    def _sweep(self) -> set[str]:
+        """Agents from which something is still under way."""
+        return self._reader.sweep() | (self._gpu_reader.sweep() if self._gpu_reader is not None else set())
 
     def _begin(self, peer: Peer) -> tuple[PeerInfo, str]:
         """The peer and its agent's name; from now on a read is under way from it."""
@@ -123,9 +134,10 @@ class NixlLink:
             self._reading[name] += 1
             return info, name
 
-    def _read(self, peer: Peer, agent_name: str, src_address: int, dst_address: int, ranges: Ranges) -> Seals:
+    def _read(self, peer: Peer, agent_name: str, place: ArenaPlace, target: ArenaMemory, ranges: Ranges) -> Seals:
+        reader = self._gpu_reader if isinstance(target, GpuMemory) and self._gpu_reader else self._reader
         try:
-            return self._reader.read(agent_name, src_address, dst_address, ranges, lambda: peer in self._peers)
+            return reader.read(agent_name, place, target, ranges, lambda: peer in self._peers)
         except LinkError:
             with self._lock:
                 self._broken.add(agent_name)
@@ -134,7 +146,7 @@ class NixlLink:
     def _connect(self, info: PeerInfo, broken: str | None) -> str:
         """The name of the peer's agent. A connection that broke stays broken until its agent is removed, which has to
         wait for what is under way."""
-        if broken is not None and not self._reading[broken] and broken not in self._reader.sweep():
+        if broken is not None and not self._reading[broken] and broken not in self._sweep():
             self._forget(broken)
         return self._agent.add_peer(info.nixl_agent)
 
@@ -146,7 +158,7 @@ class NixlLink:
         except LinkError as error:
             log.warning("%s", error)
         with self._lock:
-            busy = self._reader.sweep()
+            busy = self._sweep()
             for name in [name for name in self._leaving if name not in busy and not self._reading[name]]:
                 self._leaving.remove(name)
                 self._forget(name)

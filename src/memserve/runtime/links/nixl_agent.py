@@ -79,11 +79,11 @@ class Agent:
         with self._lock:
             return bytes(self._agent.get_agent_metadata())
 
-    def register(self, address: int, nbytes: int) -> None:
+    def register(self, address: int, nbytes: int, *, on_gpu: bool = False) -> None:
         """Let peers read, and READs write, these bytes. Raises :class:`LinkError`."""
         with self._lock:
             try:
-                self._agent.register_memory([(address, nbytes, 0, "")], "DRAM")
+                self._agent.register_memory([(address, nbytes, 0, "")], _kind(on_gpu))
             except Exception as error:
                 raise LinkError(f"NIXL registers no memory: {error}") from error
 
@@ -104,12 +104,16 @@ class Agent:
             except Exception as error:
                 raise LinkError(f"NIXL keeps the agent {name}: {error}") from error
 
-    def read(self, name: str, src_address: int, dst_address: int, ranges: Ranges) -> Transfer:
-        """Post a READ of ``ranges``, relative to the two addresses; its end is announced. Raises :class:`LinkError`."""
+    def read(
+        self, name: str, src_address: int, dst_address: int, ranges: Ranges, on_gpu: tuple[bool, bool] = (False, False)
+    ) -> Transfer:
+        """Post a READ of ``ranges``, relative to the two addresses; its end is announced. ``on_gpu``: whether source
+        and destination are memory of a GPU. Raises :class:`LinkError`."""
         with self._lock:
             try:
-                local = self._agent.get_xfer_descs(_descriptors(dst_address, ranges.dst_offsets, ranges), "DRAM")
-                remote = self._agent.get_xfer_descs(_descriptors(src_address, ranges.src_offsets, ranges), "DRAM")
+                kinds = _kind(on_gpu[0]), _kind(on_gpu[1])
+                local = self._agent.get_xfer_descs(_descriptors(dst_address, ranges.dst_offsets, ranges), kinds[1])
+                remote = self._agent.get_xfer_descs(_descriptors(src_address, ranges.src_offsets, ranges), kinds[0])
                 handle = self._agent.initialize_xfer("READ", local, remote, name)
                 return Transfer(self, handle, self._agent.transfer(handle, _READING))
             except Exception as error:
@@ -169,6 +173,11 @@ def _new_agent(name: str, host: str | None) -> Any:
         return api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
     except Exception as error:  # NIXL's errors have no base of their own
         raise UserError(f"NIXL does not start: {error}", hint="use --link shm between instances of one host") from error
+
+
+def _kind(on_gpu: bool) -> str:
+    """NIXL's word."""
+    return "VRAM" if on_gpu else "DRAM"
 
 
 def _descriptors(base: int, offsets: np.ndarray[tuple[int], np.dtype[np.int64]], ranges: Ranges) -> Any:

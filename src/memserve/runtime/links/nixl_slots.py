@@ -19,7 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from memserve import _core
-from memserve.runtime.links.link import LinkError, Seals
+from memserve.messages import ArenaPlace
+from memserve.runtime.links.gpu_memory import GpuMemory, land_ranges
+from memserve.runtime.links.link import ArenaMemory, LinkError, Seals
 from memserve.runtime.links.nixl_agent import Agent, Transfer
 from memserve.runtime.links.ranges import Ranges
 from memserve.units import NS_PER_S
@@ -29,6 +31,8 @@ _SPINS = 64
 _POLL_S = 50e-6
 """Between looks at a READ that did not end at once."""
 
+Slot = _core.Arena | GpuMemory
+
 _never_freed: list[object] = []
 """What READs may still write, of readers that were closed."""
 
@@ -37,7 +41,7 @@ _never_freed: list[object] = []
 class _Filling:
     """A slot that a READ writes."""
 
-    slot: _core.Arena
+    slot: Slot
     landing: Ranges
     """From the slot into the arena."""
     transfer: Transfer
@@ -48,20 +52,33 @@ class _Filling:
 class SlotReader:
     """Reads ranges of any length up to ``slot_bytes`` from peers' agents. Thread-safe."""
 
-    def __init__(self, agent: Agent, slot_bytes: int, stall_ns: int) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        slot_bytes: int,
+        stall_ns: int,
+        make: Callable[[int], Slot] = _core.Arena,
+    ) -> None:
+        """``make``: memory for a slot; on the GPU where what is read goes there."""
         self._agent = agent
+        self._make = make
         self._slot_bytes = slot_bytes
         self._stall_ns = stall_ns
         self._lock = threading.Lock()
-        self._free: list[_core.Arena] = []
+        self._free: list[Slot] = []
         self._made = 0
         self._abandoned: list[_Filling] = []
         """READs that were given up but were not over when last looked at."""
 
     def read(
-        self, agent_name: str, src_address: int, dst_address: int, ranges: Ranges, is_wanted: Callable[[], bool]
+        self,
+        agent_name: str,
+        place: ArenaPlace,
+        target: ArenaMemory,
+        ranges: Ranges,
+        is_wanted: Callable[[], bool],
     ) -> Seals:
-        """Copy ``ranges``, relative to the addresses; one checksum each of what was written.
+        """Copy ``ranges`` from a peer's arena into one of ours; one checksum each of what was written.
 
         Raises :class:`LinkError` when a slot does not fill in time, or is not wanted any more.
         """
@@ -73,11 +90,11 @@ class SlotReader:
         filling: deque[_Filling] = deque()
         try:
             for begin in range(0, len(ranges), step):
-                filling.append(self._fill(agent_name, src_address, ranges.part(begin, begin + step)))
+                filling.append(self._fill(agent_name, place, ranges.part(begin, begin + step)))
                 if len(filling) == 2:
-                    seals.append(self._land(filling, dst_address, is_wanted))
+                    seals.append(self._land(filling, target, is_wanted))
             while filling:
-                seals.append(self._land(filling, dst_address, is_wanted))
+                seals.append(self._land(filling, target, is_wanted))
         finally:
             for abandoned in filling:
                 self._abandon(abandoned)
@@ -94,36 +111,37 @@ class SlotReader:
                 self._recycle(filling)
         return busy
 
-    def close(self) -> None:
-        """Give the slots back, and the agent; what may still be written stays for as long as the process lives."""
-        if self.sweep():
+    def close(self, *, keeps_agent: bool = False) -> None:
+        """Give the slots back, and the agent; what may still be written stays for as long as the process lives.
+
+        ``keeps_agent``: another reader's slots may still be written."""
+        if self.sweep() or keeps_agent:
             _never_freed.append((self._agent, self._abandoned))
         else:
             self._agent.close()
         self._free.clear()
 
-    def _fill(self, agent_name: str, src_address: int, part: Ranges) -> _Filling:
+    def _fill(self, agent_name: str, place: ArenaPlace, part: Ranges) -> _Filling:
         slot = self._take()
         offsets = np.arange(len(part), dtype=np.int64) * part.range_bytes
         try:
             into_slot = Ranges(part.src_offsets, offsets, part.range_bytes)
-            transfer = self._agent.read(agent_name, src_address, slot.address, into_slot)
+            on_gpu = place.on_gpu, isinstance(slot, GpuMemory)
+            transfer = self._agent.read(agent_name, place.address, slot.address, into_slot, on_gpu)
         except LinkError:
             self._give_back(slot)
             raise
         landing = Ranges(offsets, part.dst_offsets, part.range_bytes)
         return _Filling(slot, landing, transfer, agent_name, time.monotonic_ns() + self._stall_ns)
 
-    def _land(self, filling: deque[_Filling], dst_address: int, is_wanted: Callable[[], bool]) -> Seals:
+    def _land(self, filling: deque[_Filling], target: ArenaMemory, is_wanted: Callable[[], bool]) -> Seals:
         """Wait until the first slot is full, then copy it out."""
         full = filling[0]
         self._wait(full, is_wanted)
         if not full.transfer.succeeded:
             raise LinkError("reading over NIXL failed")
         landing = full.landing
-        seals = _core.copy_ranges_sealed(
-            dst_address, landing.dst_offsets, full.slot.address, landing.src_offsets, landing.range_bytes
-        )
+        seals = land_ranges(target, landing.dst_offsets, full.slot, landing.src_offsets, landing.range_bytes)
         self._recycle(filling.popleft())
         return seals
 
@@ -149,7 +167,7 @@ class SlotReader:
         filling.transfer.release()
         self._give_back(filling.slot)
 
-    def _take(self) -> _core.Arena:
+    def _take(self) -> Slot:
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -157,14 +175,14 @@ class SlotReader:
                 raise LinkError(f"all {SLOTS_MAX} slots are held by reads that did not end")
             self._made += 1
         try:
-            slot = _core.Arena(self._slot_bytes)
-            self._agent.register(slot.address, self._slot_bytes)
+            slot = self._make(self._slot_bytes)
+            self._agent.register(slot.address, self._slot_bytes, on_gpu=isinstance(slot, GpuMemory))
         except BaseException:
             with self._lock:
                 self._made -= 1
             raise
         return slot
 
-    def _give_back(self, slot: _core.Arena) -> None:
+    def _give_back(self, slot: Slot) -> None:
         with self._lock:
             self._free.append(slot)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from memserve import _core
 from memserve.messages import Peer, PeerInfo
+from memserve.runtime.links.gpu_memory import BEACON_BYTES
 from memserve.runtime.links.link import Arenas, LinkError, Seals, UnreachableError, check_ranges, place_of
 from memserve.runtime.links.ranges import Ranges
 from memserve.runtime.memory import PEERS_BYTES
@@ -51,7 +52,7 @@ class ShmLink:
 
     def reaches(self, info: PeerInfo) -> bool:
         """Same host, and its arenas are files that can be opened."""
-        return info.host_id == self._host and all(place.fd >= 0 for place in info.arenas)
+        return info.host_id == self._host and all(place.fd >= 0 and not place.on_gpu for place in info.arenas)
 
     def add_peer(self, info: PeerInfo) -> None:
         """Remember where its arenas are."""
@@ -97,7 +98,8 @@ class ShmLink:
             if arena is None:
                 place = place_of(info, tier)
                 try:
-                    arena = _core.PeerArena(info.pid, place.fd, place.arena_bytes)
+                    size = BEACON_BYTES if place.on_gpu else place.arena_bytes
+                    arena = _core.PeerArena(info.pid, place.fd, size)
                 except OSError as error:
                     raise UnreachableError(f"cannot map {peer.name}'s {tier.name}: {error}") from error
                 self._check_generation(arena, peer)

@@ -5,6 +5,7 @@ Both run in child processes: whether kernels are interpreted is decided once, wh
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -110,30 +111,34 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
 
 
 def compile_kernels() -> None:
-    """Compile for compute capability 9.0 (needs no device); print tensor core calls and wide loads of each kernel."""
+    """Compile for compute capabilities 8.0, 9.0 and 10.0 (needs no device); print tensor core calls and wide loads of
+    each kernel."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from memserve.model.attention import triton_kernels
+    from memserve.model.attention import triton_bytes, triton_kernels
 
     shape = {"LAYERS": 30, "KV_HEADS": 3, "DK": 64, "DV": 64, "BLOCK": 32, "DK_PAD": 64, "DV_PAD": 64}
     tile = {"KEYS": 32, "GROUP": 3, "M": 64, "WINDOW": True, "SOFTCAP": True, "SINKS": True, "WIDE": False}
     merge = {"HEADS": 9, "DV": 64, "DV_PAD": 64, "SPLITS": 3, "SPLITS_PAD": 4}
+    seals = {"STRIPES": 128, "TURNS": 8, "COPIES": True}
     bf16, fp32, scalars = {"arena", "k", "v", "q", "out"}, {"pieces", "piece_stats", "sinks"}, {"scale", "softcap"}
-    for name, constants in (
+    wide = {"source", "target", "src_at", "dst_at", "keys", "sums"}
+    for capability, (name, constants) in itertools.product((80, 90, 100), (
         ("write_kv", shape), ("attend_tile", shape | tile | {"SPLITS": 1}),
         ("attend_tile", shape | tile | {"SPLITS": 3}), ("combine_splits", merge),
-    ):  # fmt: skip
-        kernel, signature = getattr(triton_kernels, name), {}
+        ("seal_kernel", seals), ("seal_kernel", seals | {"COPIES": False}), ("copy_rows_kernel", {"WORDS": 1024}),
+    )):  # fmt: skip
+        kernel, signature = getattr(triton_kernels, name, None) or getattr(triton_bytes, name), {}
         for arg in kernel.arg_names:
-            pointer = "*bf16" if arg in bf16 else "*fp32" if arg in fp32 else "*i32"
-            plain = arg in ("layer", "window", "table_stride") or arg.endswith(("_token", "_head"))
-            number = "fp32" if arg in scalars else "i32" if plain else pointer
+            pointer = "*bf16" if arg in bf16 else "*fp32" if arg in fp32 else "*i64" if arg in wide else "*i32"
+            plain = arg in ("layer", "window", "table_stride", "words", "stripes") or arg.endswith(("_token", "_head"))
+            number = "fp32" if arg in scalars else "i64" if arg == "golden" else "i32" if plain else pointer
             signature[arg] = "constexpr" if arg in constants else number
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
         source = ASTSource(kernel, signature, constants, aligned)
-        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
         print(name, ptx.count("mma."), ptx.count("ld.global.v4") + ptx.count("cp.async"), flush=True)
 
 
@@ -156,8 +161,9 @@ def errors() -> dict[str, float]:
 
 def test_kernels_compile_for_cuda_with_tensor_cores_and_wide_loads(tmp_path) -> None:
     lines = [line.split() for line in child("compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))]
-    assert [line[0] for line in lines] == ["write_kv", "attend_tile", "attend_tile", "combine_splits"]
-    for _, tensor_core_calls, wide_loads in lines[1:3]:
+    kernels = ["write_kv", "attend_tile", "attend_tile", "combine_splits", *["seal_kernel"] * 2, "copy_rows_kernel"]
+    assert [line[0] for line in lines] == kernels * 3
+    for _, tensor_core_calls, wide_loads in (line for line in lines if line[0] == "attend_tile"):
         assert int(tensor_core_calls) > 0 and int(wide_loads) > 0, "a page is contiguous: 16 bytes a load"
 
 

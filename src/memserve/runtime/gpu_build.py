@@ -1,0 +1,137 @@
+"""An instance on a GPU: what is refused at the start, how much of the memory is KV, the device with its graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
+
+from memserve.config import EngineOptions, InstanceConfig
+from memserve.errors import UserError
+from memserve.types import Role
+from memserve.units import GIB, MIB, ceil_div, human_bytes
+
+if TYPE_CHECKING:
+    from memserve.model.forward import Forward
+    from memserve.model.gpu import Gpu
+    from memserve.model.gpu_device import GpuDevice
+    from memserve.model.loading.loader import LoadedModel
+    from memserve.runtime.memory import ModelSizes
+
+log = logging.getLogger(__name__)
+
+CONTEXT_BYTES = GIB // 2
+"""What the driver takes of the GPU's memory for a process: its context, kernels, workspaces of libraries."""
+GRAPHS_BYTES = 256 * MIB
+"""Memory of the captured graphs beside what steps take."""
+
+GPU_SHARE = 0.9
+"""Of a GPU's memory, what instances on it share: the rest is the driver's, and fragments."""
+
+
+def on_gpus(engine: EngineOptions, number: int, instances: int, gpus: int) -> EngineOptions:
+    """The options of instance ``number`` of ``instances`` on a host with so many ``gpus``: GPUs by turns, and on each
+    an equal share of nine tenths of its memory, unless a size is given."""
+    if not gpus:
+        return engine
+    device = f"cuda:{number % gpus}" if gpus > 1 else engine.device
+    share = engine.gpu_memory_share
+    if share is None and engine.kv_memory_bytes == EngineOptions().kv_memory_bytes:
+        share = round(GPU_SHARE / ceil_div(instances, gpus), 4)
+    return dataclasses.replace(engine, device=device, gpu_memory_share=share)
+
+
+def check_gpu_shares(share: float | None, instances: int, gpus: int) -> None:
+    """Raise :class:`UserError` for instances that ask for more than their GPU has, all together."""
+    each = ceil_div(instances, gpus) if gpus else 0
+    if share is not None and share * each > 1:
+        hint = f"give --gpu-memory-share {GPU_SHARE / each:.2f}"
+        raise UserError(f"{each} instances cannot have {share:g} of one GPU each", hint=hint, param="gpu_memory_share")
+
+
+def refuse_on_gpu(options: EngineOptions) -> None:
+    """Raise :class:`UserError` for what there is on a CPU alone."""
+    if options.scheduler.link_bytes_s is not None:
+        hint = "leave out --link-gbps, or use --device cpu"
+        raise UserError("a GPU has a link of its own to DRAM: none is emulated", hint=hint, param="link_bytes_s")
+
+
+def refuse_without_gpu(options: EngineOptions) -> None:
+    """Raise :class:`UserError` for what means nothing without a GPU."""
+    if options.gpu_memory_share is not None:
+        hint = "give the KV cache a size instead: --kv-memory 8GiB, or kv_memory='8GiB'"
+        raise UserError("--gpu-memory-share needs a GPU, and none is used", hint=hint, param="gpu_memory_share")
+
+
+def shares_gpu_kv(role: Role) -> bool:
+    """Whether other processes can read this GPU's KV.
+
+    Raises :class:`UserError` where the role needs that and nothing can."""
+    from memserve.runtime.links.gpu_memory import export_problem
+    from memserve.runtime.links.nixl_agent import nixl_is_installed
+
+    problem = export_problem()
+    if not problem or nixl_is_installed():
+        return True
+    if role in (Role.PREFILL, Role.DECODE):
+        hint = "use --colocated 1, or install NIXL: pip install 'memserve[nixl]'"
+        raise UserError(f"this GPU's KV cannot be handed over to another process: {problem}", hint=hint, param="device")
+    log.warning("this GPU's KV stays in this process: %s", problem)
+    return False
+
+
+def gpu_kv_bytes(options: EngineOptions, total: int, free: int, held: int, step: int) -> int:
+    """Memory for KV on a GPU with ``total`` bytes, of which ``free`` are; ``held``: what this process has of it,
+    ``step``: what a step needs.
+
+    Raises :class:`UserError` where ``--kv-memory`` does not fit.
+    """
+    room = free - step - GRAPHS_BYTES
+    if options.gpu_memory_share is not None:
+        own = int(options.gpu_memory_share * total) - held - CONTEXT_BYTES - step - GRAPHS_BYTES
+        if own <= 0:
+            need = (held + CONTEXT_BYTES + step + GRAPHS_BYTES) / total
+            raise UserError(
+                f"{options.gpu_memory_share:.0%} of the GPU's {human_bytes(total)} hold weights and steps, and no KV",
+                hint=f"give more than --gpu-memory-share {min(need, 1.0):.2f}, or lower --max-step-tokens",
+                param="gpu_memory_share",
+            )
+        return min(own, room)
+    if options.kv_memory_bytes > room:
+        left, asked = human_bytes(max(room, 0)), human_bytes(options.kv_memory_bytes)
+        raise UserError(
+            f"the GPU has {left} left for KV, and {asked} are asked for",
+            hint="give less with --kv-memory, or end what else runs on the GPU",
+            param="kv_memory",
+        )
+    return options.kv_memory_bytes
+
+
+def kv_bytes_here(options: EngineOptions, sizes: ModelSizes) -> int:
+    """As :func:`gpu_kv_bytes`, for this process's GPU and a model that lies on it."""
+    import torch
+
+    from memserve.config import STEP_TOKENS_GPU
+    from memserve.runtime.memory import step_bytes
+
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    tokens = options.scheduler.max_step_tokens or STEP_TOKENS_GPU
+    needed = step_bytes(sizes, tokens, options.scheduler.max_running)
+    found = gpu_kv_bytes(options, total, free, torch.cuda.memory_reserved(), needed)
+    log.info("GPU: %s for KV, %s free of %s", human_bytes(found), human_bytes(free), human_bytes(total))
+    return found
+
+
+def build_gpu_device(
+    model: LoadedModel, config: InstanceConfig, gpu: Gpu, forward: Forward, *, shared: bool
+) -> GpuDevice:
+    """The device, with its graphs captured."""
+    from memserve.model.gpu_device import GpuDevice
+
+    if model.geometry.page_bytes % 8:
+        hint = "use --block-tokens 32, or --device cpu"
+        raise UserError("pages on a GPU are whole words of 8 bytes", hint=hint, param="block_tokens")
+    device = GpuDevice(model, config, gpu, forward, shared=shared)
+    device.capture(lambda done, of: log.info("capturing CUDA graphs of decode steps: %d of %d", done, of))
+    return device

@@ -1,0 +1,169 @@
+"""A model of a GPU's streams, on a CPU: work is done at once, but what no event orders is an error.
+
+Every stream has a vector clock, every mark the clock of its stream. An access to memory must come behind the last write
+of it, and a write behind all reads, by those clocks: not by luck. What is fetched holds no values before a mark behind
+it is past. While a graph is captured, reading a value on the host is an error, as on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+UNIT_BYTES = 64
+NOT_THERE = -77
+
+
+class RaceError(AssertionError):
+    """An access that no event orders."""
+
+
+class FakeMark:
+    def __init__(self, gpu: FakeGpu, clock: dict[int, int]) -> None:
+        self._gpu, self.clock = gpu, clock
+
+    def wait(self) -> None:
+        self._gpu.host_learns(self.clock)
+
+    def is_past(self) -> bool:
+        """Only what the host has waited for is: the latest that it may be."""
+        return all(self._gpu.host.get(stream, 0) >= time for stream, time in self.clock.items())
+
+    def ns_since(self, earlier: Any) -> int:
+        assert self.is_past() and earlier.is_past(), "the time of what is not past"
+        return 1000
+
+
+class FakeStream:
+    def __init__(self, gpu: FakeGpu, number: int) -> None:
+        self._gpu, self.number = gpu, number
+        self.clock: dict[int, int] = {}
+
+    def step(self) -> None:
+        self.clock[self.number] = self.clock.get(self.number, 0) + 1
+
+    def mark(self, *, timed: bool = False) -> FakeMark:
+        self.step()
+        return FakeMark(self._gpu, dict(self.clock))
+
+    def after(self, mark: FakeMark) -> None:
+        for stream, time in mark.clock.items():
+            self.clock[stream] = max(self.clock.get(stream, 0), time)
+
+    def copy_blocks(self, target: Tensor, source: Tensor, dst: list[int], src: list[int]) -> None:
+        for to, came_from in zip(dst, src, strict=True):
+            self._gpu.access(self, source[came_from], writes=False)
+            self._gpu.access(self, target[to], writes=True)
+            target[to] = source[came_from]
+
+    def copy_pages(self, target: Tensor, source: Tensor, dst: Tensor, src: Tensor) -> None:
+        self.copy_blocks(target, source, dst.tolist(), src.tolist())
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        outer, self._gpu.used = self._gpu.used, self
+        try:
+            yield
+        finally:
+            self._gpu.used = outer
+
+    def wait(self) -> None:
+        self.mark().wait()
+
+
+class _NoHostReads(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return function(*args, **(kwargs or {}))
+
+
+class FakeGraph:
+    def __init__(self, run: Callable[[], Any], made: Tensor) -> None:
+        self._run, self._made = run, made
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        with torch.inference_mode():
+            self._made.copy_(self._run())
+
+
+class FakeGpu:
+    """See :class:`memserve.model.gpu.Gpu`."""
+
+    def __init__(self) -> None:
+        self.host: dict[int, int] = {}
+        self._streams = 0
+        self.compute = self.stream()
+        self.used: FakeStream = self.compute
+        self._written: dict[int, tuple[int, int]] = {}  # unit -> (stream, time)
+        self._read: dict[int, dict[int, int]] = {}
+        self._coming: list[tuple[dict[int, int], Tensor, Tensor]] = []
+        self.graphs: list[FakeGraph] = []
+        self.accesses = 0
+
+    def stream(self, *, urgent: bool = False) -> FakeStream:
+        self._streams += 1
+        return FakeStream(self, self._streams)
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def pin(self, tensor: Tensor) -> None:
+        """Nothing to do."""
+
+    def send(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        landing = torch.full_like(tensor, NOT_THERE)
+        self.used.step()
+        self._coming.append((dict(self.used.clock), landing, tensor.clone()))
+        return landing
+
+    def capture(self, run: Callable[[], Tensor]) -> tuple[FakeGraph, Tensor]:
+        for _ in range(2):
+            run()
+        with _NoHostReads():
+            made = run()
+        self.graphs.append(FakeGraph(run, made))
+        return self.graphs[-1], made
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    def host_learns(self, clock: dict[int, int]) -> None:
+        for stream, time in clock.items():
+            self.host[stream] = max(self.host.get(stream, 0), time)
+        coming = self._coming
+        self._coming = [one for one in coming if not self._is_past(one[0])]
+        with torch.inference_mode():
+            for at, landing, values in coming:
+                if self._is_past(at):
+                    landing.copy_(values)
+
+    def _is_past(self, clock: dict[int, int]) -> bool:
+        return all(self.host.get(stream, 0) >= time for stream, time in clock.items())
+
+    def access(self, stream: FakeStream, memory: Tensor, *, writes: bool) -> None:
+        """``stream`` touches contiguous ``memory`` now."""
+        stream.step()
+        time, first = stream.clock[stream.number], memory.data_ptr()
+        for unit in range(first // UNIT_BYTES, -(-(first + memory.numel() * memory.element_size()) // UNIT_BYTES)):
+            self.accesses += 1
+            writer, written = self._written.get(unit, (stream.number, 0))
+            if stream.clock.get(writer, 0) < written:
+                raise RaceError(f"stream {stream.number} touches what stream {writer} writes, and does not wait for it")
+            if not writes:
+                self._read.setdefault(unit, {})[stream.number] = time
+                continue
+            for reader, read in self._read.pop(unit, {}).items():
+                if stream.clock.get(reader, 0) < read:
+                    raise RaceError(f"stream {stream.number} writes what stream {reader} reads, and does not wait")
+            self._written[unit] = (stream.number, time)

@@ -1,0 +1,433 @@
+"""The device of a GPU on a CPU: its streams are those of ``fake_gpu``, its kernels are interpreted.
+
+Whether kernels are interpreted is decided once, when triton is imported: so the scenarios run in one child process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+def _driver(family: str = "llama", **options: Any) -> Any:
+    """A driver of a GPU's device, which tells the fake what attention reads and writes."""
+    from functools import partial
+
+    from fake_gpu import FakeGpu
+    from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+    from memserve.model.attention import backends
+    from memserve.model.attention.backends import TritonAttention
+    from memserve.model.gpu_device import GpuDevice
+    from tiny_models import CONTEXT_TOKENS, Driver, loaded, tiny_module
+
+    model, gpu = loaded(tiny_module(family)), FakeGpu()
+    page_bytes, layers = model.geometry.page_bytes, model.geometry.num_layers
+
+    class Watched(TritonAttention):
+        def attend(self, layer: int, q: Any, k: Any, v: Any, **more: Any) -> Any:
+            batch, bytes_of = self.batch, self.batch.arena.view(__import__("torch").uint8)
+            blocks = batch.geometry.num_layers
+            contexts, starts = batch.contexts.tolist(), batch.q_starts.tolist()
+            for row, context in enumerate(contexts):
+                count = starts[row + 1] - starts[row]
+                for entry in range(-(-context // batch.geometry.block_tokens)):
+                    page = int(batch.tables[int(batch.table_rows[row]), entry]) * blocks + layer
+                    written = (entry + 1) * batch.geometry.block_tokens > context - count
+                    memory = bytes_of[page * page_bytes : (page + 1) * page_bytes]
+                    gpu.access(gpu.compute, memory, writes=written)
+            return super().attend(layer, q, k, v, **more)
+
+    def choose(arena: Any, geometry: Any, share: Any = None) -> Any:
+        return partial(Watched, arena.view(-1), geometry)
+
+    class OnGpu(GpuDevice):
+        @property
+        def _is_triton(self) -> bool:
+            return True
+
+    backends_choose, module = backends.choose_attention, sys.modules["memserve.model.device"]
+    module.choose_attention = choose
+    try:
+        driver = Driver.__new__(Driver)
+        scheduler, pool = SchedulerConfig(max_running=8), PoolConfig(options.pop("blocks", 64), 8)
+        config = InstanceConfig(CONTEXT_TOKENS, pool=pool, scheduler=scheduler)
+        driver.device, driver.steps = OnGpu(model, config, gpu, **options), 0
+        driver.device._page_attention = lambda: choose(
+            driver.device._arenas.hbm, __import__("dataclasses").replace(model.geometry, num_layers=1)
+        )
+    finally:
+        module.choose_attention = backends_choose
+    driver.gpu, driver.layers = gpu, layers
+    return driver
+
+
+def chunks_and_decodes(graphs: bool = False, family: str = "llama") -> bool:
+    """Chunks beside decodes; the tokens of the family's own eager path."""
+    from tiny_models import greedy_tokens, prompt, sequence, tiny_module
+
+    first, second = prompt(75, 1), prompt(41, 2)
+    module = tiny_module(family)
+    expected = greedy_tokens(module, first, 6), greedy_tokens(module, second, 4)
+    driver = _driver(family)
+    if graphs:
+        driver.device.capture()
+        assert driver.device.graph_sizes == [1, 2, 4, 8], driver.device._graphs.refused
+    driver.step([(3, 0, 50, ())], open=[sequence(3, first, [9, 2])])
+    got = driver.step([(3, 50, 5, ()), (6, 0, 41, (6,))], grow=[(3, [33])], open=[sequence(6, second, [7, 40])]).tokens
+    mixed = driver.step([(6, 41, 1, (6,)), (3, 55, 20, (3,))]).tokens
+    got_first, got_second = mixed[1:], [*got, *mixed[:1]]
+    for offset in range(2):
+        tokens = driver.step([(3, 75 + offset, 1, (3,)), (6, 42 + offset, 1, (6,))]).tokens
+        got_first, got_second = [*got_first, tokens[0]], [*got_second, tokens[1]]
+    got_first += driver.decode(3, 77, 3)
+    assert (got_first, got_second) == expected
+    if graphs:
+        assert sum(graph.replays for graph in driver.gpu.graphs) == 5
+    return True
+
+
+def two_plans_in_flight() -> bool:
+    """A plan computes what the one before it draws, and the host has seen none of it yet; a slot changes hands."""
+    from memserve.instance.events import StepPlan
+    from tiny_models import greedy_tokens, prompt, sequence, tiny_module
+
+    tokens, other, module = prompt(40, 7), prompt(33, 8), tiny_module("llama")
+    driver = _driver()
+    driver.device.capture()
+
+    def plan(number: int, start: int, count: int, **parts: Any) -> StepPlan:
+        return StepPlan(number, slots=[2], starts=[start], counts=[count], sample_slots=[(2,)], **parts)
+
+    begun = [driver.device.begin_step(plan(0, 0, 40, open=[sequence(2, tokens, [4, 5])]))]
+    begun += [driver.device.begin_step(plan(number, 39 + number, 1)) for number in (1, 2, 3)]
+    begun.append(driver.device.begin_step(plan(4, 0, 33, close=[2], open=[sequence(2, other, [9, 10])])))
+    assert driver.device._slots.tokens[2, 40] == 0, "the host knows nothing yet"
+    got = [finish().tokens[0] for finish in begun]
+    assert got == [*greedy_tokens(module, tokens, 4), greedy_tokens(module, other, 1)[0]]
+    assert driver.device._slots.tokens[2, 33] == got[-1], "what is learnt late is not another sequence's"
+    assert (driver.device._slots.tokens[2, :33] == other).all()
+    return True
+
+
+def _cpu_twin(options: Any, count: int, **parts: Any) -> list[Any]:
+    from tiny_models import Driver, loaded, prompt, sequence, tiny_module
+
+    driver, tokens = Driver(loaded(tiny_module("llama"))), prompt(40, 7)
+    return _sampled(driver, tokens, options, count, sequence)
+
+
+def _sampled(driver: Any, tokens: Any, options: Any, count: int, sequence: Any) -> list[Any]:
+    found = [driver.step([(0, 0, 40, (0,))], open=[sequence(0, tokens, [4, 5], options)])]
+    found += [driver.step([(0, 40 + number, 1, (0,))]) for number in range(count)]
+    return found
+
+
+def draws_like_a_cpu() -> bool:
+    """Temperatures, filters, penalties, bias, logprobs: token by token those of the CPU's device."""
+    from memserve.types import SamplingParams
+    from tiny_models import prompt, sequence
+
+    for sampling in (
+        SamplingParams(temperature=0.9, seed=3),
+        SamplingParams(temperature=1.3, top_k=5, seed=4),
+        SamplingParams(temperature=1.3, top_p=0.7, min_p=0.01, seed=5, logprobs=3),
+        SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3, logprobs=0),
+        SamplingParams(temperature=0, logit_bias=((7, 4.0),), logprobs=2),
+        SamplingParams(temperature=0, logprobs=2, logprob_token_ids=(5, 9)),
+    ):
+        on_gpu = _sampled(_driver(), prompt(40, 7), sampling, 3, sequence)
+        on_cpu = _cpu_twin(sampling, 3)
+        assert [one.tokens for one in on_gpu] == [one.tokens for one in on_cpu], sampling
+        for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+            assert ours.failed == theirs.failed == {} and ours.logprobs.keys() == theirs.logprobs.keys()
+            for row, entry in ours.logprobs.items():
+                assert [t for t, _ in entry.top] == [t for t, _ in theirs.logprobs[row].top]
+                np.testing.assert_allclose(entry.logprob, theirs.logprobs[row].logprob, atol=1e-4)
+    return True
+
+
+def rows_fail_alone() -> bool:
+    """A request that forbids every token, beside one that does not."""
+    from memserve.types import SamplingParams
+    from tiny_models import VOCAB, greedy_tokens, prompt, sequence, tiny_module
+
+    nothing = SamplingParams(temperature=0, logit_bias=tuple((token, -np.inf) for token in range(VOCAB)))
+    driver, tokens = _driver(), prompt(40, 7)
+    opened = [sequence(0, tokens, [4, 5], nothing), sequence(1, tokens, [6, 7])]
+    done = driver.step([(0, 0, 40, (0,)), (1, 0, 40, (1,))], open=opened)
+    assert done.failed.keys() == {0} and done.tokens[1:] == greedy_tokens(tiny_module("llama"), tokens, 1)
+    return True
+
+
+def swaps_beside_steps() -> bool:
+    """Blocks go down while the next steps run, are given away at once, and come back elsewhere."""
+    from memserve.instance.events import OpenSequence
+    from memserve.types import CopyBlocks, SamplingParams, Tier
+    from tiny_models import greedy_tokens, prompt, sequence, tiny_module
+
+    module, tokens, intruder = tiny_module("llama"), prompt(50, 8), prompt(64, 9)
+    expected, driver = greedy_tokens(module, tokens, 4), _driver()
+    got = driver.step([(0, 0, 50, (0,))], open=[sequence(0, tokens, [1, 2])]).tokens
+    got += driver.decode(0, 50, 1)
+    out = CopyBlocks(Tier.HBM, Tier.DRAM, [1, 2], [6, 0])
+    driver.step([(0, 0, 64, ())], close=[0], copies=[out], open=[sequence(0, intruder, [2, 1])])
+    back = CopyBlocks(Tier.DRAM, Tier.HBM, [6, 0], [11, 10])
+    known = np.concatenate([tokens, got]).astype(np.int32)
+    resumed = OpenSequence(5, known, 50, 0, SamplingParams(temperature=0), [11, 10])
+    got += driver.step([(5, 51, 1, (5,))], copies=[back], open=[resumed]).tokens
+    chain = [CopyBlocks(Tier.HBM, Tier.HBM, [11, 10], [12, 11])]
+    got += driver.step([(5, 52, 1, (5,))], copies=chain, replace=[(5, 0, 12), (5, 1, 11)]).tokens
+    assert got == expected
+    return True
+
+
+def the_checker_sees_a_missing_event() -> bool:
+    """With waits of the arenas left out, the fake finds the access that nothing orders: those before what goes down,
+    before blocks that are given away, before what comes up, and behind it."""
+    from fake_gpu import FakeStream, RaceError
+
+    def seen(left_out: set[int]) -> bool:
+        after, calls = FakeStream.after, [0]
+
+        def skip(self: Any, mark: Any) -> None:
+            calls[0] += 1
+            if calls[0] - 1 not in left_out:
+                after(self, mark)
+
+        FakeStream.after = skip
+        try:
+            swaps_beside_steps()
+        except RaceError:
+            return True
+        finally:
+            FakeStream.after = after
+        return False
+
+    found = [seen(left_out) for left_out in ({0}, {1, 2}, {3, 4}, {5})]
+    assert all(found), found
+    return True
+
+
+def by_layer() -> bool:
+    """Layers of a prompt in DRAM, passing through HBM in each step: tokens of all-resident, and no race."""
+    from memserve.instance.events import PlaceByLayer
+    from tiny_models import greedy_tokens, prompt, sequence, tiny_module
+
+    tokens, driver = prompt(70, 3), _driver()
+    opened = sequence(0, tokens, [20, 21, 22])
+    order = PlaceByLayer(0, 0, [1, 4, 6], {1: [30]}, ([31], [32]))
+    got = driver.step([(0, 0, 40, ())], open=[opened], place=[order]).tokens
+    done = driver.step([(0, 40, 30, (0,))])
+    got += done.tokens + driver.decode(0, 70, 3)
+    assert got == greedy_tokens(tiny_module("llama"), tokens, 4)
+    page_bytes = driver.device._page_bytes
+    assert done.link.down_bytes >= 3 * page_bytes and done.link.up_bytes >= 2 * page_bytes
+    assert done.link.busy_ns > 0 and done.link.waited_ns > 0
+    return True
+
+
+def layers_are_told_when_they_are_written() -> bool:
+    """Each layer once, in order, before the step's end."""
+    from tiny_models import prompt, sequence
+
+    driver, told = _driver(), []
+    driver.device.on_layer = lambda step_id, layer: told.append((step_id, layer))
+    driver.step([(0, 0, 40, (0,))], open=[sequence(0, prompt(40, 7), [4, 5])], report_layers=1)
+    assert told == [(0, layer) for layer in range(driver.layers)]
+    return True
+
+
+def what_the_host_must_know_waits() -> bool:
+    """Drafts, beams and prompts' logprobs in the middle of other plans: as on a CPU."""
+    from tiny_models import greedy_tokens, prompt, sequence, tiny_module
+
+    tokens, driver = prompt(40, 7), _driver()
+    expected = greedy_tokens(tiny_module("llama"), tokens, 6)
+    done = driver.step([(0, 0, 40, (0,))], open=[sequence(0, tokens, [4, 5, 6])], prompt_logprob_rows=[0])
+    assert done.tokens == expected[:1] and len(done.prompt_logprobs[0]) == 40
+    drafted = driver.step([(0, 40, 3, (0,))], drafts={0: expected[1:3]})
+    assert [*drafted.tokens, *drafted.kept[0]] == expected[1:4]
+    assert driver.step([(0, 43, 1, (0,))]).tokens == expected[4:5]
+    assert driver.step([(0, 44, 1, (0,))]).tokens == expected[5:6]
+    return True
+
+
+def seals() -> bool:
+    """The seal of the device is the CPU's, for every length of words, with and without a copy."""
+    import torch
+
+    from memserve import _core
+    from memserve.runtime.links.gpu_memory import GpuMemory
+
+    rng = np.random.default_rng(1)
+    memory = torch.from_numpy(rng.integers(0, 256, 1 << 17, dtype=np.uint8))
+    arena = GpuMemory(memory)
+    for range_bytes in (8, 56, 64, 72, 4096, 65_536 + 24):
+        offsets = rng.integers(0, (len(memory) - range_bytes) // 8, 3).astype(np.int64) * 8
+        expected = _core.seal_ranges(memory.data_ptr(), offsets, range_bytes)
+        assert (arena.seal(offsets, range_bytes) == expected).all(), range_bytes
+        count = 2 if range_bytes > 60_000 else 3
+        target = GpuMemory(torch.zeros(3 * range_bytes + 64, dtype=torch.uint8))
+        places = np.arange(count, dtype=np.int64) * range_bytes
+        assert (target.land(places, memory, offsets[:count], range_bytes) == expected[:count]).all()
+        for place, offset in zip(places, offsets, strict=False):
+            assert (target.tensor[place : place + range_bytes] == memory[offset : offset + range_bytes]).all()
+        host = GpuMemory(torch.zeros(3 * range_bytes + 64, dtype=torch.uint8))
+        got = host.land_host(places, memory.data_ptr(), offsets[:count], range_bytes)
+        assert (got == expected[:count]).all() and (host.tensor == target.tensor).all()
+    ones = torch.full((64,), 0xFF, dtype=torch.uint8)
+    first = np.zeros(1, np.int64)
+    assert GpuMemory(ones).seal(first, 64)[0] == _core.seal_ranges(ones.data_ptr(), first, 64)[0]
+    return True
+
+
+def pages() -> bool:
+    """Rows of bytes to other places, whatever their length."""
+    import torch
+
+    from memserve.model.gpu_kernels import copy_rows
+
+    source = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (9, 8200), dtype=np.uint8))
+    target = torch.zeros_like(source)
+    src, dst = torch.tensor([8, 0, 3], dtype=torch.int32), torch.tensor([1, 2, 7], dtype=torch.int32)
+    copy_rows(target, source, dst, src)
+    assert (target[[1, 2, 7]] == source[[8, 0, 3]]).all() and not target[[0, 3, 4, 5, 6, 8]].any()
+    return True
+
+
+def pulls_on_one_host() -> bool:
+    """Out of another process's GPU, and out of host memory, into both tiers; a generation that is over; unmapping."""
+    import ctypes
+
+    import torch
+
+    from links_owner import GEOMETRY
+    from memserve import _core
+    from memserve.messages import ArenaPlace, Peer, PeerInfo
+    from memserve.runtime.links.gpu_memory import GpuMemory
+    from memserve.runtime.links.ipc import IpcLink
+    from memserve.runtime.links.link import LinkError
+    from memserve.runtime.links.ranges import Ranges
+    from memserve.runtime.links.shm import ShmLink, this_host
+    from memserve.types import Role, Tier
+
+    size, count = GEOMETRY.block_bytes, 4
+    theirs = torch.from_numpy(np.random.default_rng(3).integers(0, 256, count * size, dtype=np.uint8))
+    hbm, dram = GpuMemory(theirs), _core.SharedArena(count * size)
+    torch.frombuffer(dram, dtype=torch.uint8).copy_(theirs.flip(0))
+    hbm.generation = dram.generation = 1
+
+    class Driver:
+        """Maps what is exported, which is the address itself."""
+
+        mapped = 0
+
+        def map(self, exported: bytes) -> tuple[int, int]:
+            self.mapped += 1
+            return int.from_bytes(exported, "little"), 1
+
+        def unmap(self, base: int) -> None:
+            self.mapped -= 1
+
+    class Link(IpcLink):
+        @staticmethod
+        def _as_tensor(mapped: Any) -> Any:
+            memory = (ctypes.c_uint8 * mapped.nbytes).from_address(mapped.address)
+            return torch.frombuffer(memory, dtype=torch.uint8)
+
+    peer, exported = Peer("a", 1), theirs.data_ptr().to_bytes(8, "little")
+    places = (
+        ArenaPlace(Tier.HBM, hbm.address, hbm.nbytes, hbm.fd, True, exported),
+        ArenaPlace(Tier.DRAM, dram.address, dram.nbytes, dram.fd),
+    )
+    here = (this_host(), os.getpid())
+    info = PeerInfo(peer, Role.PREFILL, "tcp://127.0.0.1:1", "ns", GEOMETRY, count, count, 9, True, *here, places)
+    empty = GpuMemory(torch.zeros(count * size, dtype=torch.uint8))
+    own = {Tier.HBM: empty, Tier.DRAM: _core.SharedArena(count * size)}
+    driver = Driver()
+    link = Link(own, driver)
+    assert link.reaches(info) and not ShmLink(own).reaches(info), "host memory alone cannot be read so"
+    link.add_peer(info)
+    order = np.array([2, 0, 3], np.int64) * size, np.array([1, 3, 0], np.int64) * size
+    for src_tier, source in ((Tier.HBM, theirs), (Tier.DRAM, theirs.flip(0))):
+        want = _core.seal_ranges(source.contiguous().data_ptr(), order[0], size)
+        for dst_tier in (Tier.HBM, Tier.DRAM):
+            assert (link.read(peer, src_tier, dst_tier, Ranges(*order, size)) == want).all()
+            target = own[dst_tier]
+            landed = target.tensor if dst_tier is Tier.HBM else torch.frombuffer(target, dtype=torch.uint8)
+            for came_from, to in zip(*order, strict=True):
+                assert torch.equal(landed[to : to + size], source[came_from : came_from + size])
+    hbm.generation = 2
+    try:
+        link.read(peer, Tier.HBM, Tier.HBM, Ranges(*order, size))
+    except LinkError as error:
+        assert "generation 2" in str(error)
+    else:
+        raise AssertionError("another life of the process was taken for the peer")
+    assert driver.mapped == 1
+    link.remove_peer(peer)
+    assert driver.mapped == 0
+    link.close()
+    return True
+
+
+SCENARIOS = {
+    "chunks and decodes": chunks_and_decodes,
+    "graphs": lambda: chunks_and_decodes(graphs=True),
+    "graphs with windows and caps": lambda: chunks_and_decodes(graphs=True, family="gemma2"),
+    "two plans in flight": two_plans_in_flight,
+    "draws like a CPU": draws_like_a_cpu,
+    "rows fail alone": rows_fail_alone,
+    "swaps beside steps": swaps_beside_steps,
+    "the checker sees a missing event": the_checker_sees_a_missing_event,
+    "by layer": by_layer,
+    "layers are told when they are written": layers_are_told_when_they_are_written,
+    "what the host must know waits": what_the_host_must_know_waits,
+    "seals": seals,
+    "pages": pages,
+    "pulls on one host": pulls_on_one_host,
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, str]:
+    """Scenario -> "" or what went wrong."""
+    pytest.importorskip("triton", reason="the package triton (extra: test) is not installed")
+    run = subprocess.run(
+        [sys.executable, __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SUPPORT)},
+        capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_device_of_a_gpu(results: dict[str, str], name: str) -> None:
+    assert results[name] == ""
+
+
+def main(names: list[str]) -> None:
+    import traceback
+
+    found = {}
+    for name in names or SCENARIOS:
+        try:
+            found[name] = "" if SCENARIOS[name]() else "nothing was found out"
+        except Exception:
+            found[name] = traceback.format_exc()[-2500:]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
