@@ -327,7 +327,7 @@ def _are_ready(members: dict[str, PeerInfo], names: list[str]) -> bool:
 
 
 def _with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
-    return {name: info for name, info in members.items() if info.role is not Role.STORE}
+    return {name: info for name, info in members.items() if info.role.has_model}
 
 
 def _model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int) -> RemoteModel:

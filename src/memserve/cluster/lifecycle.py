@@ -187,7 +187,7 @@ class Lifecycle:
 
     def _dispatch(self, req: RequestState, chosen: Placement, now: int) -> None:
         self._attempts += 1
-        attempt_id = f"{req.request_id}#{self._attempts}"
+        attempt_id = self.requests.name(req, self._attempts)
         first, decode_at, involved = chosen.first, chosen.decode_at, chosen.members
         self._counters.sequences_split += bool(chosen.parts)
         attempt = Attempt(
