@@ -17,12 +17,13 @@ import typer
 from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.cli import credentials
 from memserve.cli import options as opt
-from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, running_cluster, shape_text
+from memserve.cli.cluster import ClusterOptions, Followers, choose_counts, room_text, running_cluster, shape_text
 from memserve.cli.fleet import run_fleet
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.fleet.words import FleetOptions
 from memserve.model.loading.adapter import Adapter, read_adapters
+from memserve.options import command_line_of
 from memserve.placement import PlacementOptions
 from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
@@ -87,6 +88,10 @@ def serve(
     decode: Count = None,
     colocated: Count = None,
     cluster: ClusterConfig,
+    routers: Annotated[
+        int,
+        typer.Option(min=1, max=64, help="Router processes that share the port, each placing requests by itself."),
+    ] = 1,
     store: StoreOptions,
     link: opt.Link = opt.DEFAULT_LINK,
     cluster_host: Annotated[
@@ -113,17 +118,37 @@ def serve(
         own = in_process or any(one is not None for one in (prefill, decode, colocated, cluster_port, placement.asked))
         run_fleet(fleet, http, cluster, None if own else store)
         return
+    if in_process and routers > 1:
+        raise UserError("--in-process runs one engine without a router", hint="leave out --routers or --in-process")
     if in_process:
         store.refuse("leave out --in-process")
         cluster_options = (prefill, decode, colocated, cluster_port, placement.asked)
         run_server(_alone(engine, cluster.admission, *cluster_options), http, None)
         return
+    _refuse_routers(routers, cluster, store, placement)
     config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
     shape = choose_counts(prefill, decode, colocated, engine)
     kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
     members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape), with_absolute_folders(store), placement)
-    run_server(engine, http, ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members))
+    run = ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members, routers=routers)
+    run_server(engine, http, run)
+
+
+def _refuse_routers(routers: int, cluster: ClusterConfig, store: StoreOptions, placement: PlacementOptions) -> None:
+    """Raise :class:`UserError` for what one router alone can do."""
+    if routers == 1:
+        return
+    if cluster.admission.mode is not Admission.NONE:
+        hint = "leave out --admission, or --routers"
+        raise UserError("admission counts what one router has admitted", hint=hint, param="routers")
+    if store.is_used:
+        hint = "leave out --routers, or the store"
+        raise UserError("a store tells one router what it holds", hint=hint, param="routers")
+    if placement.asked is not None:
+        raise UserError(
+            "--routers is for one host", hint="start `memserve router --join` on the others", param="routers"
+        )
 
 
 def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:
@@ -169,17 +194,34 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     KeyRing(() if http.metrics_key is None else (http.metrics_key,))
     keep_heap_small()
     try:
-        with signals_raise(), bind(http.host, http.port) as listener:
+        is_shared = cluster is not None and cluster.routers > 1
+        with signals_raise(), bind(http.host, http.port, is_shared=is_shared) as listener:
             typer.echo(f"loading {engine_options.model} ...", err=True)
+            if cluster is not None and is_shared:
+                cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listener))
             backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
             with backend as served:
-                _serve_until_signal(served, engine_options.model, adapters, listener, http, started)
+                serve_until_signal(served, engine_options.model, adapters, listener, http, started)
     except EndAsked as asked:
         log.warning("%s: stopped before it was ready", asked.signal_name)
 
 
+def _followers(
+    engine: EngineOptions, cluster: ClusterOptions, http: opt.HttpOptions, listener: socket.socket
+) -> Followers:
+    """How this server's further routers are started, at the port of ``listener``."""
+    tls = () if http.tls is None else ("--tls-cert", str(http.tls.files[0]), "--tls-key", str(http.tls.files[1]))
+    names = [word for name in http.served_model_names for word in ("--served-model-name", name)]
+    plain = "--host", http.host, "--port", str(listener.getsockname()[1]), "--drain-s", str(http.drain_s)
+    chat = "--default-max-tokens", str(http.default_max_tokens), "--log-level", http.log_level
+    generation = () if http.generation_config else ("--no-generation-config",)
+    model = EngineOptions(model=engine.model, lora=engine.lora)
+    configs = [word for one in (model, http.api, http.limits, cluster.config) for word in command_line_of(one)]
+    return Followers((*plain, *chat, *generation, *names, *tls, *configs), http.api_keys, http.metrics_key)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Served:
+class Served:
     """What answers requests."""
 
     engine: ServingEngine
@@ -195,7 +237,7 @@ def _say(line: str) -> None:
 
 
 @contextmanager
-def _engine(options: EngineOptions) -> Iterator[_Served]:
+def _engine(options: EngineOptions) -> Iterator[Served]:
     from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
@@ -207,23 +249,24 @@ def _engine(options: EngineOptions) -> Iterator[_Served]:
         leave_compiler_out(options.device)
         engine, model = build_engine(options)
     try:
-        yield _Served(engine, model, room_text(model.kv_tokens, model.max_model_tokens, options.scheduler.max_running))
+        yield Served(engine, model, room_text(model.kv_tokens, model.max_model_tokens, options.scheduler.max_running))
     finally:
         engine.close(ENGINE_CLOSE_S)
 
 
 @contextmanager
-def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) -> Iterator[_Served]:
+def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) -> Iterator[Served]:
     if cluster.why:
         _say(cluster.why)
     with running_cluster(options, cluster, log_level, _say) as running:
-        yield _Served(running.engine, running.model, running.text, running.on_end)
+        yield Served(running.engine, running.model, running.text, running.on_end)
 
 
-def _serve_until_signal(
-    served: _Served, source: str, adapters: tuple[Adapter, ...], listener: socket.socket, http: opt.HttpOptions,
+def serve_until_signal(
+    served: Served, source: str, adapters: tuple[Adapter, ...], listener: socket.socket, http: opt.HttpOptions,
     started: float,
 ) -> None:  # fmt: skip
+    """Answer clients at ``listener`` until a signal asks for the end; then let streams finish."""
     from memserve.api.app import create_app
     from memserve.api.edge import make_room_for_connections
     from memserve.api.server import Server

@@ -47,11 +47,12 @@ class Following(Membership):
                 infos = {info.peer.name: info for info in peers if info.role.has_model}
                 for name in [name for name, info in self._known.items() if infos.get(name) != info]:
                     self._forget(name, "the owner does not name it any more", now)
-                self._known.update(infos)
+                for info in infos.values():
+                    self._know(info)
             case PeerJoined(info):
                 if info.role.has_model and self._known.get(info.peer.name) != info:
                     self._forget(info.peer.name, "it was started anew", now)
-                    self._known[info.peer.name] = info
+                    self._know(info)
             case PeerGone(peer, reason):
                 known = self._known.get(peer.name)
                 if known is not None and known.peer == peer:
@@ -59,8 +60,14 @@ class Following(Membership):
             case _:
                 pass
 
+    def _know(self, info: PeerInfo) -> None:
+        self._known[info.peer.name] = info
+        if self._registry.named(info.peer.name) is None:
+            self._registry.awaited[info.peer.name] = None
+
     def _forget(self, name: str, reason: str, now: int) -> None:
         self._known.pop(name, None)
+        self._registry.awaited.pop(name, None)
         member = self._registry.named(name)
         if member is not None:
             self.gone(member, reason, now, died=True)
@@ -78,6 +85,7 @@ class Following(Membership):
         if self._registry.why_not(info) is not None:
             return None  # of another model than those heard so far: the owner has let all of those go meanwhile
         member = self._register(info, now)
+        self._registry.awaited.pop(member.name, None)
         self._counters.members_joined += 1
         self._lifecycle.place_waiting(now)
         return member
@@ -93,6 +101,7 @@ class Following(Membership):
         """A member that makes no sense to this follower is none to it until the owner names it again."""
         self._counters.expelled += 1
         self._known.pop(sender.name, None)
+        self._registry.awaited.pop(sender.name, None)
 
     def all_gone(self, reason: str, now: int) -> None:
         """The owner has taken this follower to be dead: instances have let its attempts go."""
@@ -105,3 +114,5 @@ class Following(Membership):
             info = self._known.get(member.name)
             known = info is not None and info.peer == member.peer
             check(known, "{} is a member, and the owner has not said so", member)
+        awaited = self._known.keys() - {member.name for member in self._registry}
+        check(self._registry.awaited.keys() <= awaited, "{} are awaited, not {}", self._registry.awaited, awaited)

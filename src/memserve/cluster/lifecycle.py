@@ -145,7 +145,7 @@ class Lifecycle:
         """No instance takes the request: reject it at once when waiting will not change that."""
         asked = [req.avoid[m.peer] for m in self._registry if m.peer in req.avoid]
         busy = [retry_after_s for retry_after_s in asked if retry_after_s is not None]
-        longest = max(self._loads.longest_context(), self._spans.longest())
+        longest = 0 if self._registry.awaited else max(self._loads.longest_context(), self._spans.longest())
         if self._spans.waits(req):
             self._wait(req, RETRY_S, now)
         elif not req.has_begun and busy:

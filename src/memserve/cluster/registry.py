@@ -118,6 +118,7 @@ class Registry:
         "_free",
         "_members",
         "_newest_dead",
+        "awaited",
         "geometry",
         "members_digest",
         "namespace",
@@ -132,6 +133,8 @@ class Registry:
         self._newest_dead: dict[str, int] = {}
         #: :func:`members_digest` of the members
         self.members_digest = 0
+        #: members that the owner has named and that this follower has not heard yet
+        self.awaited: dict[str, None] = {}
         #: of the members with a model, while there are any
         self.namespace = ""
         self.geometry: KVGeometry | None = None

@@ -175,6 +175,11 @@ class RouterEngine:
         with self._changed:
             return dict(self._members)
 
+    @property
+    def is_member(self) -> bool:
+        """Whether the owner has accepted this follower. True: this is the owner."""
+        return self._follower is None or self._follower.member.router is not None
+
     def wait_for(self, names: Sequence[str], timeout_s: float) -> bool:
         """Whether all of ``names`` (at least one member, if there are none) are members before ``timeout_s``."""
         with self._changed:

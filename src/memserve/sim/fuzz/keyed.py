@@ -74,6 +74,8 @@ class KeyedClients:
         """Whether clients that ask for the first time do it with keys."""
         self.returns = 0
         """Times that a client has come again."""
+        self.overtaken = 0
+        """Times that its last connection lost the answer to an earlier one at another router."""
 
     def named(self, request: Request) -> Request:
         """The request of a client that asks for the first time, with a key."""
@@ -152,6 +154,12 @@ class KeyedClients:
         if client is None:
             return connection
         if connection == client.connection:
+            if reason == TAKEN_OVER and self._host.scenario.followers:
+                # asked for before, at another router, and heard of later by the instance: the client tries again
+                self.overtaken += 1
+                client.connection = ""
+                self._comes_again_later(client)
+                return None
             require(reason != TAKEN_OVER, f"{connection}: no other connection was made after it")
             return client.ask.request.request_id
         return None

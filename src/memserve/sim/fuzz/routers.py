@@ -104,9 +104,9 @@ class Routers:
         self._host.router.restart()
         self._break_off(self._host.router)
 
-    def follower_dies(self, place: int) -> FollowerNode | None:
+    def follower_dies(self, which: int) -> FollowerNode | None:
         """Its clients get an error from the network. Returns it. None: it is dead already, or there is none."""
-        node = self.followers[place % len(self.followers)] if self.followers else None
+        node = self.followers[which % len(self.followers)] if self.followers else None
         if node is None or not node.alive:
             return None
         node.kill()

@@ -203,7 +203,7 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int
     _put_shared(scenario, len(roles))
     scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
     followers = put_followers(scenario, routers)
-    scenario.faults += [Fault(kind, at * MS, span * MS, place, -1, at) for kind, at, span, place in followers]
+    scenario.faults += [Fault(kind, at * MS, span * MS, 0, -1, which) for kind, at, span, which in followers]
     scenario.faults = _in_order(scenario.faults)
     return scenario
 

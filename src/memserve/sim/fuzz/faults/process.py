@@ -93,7 +93,7 @@ def _router_restart(world: World, fault: Fault, node: FuzzedInstance, random: Ra
 
 def _follower_kill(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
     """A router that is not the owner dies, and starts again later."""
-    follower = world.routers.follower_dies(fault.place)
+    follower = world.routers.follower_dies(fault.seed)
     return follower.boot if follower is not None else None
 
 
@@ -102,7 +102,7 @@ def _follower_pause(world: World, fault: Fault, node: FuzzedInstance, random: Ra
     followers = world.routers.followers
     if not followers:
         return None
-    follower = followers[fault.place % len(followers)]
+    follower = followers[fault.seed % len(followers)]
     follower.pause()
     world.router_slept_ns += fault.for_ns
     life = follower.life
