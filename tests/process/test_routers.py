@@ -64,6 +64,25 @@ def test_both_routers_answer_at_one_port(balanced: Balanced) -> None:
     assert len(set(answers)) == 1
 
 
+def test_what_the_owner_keeps_is_answered_by_the_owner(balanced: Balanced) -> None:
+    body = {"model": "tiny", "endpoint": "completions", "text": "w1 w2 w3 w4 w5 w6 w7 w8"}
+    redirected = 0
+    for number in range(16):
+        with balanced.http as http:
+            url = f"{balanced.url}/documents/d{number}"
+            answer = http.put(url, json=body)
+            redirected += answer.status_code == 307
+            if answer.status_code == 307:
+                assert answer.json()["error"]["code"] == "owner_only"
+            assert http.put(url, json=body, follow_redirects=True).status_code in (200, 201)
+    assert 0 < redirected < 16
+    for _ in range(16):
+        with balanced.http as http:
+            asked = {"model": "tiny", "prompt": " w9", "max_tokens": 3, "document": "d1"}
+            answer = http.post(f"{balanced.url}/completions", json=asked, follow_redirects=True)
+            assert answer.status_code == 200, answer.text
+
+
 def test_a_killed_router_costs_its_clients_nothing(balanced: Balanced) -> None:
     bodies = [question(number, 1500) for number in range(12)]
     found = [Stream(balanced, body) for body in bodies]

@@ -20,7 +20,7 @@ from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.cluster import model_of, with_models
 from memserve.cli.instance import SECRET_HINT, listens_at, own_address_to
-from memserve.cli.serve import ChatTokens, ServedNames, serve_until_signal
+from memserve.cli.serve import ChatTokens, ServedNames, one_instance_each, serve_until_signal
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, ClusterConfig, EngineOptions, MemberConfig
 from memserve.errors import UserError
 from memserve.model.loading.adapter import read_adapters
@@ -47,6 +47,8 @@ class FollowerOptions:
     config: ClusterConfig
     host: str
     """Where its mailbox listens."""
+    owner_url: str = ""
+    """Where clients find the owner; empty: not known."""
     advertise: str | None = None
     outlive: Path | None = None
     """The state folder of the owner that has started it. None: no ``memserve serve`` on this host has."""
@@ -68,6 +70,10 @@ def router(
         int,
         typer.Option(min=0, max=65535, help="Port to listen on; routers of one host may share it. 0: a free one."),
     ] = opt.DEFAULT_PORT,
+    owner_url: Annotated[
+        str,
+        typer.Option(help="Where clients find the owner, http://HOST:PORT: those that name documents are sent there."),
+    ] = "",
     name: Annotated[
         str | None, typer.Option(help="Name of the router, unique in the cluster. Default: host and process.")
     ] = None,
@@ -101,6 +107,7 @@ def router(
     if cluster.admission.mode is not Admission.NONE:
         hint = "leave out --admission, or run one router"
         raise UserError("admission counts what one router has admitted", hint=hint, param="admission")
+    cluster = one_instance_each(cluster)
     tls = credentials.tls_of(tls_cert, tls_key)
     names = tuple(served_model_name or ())
 
@@ -109,7 +116,7 @@ def router(
         return opt.HttpOptions(host, port, keys, of_metrics, tls, *answers, drain_s, edge, log_level, api)
 
     if supervised:
-        _run_supervised(engine, join, name or "", cluster, http, log_level)
+        _run_supervised(engine, join, name or "", cluster, http, log_level, owner_url)
         return
     opt.set_up_logging(log_level)
     opt.check_name(name or "")
@@ -123,6 +130,7 @@ def router(
         secret=credentials.read_secret(cluster_secret_file),
         config=cluster,
         host=listens_at(here),
+        owner_url=owner_url.rstrip("/"),
         advertise=here,
     )
     keys = http(credentials.api_keys(api_key, api_key_file), credentials.metrics_key(metrics_key))
@@ -136,6 +144,7 @@ def _run_supervised(
     cluster: ClusterConfig,
     http: Callable[[tuple[str, ...], str | None], opt.HttpOptions],
     log_level: str,
+    owner_url: str,
 ) -> None:
     """Run as a child of ``memserve serve``: secret and keys come through stdin, a final error goes to stdout."""
     last_words = os.fdopen(os.dup(1), "w")
@@ -148,7 +157,7 @@ def _run_supervised(
             die_with(greeting["parent_pid"])
         opt.set_up_logging(log_level, name)
         here, _ = opt.split_address(join, "--join")  # the owner's host is this one
-        place = FollowerOptions(name, (join,), greeting["secret"], cluster, here, outlive=outlive)
+        place = FollowerOptions(name, (join,), greeting["secret"], cluster, here, owner_url, outlive=outlive)
         keys = http(tuple(greeting.get("api_keys", ())), greeting.get("metrics_key"))
         run_follower(engine, place, keys, lambda line: None)
     except UserError as error:
@@ -176,7 +185,7 @@ def run_follower(
             model = model_of(infos, folder, place.config.sequence_instances_max)
             served = Served(router, model)
             with bind(http.host, http.port, is_shared=http.port != 0) as listener:
-                serve_until_signal(served, engine.model, adapters, listener, http, started)
+                serve_until_signal(served, engine.model, adapters, [listener], http, started)
     except EndAsked:
         return
 
@@ -201,6 +210,7 @@ def _running_router(
         machine,
         lambda on_message: ZmqMailbox(me, place.secret, place.host, 0, on_message, advertise=place.advertise),
     )
+    router.owner_url = place.owner_url
     if place.outlive is not None:
         end_when_orphaned(place.outlive, lambda: machine.member.router)
     try:

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -126,6 +126,7 @@ def serve(
         run_server(_alone(engine, cluster.admission, *cluster_options), http, None)
         return
     _refuse_routers(routers, cluster, store, placement)
+    cluster = cluster if routers == 1 else one_instance_each(cluster)
     config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
     shape = choose_counts(prefill, decode, colocated, engine)
     kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
@@ -149,6 +150,15 @@ def _refuse_routers(routers: int, cluster: ClusterConfig, store: StoreOptions, p
         raise UserError(
             "--routers is for one host", hint="start `memserve router --join` on the others", param="routers"
         )
+
+
+def one_instance_each(cluster: ClusterConfig) -> ClusterConfig:
+    """``cluster`` for several routers: sequences are not shared by instances, since two routers could each hold the
+    memory that the other one's sequence waits for. Raises :class:`UserError` where that is asked for."""
+    if cluster.sequence_parallel not in ("auto", "off"):
+        hint = "use --sequence-parallel off, or one router"
+        raise UserError("one router alone shares sequences", hint=hint, param="sequence_parallel")
+    return dataclasses.replace(cluster, sequence_parallel="off")
 
 
 def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:
@@ -195,29 +205,35 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     keep_heap_small()
     try:
         is_shared = cluster is not None and cluster.routers > 1
-        with signals_raise(), bind(http.host, http.port, is_shared=is_shared) as listener:
+        with signals_raise(), ExitStack() as open_sockets:
+            listener = open_sockets.enter_context(bind(http.host, http.port, is_shared=is_shared))
+            listeners = [listener]
             typer.echo(f"loading {engine_options.model} ...", err=True)
             if cluster is not None and is_shared:
-                cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listener))
+                listeners.append(open_sockets.enter_context(bind(http.host, 0)))  # the owner's own
+                cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listeners))
             backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
             with backend as served:
-                serve_until_signal(served, engine_options.model, adapters, listener, http, started)
+                serve_until_signal(served, engine_options.model, adapters, listeners, http, started)
     except EndAsked as asked:
         log.warning("%s: stopped before it was ready", asked.signal_name)
 
 
 def _followers(
-    engine: EngineOptions, cluster: ClusterOptions, http: opt.HttpOptions, listener: socket.socket
+    engine: EngineOptions, cluster: ClusterOptions, http: opt.HttpOptions, listeners: list[socket.socket]
 ) -> Followers:
-    """How this server's further routers are started, at the port of ``listener``."""
+    """How this server's further routers are started, at the port of the first of ``listeners``; the other one is the
+    owner's own."""
+    shared, own = (one.getsockname()[1] for one in listeners)
     tls = () if http.tls is None else ("--tls-cert", str(http.tls.files[0]), "--tls-key", str(http.tls.files[1]))
     names = [word for name in http.served_model_names for word in ("--served-model-name", name)]
-    plain = "--host", http.host, "--port", str(listener.getsockname()[1]), "--drain-s", str(http.drain_s)
+    plain = "--host", http.host, "--port", str(shared), "--drain-s", str(http.drain_s)
     chat = "--default-max-tokens", str(http.default_max_tokens), "--log-level", http.log_level
     generation = () if http.generation_config else ("--no-generation-config",)
     model = EngineOptions(model=engine.model, lora=engine.lora)
     configs = [word for one in (model, http.api, http.limits, cluster.config) for word in command_line_of(one)]
-    return Followers((*plain, *chat, *generation, *names, *tls, *configs), http.api_keys, http.metrics_key)
+    owner = "--owner-url", http.url(own).removesuffix("/v1")
+    return Followers((*plain, *owner, *chat, *generation, *names, *tls, *configs), http.api_keys, http.metrics_key)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -263,10 +279,10 @@ def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) ->
 
 
 def serve_until_signal(
-    served: Served, source: str, adapters: tuple[Adapter, ...], listener: socket.socket, http: opt.HttpOptions,
+    served: Served, source: str, adapters: tuple[Adapter, ...], listeners: list[socket.socket], http: opt.HttpOptions,
     started: float,
 ) -> None:  # fmt: skip
-    """Answer clients at ``listener`` until a signal asks for the end; then let streams finish."""
+    """Answer clients at ``listeners`` until a signal asks for the end; then let streams finish."""
     from memserve.api.app import create_app
     from memserve.api.edge import make_room_for_connections
     from memserve.api.server import Server
@@ -283,12 +299,17 @@ def serve_until_signal(
         served.engine, model, aliases=aliases, further_names=http.served_model_names[1:], adapters=adapters,
         api_keys=http.api_keys, metrics_key=http.metrics_key, limits=http.limits, config=http.api,
     )  # fmt: skip
-    port = listener.getsockname()[1]
+    port = listeners[0].getsockname()[1]
 
     def on_ready() -> None:
         typer.echo(ready_text(model.name, http.url(port), time.perf_counter() - started, http.api_keys))
         if served.text:
             typer.echo(served.text)
+        if len(listeners) > 1:
+            own = http.url(listeners[1].getsockname()[1])
+            typer.echo(
+                f"documents, sessions and stored responses are the owner's, which has an address of its own: {own}"
+            )
         if adapters:
             typer.echo(f"adapters: {', '.join(adapter.name for adapter in adapters)}")
         if model.kv_lower_dtype != AS_COMPUTED:
@@ -300,7 +321,7 @@ def serve_until_signal(
     on_ending_signals(
         server.handle_exit
     )  # uvicorn restores these handlers when it returns: a later signal must not kill the process
-    server.run(sockets=[listener])
+    server.run(sockets=listeners)
 
 
 def ready_text(name: str, url: str, seconds: float, api_keys: Sequence[str]) -> str:

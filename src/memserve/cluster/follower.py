@@ -12,7 +12,7 @@ follower goes on with the members that it knows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
@@ -62,6 +62,7 @@ class Follower:
     ) -> None:
         """``info``: what the owner and all members are told of it; ``owners``: the addresses where the owner may be."""
         self.member = MemberMachine(follower_info(info), owners, member)
+        config = replace(config, sequence_parallel="off")  # two routers could wait for memory that the other one holds
         self.cluster = Cluster(config, identity_key=identity_key, follows=info.peer)
         self._actions: list[FollowerAction] = []
 

@@ -90,6 +90,8 @@ class RouterEngine:
         """Asked for what became of the processes of instances, by name; none runs under this router by default."""
         self.declined: ReportMember | None = None
         """Which store has last said that it does not join, and why."""
+        self.owner_url: str | None = None
+        """Of a follower: where the owner answers HTTP; empty: not known."""
         self.refused = ""
         """Why the owner does not accept this follower. Empty: it does, or this is the owner."""
         self.on_left: Callable[[], None] = lambda: None

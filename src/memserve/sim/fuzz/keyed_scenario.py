@@ -34,6 +34,7 @@ class Drawn(Protocol):
     keyed: bool
     followers: int
     store: Any
+    shared: Any
     admission: AdmissionConfig
     step_ns: tuple[int, int]
 
@@ -71,7 +72,7 @@ def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, 
     Drawn from a stream of its own. Returns faults of followers: kind, when and for how long (ms), which."""
     random = Random(f"{scenario.seed}/{scenario.setting}/followers")
     drawn = random.random() < FOLLOWED_SHARE
-    unfit = scenario.store is not None or scenario.admission.mode is not Admission.NONE
+    unfit = scenario.shared is not None or scenario.store is not None or scenario.admission.mode is not Admission.NONE
     unfit = unfit or any(fault.kind == "row" for fault in scenario.faults)
     if unfit or routers == 1 or not (drawn or routers):
         return []
