@@ -65,7 +65,7 @@ def test_both_routers_answer_at_one_port(balanced: Balanced) -> None:
 
 
 def test_what_the_owner_keeps_is_answered_by_the_owner(balanced: Balanced) -> None:
-    body = {"model": "tiny", "endpoint": "completions", "text": "w1 w2 w3 w4 w5 w6 w7 w8"}
+    body = {"endpoint": "completions", "text": "w1 w2 w3 w4 w5 w6 w7 w8"}
     redirected = 0
     for number in range(16):
         with balanced.http as http:

@@ -210,13 +210,25 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
             listeners = [listener]
             typer.echo(f"loading {engine_options.model} ...", err=True)
             if cluster is not None and is_shared:
-                listeners.append(open_sockets.enter_context(bind(http.host, 0)))  # the owner's own
+                listeners.append(open_sockets.enter_context(_own_listener(http.host, listener)))
                 cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listeners))
             backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
             with backend as served:
                 serve_until_signal(served, engine_options.model, adapters, listeners, http, started)
     except EndAsked as asked:
         log.warning("%s: stopped before it was ready", asked.signal_name)
+
+
+def _own_listener(host: str, shared: socket.socket) -> socket.socket:
+    """The socket of the owner alone: at the next port if that is free, so that followers find it there again after a
+    crash."""
+    from memserve.api.server import bind
+
+    port = shared.getsockname()[1] + 1
+    try:
+        return bind(host, port if port < 65536 else 0)
+    except UserError:
+        return bind(host, 0)
 
 
 def _followers(

@@ -147,6 +147,9 @@ class Routers:
             checks.check_at_rest(node.machine.cluster, host.instances, [], has_events)
             require(not node.machine.cluster.stats().requests_live, f"{name} has requests that do not end")
             require(not len(node.machine.cluster.answers), f"{name} keeps answers for ever")
+            if not host.scenario.faults:
+                failed = node.machine.cluster.stats().counters.attempts_failed
+                require(failed.keys() <= {"refused"}, f"{name}: attempts failed in a healthy world: {failed}")
         for instance in host.instances:
             link = instance.machine.link
             require(link is None or not link.routers.alone, f"{instance.peer.name} has requests that no router wants")

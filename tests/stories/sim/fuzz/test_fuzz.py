@@ -107,6 +107,8 @@ CAUGHT = {
     "answer-end": (64, "keeps answers for ever"),
     "segment-drop": (1873, "is stale"),
     "segment-share": (29, "instead of"),
+    "two-routers": (SEED1, "healthy world"),
+    "attempt-router": (SEED2, "healthy world"),
 }
 """Where to begin, so that a test of a few seeds sees it, and what the checker says. docs/guides/SIMULATOR.md has the
 first seed of all."""
