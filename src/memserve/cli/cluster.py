@@ -17,7 +17,7 @@ from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, PeerInfo
 from memserve.options import command_line_of
-from memserve.placement import PlacementOptions
+from memserve.placement import Followers, PlacementOptions
 from memserve.policy.capacity import (
     APART_CORES_MIN,
     CLIENT_TOKENS,
@@ -46,21 +46,6 @@ LINKS = ("auto", "shm", "nixl")
 START_TIMEOUT_S = 600.0
 _LOOK_S = 0.1
 STORE_NAME = "s1"
-
-
-@dataclass(frozen=True, slots=True)
-class Followers:
-    """How the routers beside the owner are started on this host."""
-
-    flags: tuple[str, ...] = ()
-    """Of ``memserve router``, but for the owner's address."""
-    api_keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    metrics_key: str | None = dataclasses.field(default=None, repr=False)
-
-    @property
-    def keys(self) -> dict[str, object]:
-        """What no command line may show."""
-        return {"api_keys": self.api_keys, "metrics_key": self.metrics_key}
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,10 +336,12 @@ def _are_ready(members: dict[str, PeerInfo], names: list[str]) -> bool:
 
 
 def with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
+    """Those of ``members`` that run requests, by name."""
     return {name: info for name, info in members.items() if info.role.has_model}
 
 
 def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int) -> RemoteModel:
+    """What the edge must know of the model that ``infos`` serve, at most ``instances_max`` of them one sequence."""
     from memserve.cluster.spans import longest
     from memserve.model.loading.card import ModelCard, remote_model
 

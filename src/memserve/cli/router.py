@@ -31,6 +31,30 @@ from memserve.types import Admission, Role
 if TYPE_CHECKING:
     from memserve.runtime.router import RouterEngine
 
+Join = Annotated[
+    str,
+    typer.Option(
+        help="HOST:PORT of the owner, as opened by `memserve serve --cluster-port`. With standby routers: all of"
+        " them, separated by commas."
+    ),
+]
+Port = Annotated[
+    int,
+    typer.Option(min=0, max=65535, help="Port to listen on; routers of one host may share it. 0: a free one."),
+]
+OwnerUrl = Annotated[
+    str,
+    typer.Option(help="Where clients find the owner, http://HOST:PORT: those that name documents are sent there."),
+]
+Name = Annotated[str | None, typer.Option(help="Name of the router, unique in the cluster. Default: host and process.")]
+Advertise = Annotated[
+    str | None,
+    typer.Option(help="Host by which instances reach it. Default: that on the way to the owner."),
+]
+GenerationDefaults = Annotated[
+    bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
+]
+
 JOIN_TIMEOUT_S = 60.0
 """How long the owner may take to answer; the children of a ``memserve serve`` wait for their instances as well."""
 _LOOK_S = 0.1
@@ -58,36 +82,17 @@ class FollowerOptions:
 @opt.grouped
 def router(
     *,
-    join: Annotated[
-        str,
-        typer.Option(
-            help="HOST:PORT of the owner, as opened by `memserve serve --cluster-port`. With standby routers: all of"
-            " them, separated by commas."
-        ),
-    ],
+    join: Join,
     host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = opt.DEFAULT_HOST,
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Port to listen on; routers of one host may share it. 0: a free one."),
-    ] = opt.DEFAULT_PORT,
-    owner_url: Annotated[
-        str,
-        typer.Option(help="Where clients find the owner, http://HOST:PORT: those that name documents are sent there."),
-    ] = "",
-    name: Annotated[
-        str | None, typer.Option(help="Name of the router, unique in the cluster. Default: host and process.")
-    ] = None,
-    advertise: Annotated[
-        str | None,
-        typer.Option(help="Host by which instances reach it. Default: that on the way to the owner."),
-    ] = None,
+    port: Port = opt.DEFAULT_PORT,
+    owner_url: OwnerUrl = "",
+    name: Name = None,
+    advertise: Advertise = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
     engine: Annotated[EngineOptions, opt.Only("model", "lora")],
     served_model_name: ServedNames = None,
     api: ApiConfig,
-    generation_config: Annotated[
-        bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
-    ] = True,
+    generation_config: GenerationDefaults = True,
     default_max_tokens: ChatTokens = DEFAULT_MAX_TOKENS,
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
@@ -194,7 +199,7 @@ def run_follower(
 def _running_router(
     engine: EngineOptions, place: FollowerOptions, say: Callable[[str], None]
 ) -> Iterator[RouterEngine]:
-    from memserve.cluster.follower import NO_KV, Follower
+    from memserve.follower.machine import NO_KV, Follower
     from memserve.mempool.identity import identity_key
     from memserve.messages import Peer, PeerInfo
     from memserve.model.loading.card import import_tokenizers

@@ -17,14 +17,14 @@ import typer
 from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.cli import credentials
 from memserve.cli import options as opt
-from memserve.cli.cluster import ClusterOptions, Followers, choose_counts, room_text, running_cluster, shape_text
+from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, running_cluster, shape_text
 from memserve.cli.fleet import run_fleet
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.fleet.words import FleetOptions
 from memserve.model.loading.adapter import Adapter, read_adapters
 from memserve.options import command_line_of
-from memserve.placement import PlacementOptions
+from memserve.placement import Followers, PlacementOptions
 from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
 from memserve.runtime.store_secret import with_absolute_folders
@@ -63,6 +63,14 @@ ChatTokens = Annotated[
     ),
 ]
 
+RouterCount = Annotated[
+    int, typer.Option(min=1, max=64, help="Router processes that share the port, each placing requests by itself.")
+]
+ClusterHost = Annotated[str, typer.Option(help="Address by which other hosts reach this one: router and instances.")]
+ClusterPort = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Let instances of other hosts join at this port.")
+]
+
 
 @opt.grouped
 def serve(
@@ -88,18 +96,11 @@ def serve(
     decode: Count = None,
     colocated: Count = None,
     cluster: ClusterConfig,
-    routers: Annotated[
-        int,
-        typer.Option(min=1, max=64, help="Router processes that share the port, each placing requests by itself."),
-    ] = 1,
+    routers: RouterCount = 1,
     store: StoreOptions,
     link: opt.Link = opt.DEFAULT_LINK,
-    cluster_host: Annotated[
-        str, typer.Option(help="Address by which other hosts reach this one: router and instances.")
-    ] = opt.DEFAULT_HOST,
-    cluster_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Let instances of other hosts join at this port.")
-    ] = None,
+    cluster_host: ClusterHost = opt.DEFAULT_HOST,
+    cluster_port: ClusterPort = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
     metadata: MetadataOption = "auto",
     metadata_credentials: credentials.MetadataCredentials = None,

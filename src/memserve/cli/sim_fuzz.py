@@ -69,12 +69,13 @@ def _replay(
     """Run one scenario again. Returns whether it fails."""
     from memserve.sim.fuzz.campaign import judge
 
-    options = {"plant": plant, "layerwise": layerwise, "keep_story": story}
+    options: dict[str, object] = {"plant": plant, "layerwise": layerwise, "keep_story": story}
     if log is None:
         verdict = judge(seed, setting, **options, routers=routers)  # type: ignore[arg-type]  # of three kinds
     else:
         with log.open("w", encoding="utf-8", newline="\n") as out:
-            verdict = judge(seed, setting, **options, routers=routers, log=out.write)  # type: ignore[arg-type]
+            options |= {"log": out.write}
+            verdict = judge(seed, setting, **options, routers=routers)  # type: ignore[arg-type]  # of four kinds
     for line in verdict.story:
         typer.echo(line)
     if verdict.failure:

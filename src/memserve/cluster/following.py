@@ -1,4 +1,4 @@
-"""Membership at a follower: the owner decides who is a member, and a follower works with those that it hears.
+"""Membership at a follower: the owner decides which members there are, and a follower works with those that it hears.
 
 ::
 
@@ -6,8 +6,8 @@
                                           |                           |
                                           +------- owner: PeerGone ---+--> gone
 
-A follower admits, expels and introduces nobody. A member that it does not hear, though the owner does, gets no request
-of its until it is heard again. What the last owner said holds while there is none.
+A follower admits, expels and introduces no member. A member that it does not hear, though the owner does, gets none
+of its requests until it is heard again. What the last owner said holds while there is none.
 """
 
 from __future__ import annotations

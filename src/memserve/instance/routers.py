@@ -42,7 +42,7 @@ class Routers:
         self.alone: dict[str, int] = {}
         self._counts: dict[Peer | None, LinkCounts] = {None: LinkCounts()}
 
-    # -- who there is
+    # -- which there are
 
     def set_members(self, infos: Iterable[PeerInfo]) -> list[Peer]:
         """These are all members. Returns the followers that are gone."""

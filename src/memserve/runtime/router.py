@@ -36,13 +36,13 @@ from memserve.cluster.events import (
     StateRecovered,
     StoreNamed,
 )
-from memserve.cluster.follower import Follower, FollowerStarts
 from memserve.cluster.machine import Cluster
 from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.cluster.prefix_map import PrefixNode
 from memserve.cluster.report import InstanceView
 from memserve.cluster.requests import RouteStory
 from memserve.errors import InvariantError
+from memserve.follower.machine import Follower, FollowerStarts
 from memserve.instance.events import BecomeNew, DialRouter, Left, MeetPeer, Notice, PartFromPeer, Reborn
 from memserve.messages import AnyMessage, Join, JoinAccepted, Peer, PeerInfo
 from memserve.metadata import DocumentDropped, DocumentPut

@@ -9,10 +9,10 @@ from typing import Protocol
 from msgspec import structs
 
 from memserve.cluster.events import ClusterAction, ReportMember
-from memserve.cluster.follower import Follower, FollowerAction, FollowerStarts
 from memserve.cluster.machine import Cluster
 from memserve.config import MemberConfig
 from memserve.errors import check
+from memserve.follower.machine import Follower, FollowerAction, FollowerStarts
 from memserve.instance.events import (
     Action,
     BecomeNew,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from memserve.cluster.follower import NO_KV
 from memserve.instance.routers import Routers
 from memserve.messages import Load, Peer, PeerInfo, RequestRefused, Tokens
 from memserve.serving import EmitTokens, RejectRequest, Send
-from memserve.types import Role, TokenOutput
+from memserve.types import KVGeometry, Role, TokenOutput
 
+NO_KV = KVGeometry(1, 1, 1, 1, "float32", 1)
 OWNER, R2, R3 = Peer("router", 5), Peer("router-2", 1), Peer("router-3", 1)
 
 

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any, Protocol
 
 from memserve.config import AdmissionConfig
-from memserve.sim.fuzz.clients import Conversation, Turn
+from memserve.sim.fuzz.clients import FLOOD, Conversation, Turn
 from memserve.types import Admission
 from memserve.units import NS_PER_MS
 
@@ -73,6 +73,7 @@ def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, 
     random = Random(f"{scenario.seed}/{scenario.setting}/followers")
     drawn = random.random() < FOLLOWED_SHARE
     unfit = scenario.shared is not None or scenario.store is not None or scenario.admission.mode is not Admission.NONE
+    unfit = unfit or any(conversation.tenant == FLOOD for conversation in scenario.conversations)
     unfit = unfit or any(fault.kind == "row" for fault in scenario.faults)
     if unfit or routers == 1 or not (drawn or routers):
         return []

@@ -6,8 +6,8 @@ from collections import Counter
 from random import Random
 from typing import Protocol
 
-from memserve.cluster.follower import NO_KV, Follower
 from memserve.config import ClusterConfig, MemberConfig
+from memserve.follower.machine import NO_KV, Follower
 from memserve.messages import PeerInfo
 from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
 from memserve.sim.fuzz import checks

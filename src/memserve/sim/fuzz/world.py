@@ -10,9 +10,9 @@ from typing import cast
 import numpy as np
 
 from memserve.cluster.events import ClusterAction, PrefixPinned, PrefixUnpinned
-from memserve.cluster.follower import Follower
 from memserve.cluster.machine import Cluster
 from memserve.config import ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
+from memserve.follower.machine import Follower
 from memserve.instance.machine import Instance
 from memserve.messages import Heartbeat, PeerInfo, RequestRefused
 from memserve.policy.costs import CopyCurve, CostModel

@@ -1,4 +1,4 @@
-"""A router that is not the owner: who its members are, whose its attempts, and what becomes of answers with a key."""
+"""A router that is not the owner: which its members are, whose its attempts, and what becomes of answers with a key."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from msgspec import structs
 from cluster_world import a_request, info
 from memserve.answers import AnswerHeld, AnswersHeld, AnswerTaken, AskAnswers
 from memserve.cluster.answers import TAKEN_OVER
-from memserve.cluster.follower import NO_KV, Follower, FollowerStarts
 from memserve.config import ClusterConfig, MemberConfig
+from memserve.follower.machine import NO_KV, Follower, FollowerStarts
 from memserve.instance.events import BecomeNew, DialRouter, MeetPeer, PartFromPeer, Reborn
 from memserve.messages import (
     Dispatch,
