@@ -111,6 +111,7 @@ def serve(
     """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(log_level)
+    cluster = _for_routers(routers, cluster, store, placement, alone=in_process, engines=bool(fleet.engines))
     keys = credentials.api_keys(api_key, api_key_file)
     secrets = (keys, credentials.metrics_key(metrics_key), credentials.tls_of(tls_cert, tls_key))
     answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
@@ -119,15 +120,11 @@ def serve(
         own = in_process or any(one is not None for one in (prefill, decode, colocated, cluster_port, placement.asked))
         run_fleet(fleet, http, cluster, None if own else store)
         return
-    if in_process and routers > 1:
-        raise UserError("--in-process runs one engine without a router", hint="leave out --routers or --in-process")
     if in_process:
         store.refuse("leave out --in-process")
         cluster_options = (prefill, decode, colocated, cluster_port, placement.asked)
         run_server(_alone(engine, cluster.admission, *cluster_options), http, None)
         return
-    _refuse_routers(routers, cluster, store, placement)
-    cluster = cluster if routers == 1 else one_instance_each(cluster)
     config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
     shape = choose_counts(prefill, decode, colocated, engine)
     kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
@@ -137,10 +134,23 @@ def serve(
     run_server(engine, http, run)
 
 
-def _refuse_routers(routers: int, cluster: ClusterConfig, store: StoreOptions, placement: PlacementOptions) -> None:
-    """Raise :class:`UserError` for what one router alone can do."""
+def _for_routers(
+    routers: int,
+    cluster: ClusterConfig,
+    store: StoreOptions,
+    placement: PlacementOptions,
+    *,
+    alone: bool,
+    engines: bool,
+) -> ClusterConfig:
+    """``cluster`` for so many routers. Raises :class:`UserError` for what one router alone can do."""
     if routers == 1:
-        return
+        return cluster
+    if alone:
+        raise UserError("--in-process runs one engine without a router", hint="leave out --routers or --in-process")
+    if engines:
+        hint = "leave out --routers; start several servers with the same engines"
+        raise UserError("--routers is for instances, not for --engine", hint=hint, param="routers")
     if cluster.admission.mode is not Admission.NONE:
         hint = "leave out --admission, or --routers"
         raise UserError("admission counts what one router has admitted", hint=hint, param="routers")
@@ -151,6 +161,7 @@ def _refuse_routers(routers: int, cluster: ClusterConfig, store: StoreOptions, p
         raise UserError(
             "--routers is for one host", hint="start `memserve router --join` on the others", param="routers"
         )
+    return one_instance_each(cluster)
 
 
 def one_instance_each(cluster: ClusterConfig) -> ClusterConfig:

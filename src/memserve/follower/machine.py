@@ -5,8 +5,8 @@
     owner -- JoinAccepted, PeerJoined, PeerGone --> MemberMachine --> Cluster <-- heartbeats, KV events, tokens
     owner <------------ Join, Heartbeat ---------------+                +------> Dispatch, Cancel, AskAnswers
 
-What must be exclusive is the owner's alone: which members there are, documents, pinned prefixes. While no owner is heard
-a follower goes on with the members that it knows.
+What must be exclusive is the owner's alone: which members there are, documents, pinned prefixes. While no owner is
+heard, a follower goes on with the members that it knows.
 """
 
 from __future__ import annotations
