@@ -32,7 +32,7 @@ NATIVE_FOLDERS = {"core": "memserve._core", "kernels": "memserve._kernels"}
 # Level 0 is every module right under the package, and the native modules. `llm` and `__init__` are edges.
 LEVELS = {
     "mempool": 1, "kv_transfer": 1, "policy": 1, "workloads": 1,
-    "instance": 2, "cluster": 2, "meta": 2, "store": 2, "fleet": 2,
+    "instance": 2, "cluster": 2, "meta": 2, "store": 2, "fleet": 2, "follower": 2,
     "runtime": 3, "sim": 3, "model": 3,
     "api": 4, "cli": 4, "client": 4, "bench": 4, "dashboard": 4, "integrations": 4, "llm": 4, "__main__": 4, "": 4,
 }  # fmt: skip

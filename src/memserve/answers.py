@@ -40,6 +40,21 @@ class AnswersHeld(Message, frozen=True, tag=True):
     answers: tuple[AnswerHeld, ...]
     is_last: bool
     """There is no more to be told."""
+    key: str = ""
+    """The one that the router has asked for (``AskAnswers``); empty: all that an earlier router has left."""
+
+
+class AskAnswers(Message, frozen=True, tag=True):
+    """Router -> instance: a client asks me for the answer with this key. Tell me what you have of it; an attempt that
+    runs there is mine from now on."""
+
+    key: str
+
+
+class AnswerTaken(Message, frozen=True, tag=True):
+    """Instance -> router whose attempt this was: its client asks another router for the answer, which has it now."""
+
+    request_id: str
 
 
 class _Told:

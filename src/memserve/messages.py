@@ -28,6 +28,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from memserve.answers import AnswersHeld as AnswersHeld
+from memserve.answers import AnswerTaken as AnswerTaken
+from memserve.answers import AskAnswers as AskAnswers
 from memserve.kv_messages import AskEvents as AskEvents
 from memserve.kv_messages import KvChange as KvChange
 from memserve.kv_messages import KvEvents as KvEvents
@@ -265,6 +267,8 @@ class Offer(Message, frozen=True, tag=True):
     """For the receiver's application, passed on unread; a store reads ``KEEP``."""
     dram_blocks: tuple[Natural, ...] = ()
     """Blocks that follow ``blocks`` and lie in the owner's DRAM (``blocks`` then lie in HBM)."""
+    router: Peer | None = None
+    """A handoff: the follower whose attempt it is. None: it is the owner's."""
 
 
 class MoreBlocks(Message, frozen=True, tag=True):
@@ -362,7 +366,7 @@ AnyMessage: TypeAlias = (
     | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver
     | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready
     | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | SegmentHeld | JoinRequest | StoreMessage
-    | AnswersHeld
+    | AnswersHeld | AskAnswers | AnswerTaken
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from memserve.errors import UserError
@@ -55,3 +55,18 @@ class PlacementOptions:
                 raise UserError(f"cannot read --ray-resources {text!r}", hint=hint, param="ray_resources")
             found[role] = amounts
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Followers:
+    """How the routers beside the owner are started on this host."""
+
+    flags: tuple[str, ...] = ()
+    """Of ``memserve router``, but for the owner's address."""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    metrics_key: str | None = field(default=None, repr=False)
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """What no command line may show."""
+        return {"api_keys": self.api_keys, "metrics_key": self.metrics_key}

@@ -33,6 +33,12 @@ class Role(enum.StrEnum):
     DECODE = "decode"
     COLOCATED = "colocated"
     STORE = "store"  # no model: memory and index only
+    ROUTER = "router"  # no model, no memory: a router that is not the owner of the cluster
+
+    @property
+    def has_model(self) -> bool:
+        """Whether it runs requests."""
+        return self not in (Role.STORE, Role.ROUTER)
 
 
 class TransferMode(enum.StrEnum):

@@ -1,6 +1,10 @@
 """``memserve serve`` killed with -9 while clients with keys stream, and started again: what they get, at what cost.
 
     PYTHONPATH=tests/support python tests/support/router_kills.py [--kills 50] [--streams 64] [--tokens 200] [--seed 1]
+                                                              [--routers 2]
+
+With ``--routers`` each kill is of one of several routers at one port: of the owner, or of a follower, which the owner
+starts again.
 
 Each client asks one question at a time, streamed, with an ``Idempotency-Key``. When its stream breaks it asks again
 with the same key and ``Last-Event-ID``, until it has the whole answer. A tiny random model in float32, everything else
@@ -10,8 +14,11 @@ as in production. Each answer is compared with what the same server gives to the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
+import signal
 import tempfile
 import threading
 import time
@@ -20,6 +27,7 @@ from pathlib import Path
 
 import httpx
 
+from ports import free_port
 from served_cluster import Server, eventually
 from tiny_models import prompt, save_folder, tiny_module
 
@@ -38,6 +46,7 @@ class Killed:
     """A server with metadata that is killed, and started again at the same address of its own metadata."""
 
     def __init__(self, model: Path, state: Path, *flags: str) -> None:
+        self._state = state
         self._model, self._flags = model, [*flags, "--metadata", str(state)]
         self.server = Server(model, *self._flags)
         #: of all clients: to make one takes as long as a hundred tokens do
@@ -46,6 +55,12 @@ class Killed:
     @property
     def url(self) -> str:
         return self.server.url
+
+    def kill_follower(self, name: str) -> None:
+        """SIGKILL to a router that is not the owner; the owner starts it again."""
+        children = json.loads((self._state / "children.json").read_text())
+        with contextlib.suppress(ProcessLookupError):  # it is dead already, and not started again yet
+            os.kill(children[name]["pid"], signal.SIGKILL)
 
     def kill(self) -> None:
         """SIGKILL; the instances live on."""
@@ -174,17 +189,25 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--routers", type=int, default=1)
     parser.add_argument("--flags", default="--prefill 1 --decode 1")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as folder:
         model = long_model(Path(folder) / "tiny")
-        killed = Killed(model, Path(folder) / "state", *options.flags.split())
+        flags = options.flags.split()
+        if options.routers > 1:
+            flags += ["--routers", str(options.routers), "--port", str(free_port())]
+        killed = Killed(model, Path(folder) / "state", *flags)
         crowd = Crowd(killed, options.streams, options.tokens)
         for _ in range(options.kills):
             time.sleep(draw.uniform(0.3, 2.0))
-            killed.kill()
-            killed.restart()
+            victim = draw.randrange(options.routers)
+            if victim:
+                killed.kill_follower(f"router-{victim + 1}")
+            else:
+                killed.kill()
+                killed.restart()
         crowd.stop()
         eventually(lambda: killed.server.counter("generated_tokens"))
         time.sleep(3)

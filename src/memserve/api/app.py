@@ -28,6 +28,7 @@ from memserve.api.guard import Cors, Guard, LineWriter, RequestLog, on_http_erro
 from memserve.api.hub import Hub
 from memserve.api.metrics import ApiMetrics
 from memserve.api.openapi import openapi
+from memserve.api.owner import OwnerOnly
 from memserve.api.prefix_routes import DocumentRoutes, SessionRoutes
 from memserve.api.prompts import PromptEncoder
 from memserve.api.responses.endpoint import ResponsesRoutes
@@ -232,6 +233,7 @@ def create_app(
             Middleware(Watch, timelines=timelines),
             Middleware(Cors, origins=limits.cors_origins),
             Middleware(Guard, keys=keys, metrics=metrics),
+            Middleware(OwnerOnly, engine=engine),
         ],
         exception_handlers={HTTPException: on_http_error},
         lifespan=lifespan,

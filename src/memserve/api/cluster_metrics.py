@@ -319,7 +319,7 @@ def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     yield from families(CEILING, [((), stats.cluster.prompt_tokens)])
     if names_tenants:
         yield from tenant_ceiling_families(stats.cluster)
-    instances = [member for member in stats.members if member.view.role is not Role.STORE]
+    instances = [member for member in stats.members if member.view.role.has_model]
     members = [((member.view.peer.name, member.view.role.value), member) for member in instances]
     yield from families(INSTANCE_GAUGES, members, ("instance", "role"))
     yield from _counters(instances)

@@ -20,6 +20,7 @@ from memserve.api.keys import key_of
 from memserve.api.lenient import Leniency
 from memserve.api.messages import check_messages
 from memserve.api.metrics import ApiMetrics
+from memserve.api.owner import send_to_owner_if_kept
 from memserve.api.plan import Caller, Generation, plan_chat, plan_completion
 from memserve.api.prompts import CHECKING, PARSING, Prompt, PromptEncoder, is_token_list
 from memserve.api.reasoning import thoughts_after
@@ -201,6 +202,7 @@ class GenerationEndpoint:
         explain = asks_to_explain(scope)
         async with json_body(scope, receive, shared.edge) as data:
             shared.hub.check_busy(scope[TENANT_KEY], data)
+            send_to_owner_if_kept(shared.hub.engine, scope, data)
             key = key_of(scope, prefix, data)
             caller = Caller(scope[TENANT_KEY], explain, seed=None if key is None else key.seed)
             response_id = prefix + (own if key is None else key.response_id)

@@ -36,8 +36,9 @@ _BACKLOG = 2048
 _POLL_S = 0.05
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 chooses a free one. Raises :class:`UserError` when that is impossible.
+def bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """A bound socket; port 0 chooses a free one. ``is_shared``: other processes of this user may bind the same port,
+    and the kernel spreads connections over them. Raises :class:`UserError` when that is impossible.
 
     Call it before the model loads, so that a port in use shows at once.
     """
@@ -46,6 +47,8 @@ def bind(host: str, port: int) -> socket.socket:
         # asyncio sets TCP_NODELAY only where the protocol is spelled out; without it answers wait 40 ms for an ACK
         bound = socket.socket(family, kind, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # accepted sockets inherit it
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)
         bound.bind(address)

@@ -40,6 +40,11 @@ class Tls:
         self._context = _context(cert, key)
         self._looked_s = time.monotonic()
 
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """Of the certificate and of its key."""
+        return self._files
+
     def context(self) -> ssl.SSLContext:
         """That of the files as they are; of the last good pair while they are halfway through a change."""
         if time.monotonic() < self._looked_s + LOOK_S:

@@ -15,7 +15,7 @@ from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, PeerInfo
 from memserve.options import command_line_of
-from memserve.placement import PlacementOptions
+from memserve.placement import Followers, PlacementOptions
 from memserve.policy.capacity import (
     APART_CORES_MIN,
     CLIENT_TOKENS,
@@ -70,6 +70,9 @@ class ClusterOptions:
     store: StoreOptions = dataclasses.field(default_factory=StoreOptions)
     """The store of this host; default: none."""
     placement: PlacementOptions = dataclasses.field(default_factory=PlacementOptions)
+    routers: int = 1
+    """Router processes on this host, the owner included."""
+    followers: Followers = dataclasses.field(default_factory=Followers)
 
     def __post_init__(self) -> None:
         if self.store.is_used and self.config.caching is Caching.OFF:
@@ -185,7 +188,9 @@ def running_cluster(
             ChildrenFile(kept.folder).end_useless({order.name: order.command for order in orders})
         engine = _open_router(options, secret, kept)
         orders = _orders(engine_options, options, engine.address, log_level)
-        supervisor = Supervisor(orders, secret, engine.bury, kept.folder, offers=options.store.is_used)
+        supervisor = Supervisor(
+            orders, secret, engine.bury, kept.folder, offers=options.store.is_used, keys=options.followers.keys
+        )
         engine.children = supervisor.stats
         try:
             _check_memory(engine_options, options, orders, supervisor.living)
@@ -197,7 +202,7 @@ def running_cluster(
 
             with shown("loading" if supervisor.names else "waiting"):
                 infos = _wait_until_ready(engine, supervisor, named, options, say)
-            model = _model_of(infos, folder, options.config.sequence_instances_max)
+            model = model_of(infos, folder, options.config.sequence_instances_max)
             supervisor.settle()
             yield RunningCluster(engine, model, _describe(infos, options, engine_options, model), supervisor.retire)
         finally:
@@ -225,6 +230,8 @@ def _check_memory(
     needed_bytes = 0
     for order in orders:
         if order.name not in living:
+            if order.role is Role.ROUTER:
+                continue
             is_store = order.role is Role.STORE
             needed_bytes += options.store.memory_bytes if is_store else hbm_bytes + engine_options.dram_memory_bytes
     check_host_memory(needed_bytes)
@@ -273,6 +280,8 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
     if options.store.is_wanted:
         flags = ("--join", address, "--link", link, "--log-level", log_level, *options.store.flags)
         orders.append(ChildOrder(STORE_NAME, Role.STORE, flags))
+    flags = ("--join", address, *options.followers.flags)
+    orders += [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, options.routers + 1)]
     return orders
 
 
@@ -315,23 +324,25 @@ def _wait_until_ready(
             raise UserError(
                 f"{missing} not ready after {seconds:.0f} s", hint="look for the reason with --log-level info"
             )
-    members = _with_models(engine.members())
+    members = with_models(engine.members())
     return [members[name] for name in names if name in members] or list(members.values())
 
 
 def _are_ready(members: dict[str, PeerInfo], names: list[str]) -> bool:
     """Whether all of ``names`` are ``members``, instances are, and each store keeps their KV: one that does not begins
     anew when it has seen the first instance, and is no member for a moment."""
-    namespaces = {info.namespace for info in _with_models(members).values()}
+    namespaces = {info.namespace for info in with_models(members).values()}
     stores = [info for info in members.values() if info.role is Role.STORE]
     return bool(namespaces) and members.keys() >= set(names) and all(one.namespace in namespaces for one in stores)
 
 
-def _with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
-    return {name: info for name, info in members.items() if info.role is not Role.STORE}
+def with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
+    """Those of ``members`` that run requests, by name."""
+    return {name: info for name, info in members.items() if info.role.has_model}
 
 
-def _model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int) -> RemoteModel:
+def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int) -> RemoteModel:
+    """What the edge must know of the model that ``infos`` serve, at most ``instances_max`` of them one sequence."""
     from memserve.cluster.spans import longest
     from memserve.model.loading.card import ModelCard, remote_model
 

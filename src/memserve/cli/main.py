@@ -18,8 +18,8 @@ _ClickException: type = typer.BadParameter.__mro__[2]
 """What typer raises for a wrong command line. It has no public name since typer bundles its own click."""
 
 _COMMANDS = (
-    "serve", "engine", "instance", "store", "scale", "chat", "top", "explain", "trees", "ui", "doctor", "profile",
-    "bench", "sim",
+    "serve", "engine", "instance", "router", "store", "scale", "chat", "top", "explain", "trees", "ui", "doctor",
+    "profile", "bench", "sim",
 )  # fmt: skip
 
 
@@ -53,6 +53,10 @@ def _add(app: typer.Typer, name: str) -> None:
             from memserve.cli.instance import instance
 
             app.command()(instance)
+        case "router":
+            from memserve.cli.router import router
+
+            app.command()(router)
         case "store":
             from memserve.cli import store
 

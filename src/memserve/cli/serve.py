@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -23,7 +23,8 @@ from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, Cluste
 from memserve.errors import UserError
 from memserve.fleet.words import FleetOptions
 from memserve.model.loading.adapter import Adapter, read_adapters
-from memserve.placement import PlacementOptions
+from memserve.options import command_line_of
+from memserve.placement import Followers, PlacementOptions
 from memserve.runtime.gpus import device_here
 from memserve.runtime.meta_keeper import metadata_place
 from memserve.runtime.process import EndAsked, on_ending_signals, signals_raise
@@ -63,6 +64,14 @@ ChatTokens = Annotated[
     ),
 ]
 
+RouterCount = Annotated[
+    int, typer.Option(min=1, max=64, help="Router processes that share the port, each placing requests by itself.")
+]
+ClusterHost = Annotated[str, typer.Option(help="Address by which other hosts reach this one: router and instances.")]
+ClusterPort = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Let instances of other hosts join at this port.")
+]
+
 
 @opt.grouped
 def serve(
@@ -88,14 +97,11 @@ def serve(
     decode: Count = None,
     colocated: Count = None,
     cluster: ClusterConfig,
+    routers: RouterCount = 1,
     store: StoreOptions,
     link: opt.Link = opt.DEFAULT_LINK,
-    cluster_host: Annotated[
-        str, typer.Option(help="Address by which other hosts reach this one: router and instances.")
-    ] = opt.DEFAULT_HOST,
-    cluster_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Let instances of other hosts join at this port.")
-    ] = None,
+    cluster_host: ClusterHost = opt.DEFAULT_HOST,
+    cluster_port: ClusterPort = None,
     cluster_secret_file: credentials.ClusterSecretFile = None,
     metadata: MetadataOption = "auto",
     metadata_credentials: credentials.MetadataCredentials = None,
@@ -106,6 +112,7 @@ def serve(
     """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(log_level)
+    cluster = _for_routers(routers, cluster, store, placement, alone=in_process, engines=bool(fleet.engines))
     keys = credentials.api_keys(api_key, api_key_file)
     secrets = (keys, credentials.metrics_key(metrics_key), credentials.tls_of(tls_cert, tls_key))
     answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
@@ -124,7 +131,47 @@ def serve(
     kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
     members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape), with_absolute_folders(store), placement)
-    run_server(engine, http, ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members))
+    run = ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members, routers=routers)
+    run_server(engine, http, run)
+
+
+def _for_routers(
+    routers: int,
+    cluster: ClusterConfig,
+    store: StoreOptions,
+    placement: PlacementOptions,
+    *,
+    alone: bool,
+    engines: bool,
+) -> ClusterConfig:
+    """``cluster`` for so many routers. Raises :class:`UserError` for what one router alone can do."""
+    if routers == 1:
+        return cluster
+    if alone:
+        raise UserError("--in-process runs one engine without a router", hint="leave out --routers or --in-process")
+    if engines:
+        hint = "leave out --routers; start several servers with the same engines"
+        raise UserError("--routers is for instances, not for --engine", hint=hint, param="routers")
+    if cluster.admission.mode is not Admission.NONE:
+        hint = "leave out --admission, or --routers"
+        raise UserError("admission counts what one router has admitted", hint=hint, param="routers")
+    if store.is_used:
+        hint = "leave out --routers, or the store"
+        raise UserError("a store tells one router what it holds", hint=hint, param="routers")
+    if placement.asked is not None:
+        raise UserError(
+            "--routers is for one host", hint="start `memserve router --join` on the others", param="routers"
+        )
+    return one_instance_each(cluster)
+
+
+def one_instance_each(cluster: ClusterConfig) -> ClusterConfig:
+    """``cluster`` for several routers: sequences are not shared by instances, since two routers could each hold the
+    memory that the other one's sequence waits for. Raises :class:`UserError` where that is asked for."""
+    if cluster.sequence_parallel not in ("auto", "off"):
+        hint = "use --sequence-parallel off, or one router"
+        raise UserError("one router alone shares sequences", hint=hint, param="sequence_parallel")
+    return dataclasses.replace(cluster, sequence_parallel="off")
 
 
 def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:
@@ -170,17 +217,52 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     KeyRing(() if http.metrics_key is None else (http.metrics_key,))
     keep_heap_small()
     try:
-        with signals_raise(), bind(http.host, http.port) as listener:
+        is_shared = cluster is not None and cluster.routers > 1
+        with signals_raise(), ExitStack() as open_sockets:
+            listener = open_sockets.enter_context(bind(http.host, http.port, is_shared=is_shared))
+            listeners = [listener]
             typer.echo(f"loading {engine_options.model} ...", err=True)
+            if cluster is not None and is_shared:
+                listeners.append(open_sockets.enter_context(_own_listener(http.host, listener)))
+                cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listeners))
             backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
             with backend as served:
-                _serve_until_signal(served, engine_options.model, adapters, listener, http, started)
+                serve_until_signal(served, engine_options.model, adapters, listeners, http, started)
     except EndAsked as asked:
         log.warning("%s: stopped before it was ready", asked.signal_name)
 
 
+def _own_listener(host: str, shared: socket.socket) -> socket.socket:
+    """The socket of the owner alone: at the next port if that is free, so that followers find it there again after a
+    crash."""
+    from memserve.api.server import bind
+
+    port = shared.getsockname()[1] + 1
+    try:
+        return bind(host, port if port < 65536 else 0)
+    except UserError:
+        return bind(host, 0)
+
+
+def _followers(
+    engine: EngineOptions, cluster: ClusterOptions, http: opt.HttpOptions, listeners: list[socket.socket]
+) -> Followers:
+    """How this server's further routers are started, at the port of the first of ``listeners``; the other one is the
+    owner's own."""
+    shared, own = (one.getsockname()[1] for one in listeners)
+    tls = () if http.tls is None else ("--tls-cert", str(http.tls.files[0]), "--tls-key", str(http.tls.files[1]))
+    names = [word for name in http.served_model_names for word in ("--served-model-name", name)]
+    plain = "--host", http.host, "--port", str(shared), "--drain-s", str(http.drain_s)
+    chat = "--default-max-tokens", str(http.default_max_tokens), "--log-level", http.log_level
+    generation = () if http.generation_config else ("--no-generation-config",)
+    model = EngineOptions(model=engine.model, lora=engine.lora)
+    configs = [word for one in (model, http.api, http.limits, cluster.config) for word in command_line_of(one)]
+    owner = "--owner-url", http.url(own).removesuffix("/v1")
+    return Followers((*plain, *owner, *chat, *generation, *names, *tls, *configs), http.api_keys, http.metrics_key)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Served:
+class Served:
     """What answers requests."""
 
     engine: ServingEngine
@@ -196,7 +278,7 @@ def _say(line: str) -> None:
 
 
 @contextmanager
-def _engine(options: EngineOptions) -> Iterator[_Served]:
+def _engine(options: EngineOptions) -> Iterator[Served]:
     from memserve.runtime.process import set_thread_environment
 
     set_thread_environment()
@@ -212,24 +294,25 @@ def _engine(options: EngineOptions) -> Iterator[_Served]:
         leave_compiler_out(options.device)
         engine, model = build_engine(options)
     try:
-        yield _Served(engine, model, room_text(model.kv_tokens, model.max_model_tokens, options.scheduler.max_running))
+        yield Served(engine, model, room_text(model.kv_tokens, model.max_model_tokens, options.scheduler.max_running))
     finally:
         engine.close(ENGINE_CLOSE_S)
 
 
 @contextmanager
-def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) -> Iterator[_Served]:
+def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) -> Iterator[Served]:
     for why in (device_here(options.device).why, cluster.why):
         if why:
             _say(why)
     with running_cluster(options, cluster, log_level, _say) as running:
-        yield _Served(running.engine, running.model, running.text, running.on_end)
+        yield Served(running.engine, running.model, running.text, running.on_end)
 
 
-def _serve_until_signal(
-    served: _Served, source: str, adapters: tuple[Adapter, ...], listener: socket.socket, http: opt.HttpOptions,
+def serve_until_signal(
+    served: Served, source: str, adapters: tuple[Adapter, ...], listeners: list[socket.socket], http: opt.HttpOptions,
     started: float,
 ) -> None:  # fmt: skip
+    """Answer clients at ``listeners`` until a signal asks for the end; then let streams finish."""
     from memserve.api.app import create_app
     from memserve.api.edge import make_room_for_connections
     from memserve.api.server import Server
@@ -246,12 +329,17 @@ def _serve_until_signal(
         served.engine, model, aliases=aliases, further_names=http.served_model_names[1:], adapters=adapters,
         api_keys=http.api_keys, metrics_key=http.metrics_key, limits=http.limits, config=http.api,
     )  # fmt: skip
-    port = listener.getsockname()[1]
+    port = listeners[0].getsockname()[1]
 
     def on_ready() -> None:
         typer.echo(ready_text(model.name, http.url(port), time.perf_counter() - started, http.api_keys))
         if served.text:
             typer.echo(served.text)
+        if len(listeners) > 1:
+            own = http.url(listeners[1].getsockname()[1])
+            typer.echo(
+                f"documents, sessions and stored responses are the owner's, which has an address of its own: {own}"
+            )
         if adapters:
             typer.echo(f"adapters: {', '.join(adapter.name for adapter in adapters)}")
         if model.kv_lower_dtype != AS_COMPUTED:
@@ -263,7 +351,7 @@ def _serve_until_signal(
     on_ending_signals(
         server.handle_exit
     )  # uvicorn restores these handlers when it returns: a later signal must not kill the process
-    server.run(sockets=[listener])
+    server.run(sockets=listeners)
 
 
 def ready_text(name: str, url: str, seconds: float, api_keys: Sequence[str]) -> str:

@@ -25,6 +25,10 @@ def fuzz(
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
     weather: Annotated[str, typer.Option(help="Scenarios to run: healthy, faulty or swarm. Default: all.")] = "",
     layerwise: Annotated[str, typer.Option(help="KV by layer: auto or off in all scenarios. Default: in some.")] = "",
+    routers: Annotated[
+        int | None,
+        typer.Option(min=1, max=3, help="Routers at once, where scenarios allow several. Default: several in some."),
+    ] = None,
     plant: Annotated[str, typer.Option(help="Remove this safeguard of the product: a check must notice.")] = "",
     seed: Annotated[int | None, typer.Option(min=0, help="Run the scenario of this seed only.")] = None,
     setting: Annotated[str, typer.Option(help="With --seed: caching/transfer/mix/healthy|faulty|swarm.")] = "",
@@ -44,26 +48,34 @@ def fuzz(
         raise UserError(f"unknown layerwise mode {layerwise!r}", hint=f"use one of {', '.join(LAYERWISE)}")
     if seed is not None:
         chosen = parse_setting(setting) if setting else setting_of(seed, weather or None)
-        failed = _replay(seed, chosen, plant or None, layerwise or None, story, log)
+        failed = _replay(seed, chosen, plant or None, layerwise or None, routers, story, log)
     elif setting or story or log is not None:
         raise UserError("--setting, --story and --log belong to --seed", hint="memserve sim fuzz --seed 17 --story")
     else:
-        failed = _campaign(range(first, first + seeds), weather, plant, layerwise, jobs)
+        failed = _campaign(range(first, first + seeds), weather, plant, layerwise, routers, jobs)
     if failed:
         raise typer.Exit(1)
 
 
 def _replay(
-    seed: int, setting: Setting, plant: str | None, layerwise: str | None, story: bool, log: Path | None
+    seed: int,
+    setting: Setting,
+    plant: str | None,
+    layerwise: str | None,
+    routers: int | None,
+    story: bool,
+    log: Path | None,
 ) -> bool:
     """Run one scenario again. Returns whether it fails."""
     from memserve.sim.fuzz.campaign import judge
 
+    options: dict[str, object] = {"plant": plant, "layerwise": layerwise, "keep_story": story}
     if log is None:
-        verdict = judge(seed, setting, plant=plant, layerwise=layerwise, keep_story=story)
+        verdict = judge(seed, setting, **options, routers=routers)  # type: ignore[arg-type]  # of three kinds
     else:
         with log.open("w", encoding="utf-8", newline="\n") as out:
-            verdict = judge(seed, setting, plant=plant, layerwise=layerwise, keep_story=story, log=out.write)
+            options |= {"log": out.write}
+            verdict = judge(seed, setting, **options, routers=routers)  # type: ignore[arg-type]  # of four kinds
     for line in verdict.story:
         typer.echo(line)
     if verdict.failure:
@@ -73,7 +85,7 @@ def _replay(
     return False
 
 
-def _campaign(seeds: range, weather: str, plant: str, layerwise: str, jobs: int) -> bool:
+def _campaign(seeds: range, weather: str, plant: str, layerwise: str, routers: int | None, jobs: int) -> bool:
     """Run many scenarios. Returns whether any fails."""
     from memserve.sim.fuzz.campaign import run_campaign
 
@@ -81,12 +93,13 @@ def _campaign(seeds: range, weather: str, plant: str, layerwise: str, jobs: int)
     happened: Counter[str] = Counter()
     options = {"weather": weather or None, "plant": plant or None, "layerwise": layerwise or None}
     with shown("seeds", len(seeds), lambda: done):
-        for verdict in run_campaign(seeds, **options, jobs=jobs):
+        for verdict in run_campaign(seeds, **options, routers=routers, jobs=jobs):
             done, requests, steps = done + 1, requests + verdict.requests, steps + verdict.steps
             happened += verdict.happened
             if verdict.failure:
                 failures += 1
                 more = f" --layerwise {layerwise}" if layerwise else ""
+                more += f" --routers {routers}" if routers else ""
                 more += f" --plant {plant}" if plant else ""
                 typer.echo(f"FAIL {verdict.where}: {verdict.failure}")
                 typer.echo(f"     memserve sim fuzz --seed {verdict.seed} --setting {verdict.setting}{more} --story")

@@ -92,6 +92,8 @@ class Answer:
     log: AnswerLog = field(default_factory=AnswerLog)
     held: list[Held] = field(default_factory=list)
     """What instances have told, as long as the request was not placed."""
+    awaited: dict[Peer, None] = field(default_factory=dict)
+    """Instances that were asked for it, and have not told yet."""
 
     @property
     def nbytes(self) -> int:

@@ -19,10 +19,10 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from memserve.answers import AnswerHeld, AnswerLog, AnswersHeld
+from memserve.answers import AnswerHeld, AnswerLog, AnswersHeld, AskAnswers
 from memserve.cluster.answer_phases import ANSWER, Answer, AnswerCause, AnswerPhase, Held
 from memserve.cluster.outbox import Outbox, Timers
-from memserve.cluster.registry import Member, Registry
+from memserve.cluster.registry import Member, MemberState, Registry
 from memserve.cluster.report import Counters
 from memserve.cluster.requests import RequestState
 from memserve.config import ClusterConfig
@@ -40,8 +40,8 @@ class Answers:
     """All answers with a key, within a bounded time and memory."""
 
     __slots__ = (
-        "_awaited", "_by_attempt", "_by_key", "_by_reader", "_by_request", "_config", "_counters", "_idle", "_outbox",
-        "_registry", "_timers", "cancel", "nbytes", "place_waiting",
+        "_asking", "_awaited", "_by_attempt", "_by_key", "_by_reader", "_by_request", "_config", "_counters", "_idle",
+        "_outbox", "_registry", "_timers", "asks", "cancel", "nbytes", "place_waiting",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +55,9 @@ class Answers:
         self._by_attempt: dict[tuple[Peer, str], Held] = {}  # of a handover both instances have some
         self._idle: dict[str, Answer] = {}  # those that no client reads, by key, in the order in which that began
         self._awaited: dict[Peer, None] = {}  # members of the last router that have not told what they have
+        self._asking: dict[str, Answer] = {}  # those of which instances have not told yet what they have, by key
+        #: whether there are other routers, at which a client may have begun
+        self.asks = False
         #: approximate memory of all
         self.nbytes = 0
         #: end a request for which no client has come; try the unplaced requests again
@@ -99,7 +102,32 @@ class Answers:
         self._by_request[request.request_id] = answer
         self._move(answer, AnswerCause.CLIENT_CAME, now)
         self._read(answer, request.request_id)
+        if self.asks:
+            self._ask(answer, now)
         return structs.replace(request, created_s=answer.created_s)
+
+    def _ask(self, answer: Answer, now: int) -> None:
+        """Another router may have begun this answer: instances know."""
+        able = [one.peer for one in self._registry if one.has_model and one.state is not MemberState.REJOINING]
+        for peer in able:
+            self._outbox.send(peer, AskAnswers(answer.key))
+        if able:
+            answer.awaited, self._asking[answer.key] = dict.fromkeys(able), answer
+            self._timers.arm(now + self._config.dead_after_ns, self._asked_long_ago, (answer, answer.awaited))
+
+    def _asked_long_ago(self, asked: tuple[Answer, dict[Peer, None]], now: int) -> None:
+        """Those that have not told are silent, or a message was lost."""
+        answer, awaited = asked
+        if answer.awaited is awaited:
+            for peer in list(awaited):
+                self._has_told_of(answer, peer, now)
+
+    def _has_told_of(self, answer: Answer, peer: Peer, now: int) -> None:
+        if peer in answer.awaited:
+            del answer.awaited[peer]
+            if not answer.awaited:
+                del self._asking[answer.key]
+                self.place_waiting(now)
 
     def _read(self, answer: Answer, reader: str) -> None:
         self._by_reader.pop(answer.reader, None)
@@ -125,6 +153,16 @@ class Answers:
         self._move(answer, AnswerCause.CLIENT_LEFT, now)
         return True
 
+    def taken(self, request_id: str, now: int) -> None:
+        """A client asks another router for the answer of a live request, and an instance goes on for that one."""
+        answer = self._by_request[request_id]
+        if answer.reader:
+            self._outbox.reject(answer.reader, TAKEN_OVER, None, conflict=KeyConflict.TAKEN_OVER, is_reader=True)
+            del self._by_reader[answer.reader]
+            answer.reader = ""
+            self._move(answer, AnswerCause.CLIENT_LEFT, now)
+        self.cancel(request_id, now)
+
     # -- the request
 
     def _relay(self, output: TokenOutput) -> TokenOutput | None:
@@ -140,6 +178,8 @@ class Answers:
         """The request has ended in whatever way, and has emitted everything."""
         answer = self._by_request.pop(request_id)
         self._by_reader.pop(answer.reader, None)
+        self._asking.pop(answer.key, None)
+        answer.awaited = {}
         answer.reader = answer.request_id = ""
         if answer.log.is_complete(answer.sequences):
             self._give_up(answer)
@@ -167,6 +207,8 @@ class Answers:
 
     def has_told(self, peer: Peer, now: int) -> None:
         """A member has told what it has, is gone, or has had its time for that."""
+        for answer in list(self._asking.values()):
+            self._has_told_of(answer, peer, now)
         if peer in self._awaited:
             del self._awaited[peer]
             if not self._awaited:
@@ -174,13 +216,19 @@ class Answers:
 
     def awaits(self, req: RequestState) -> bool:
         """Whether an instance that has not told yet may have the answer of ``req``."""
-        return bool(self._awaited) and not req.has_begun and req.request_id in self._by_request
+        answer = self._by_request.get(req.request_id)
+        return answer is not None and not req.has_begun and self._is_awaited(answer)
+
+    def _is_awaited(self, answer: Answer) -> bool:
+        return bool(self._awaited) or bool(answer.awaited)
 
     def heard(self, member: Member, message: AnswersHeld, now: int) -> None:
         """``member`` tells what it has."""
         for held in message.answers:
             self._hear(member, held, now)
-        if message.is_last:
+        if message.key and (answer := self._asking.get(message.key)) is not None:
+            self._has_told_of(answer, member.peer, now)
+        elif message.is_last and not message.key:
             self.has_told(member.peer, now)
         self._make_room(now)
 
@@ -190,7 +238,7 @@ class Answers:
             answer = self._by_key[told.key] = Answer(told.key, told.asked, told.created_s)
             self.nbytes += answer.nbytes
             self._move(answer, AnswerCause.INSTANCE_TOLD, now)
-        is_open = answer.phase is AnswerPhase.REPORTED or (bool(self._awaited) and not answer.log)
+        is_open = answer.phase is AnswerPhase.REPORTED or (self._is_awaited(answer) and not answer.log)
         is_known = (member.peer, told.attempt_id) in self._by_attempt
         if answer.asked != told.asked or not is_open or is_known:
             if told.runs and not is_known:
@@ -303,6 +351,8 @@ class Answers:
             check(not runs or self._by_request.get(answer.request_id) is answer, "{} is not known by name", answer)
             check(reads == (key not in self._idle), "{} is idle, and should not be, or the reverse", answer)
             check(all(self._by_attempt.get(held.name) is held for held in answer.held), "{} is mixed up", answer)
+        asking = {key: answer for key, answer in self._by_key.items() if answer.awaited}
+        check(asking == self._asking, "instances are asked for {}, listed are {}", asking, self._asking)
         readers = sum(bool(answer.reader) for answer in self._by_key.values())
         check(len(self._by_reader) == readers, "connections read nothing")
         check(len(self._by_attempt) == sum(len(a.held) for a in self._by_key.values()), "attempts of no answer")

@@ -145,7 +145,7 @@ class Lifecycle:
         """No instance takes the request: reject it at once when waiting will not change that."""
         asked = [req.avoid[m.peer] for m in self._registry if m.peer in req.avoid]
         busy = [retry_after_s for retry_after_s in asked if retry_after_s is not None]
-        longest = max(self._loads.longest_context(), self._spans.longest())
+        longest = 0 if self._registry.awaited else max(self._loads.longest_context(), self._spans.longest())
         if self._spans.waits(req):
             self._wait(req, RETRY_S, now)
         elif not req.has_begun and busy:
@@ -187,7 +187,7 @@ class Lifecycle:
 
     def _dispatch(self, req: RequestState, chosen: Placement, now: int) -> None:
         self._attempts += 1
-        attempt_id = f"{req.request_id}#{self._attempts}"
+        attempt_id = self.requests.name(req, self._attempts)
         first, decode_at, involved = chosen.first, chosen.decode_at, chosen.members
         self._counters.sequences_split += bool(chosen.parts)
         attempt = Attempt(

@@ -24,7 +24,7 @@ from memserve.types import Role
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE)
+ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE, Role.ROUTER)  # those with a model come first
 ROLE_CODE = {role: code for code, role in enumerate(ROLES)}
 _UNUSED = -1
 
@@ -139,7 +139,7 @@ class LoadTable:
 
     def _members_changed(self) -> None:
         self._numbers = {role: np.flatnonzero(self.is_open & (self.role == ROLE_CODE[role])) for role in ROLES}
-        able = self.is_open & (self.role != ROLE_CODE[Role.STORE])
+        able = self.is_open & (self.role < ROLE_CODE[Role.STORE])
         self.context_limit_min = int(self.context_limit[able].min()) if able.any() else 0
 
     def open_numbers(self, role: Role) -> Ints:
@@ -148,7 +148,7 @@ class LoadTable:
 
     def longest_context(self) -> int:
         """The longest sequence that any open instance with a model can run; 0: there is none."""
-        able = self.is_open & (self.role != ROLE_CODE[Role.STORE])
+        able = self.is_open & (self.role < ROLE_CODE[Role.STORE])
         return int(self.context_limit[able].max(initial=0))
 
     def heartbeat(self, number: int, load: Load) -> None:

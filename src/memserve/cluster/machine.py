@@ -37,6 +37,7 @@ from memserve.cluster.events import (
     StateRecovered,
     StoreNamed,
 )
+from memserve.cluster.following import Following
 from memserve.cluster.lifecycle import Lifecycle
 from memserve.cluster.loads import LoadTable
 from memserve.cluster.membership import Membership
@@ -54,7 +55,9 @@ from memserve.config import ClusterConfig
 from memserve.errors import check
 from memserve.mempool.identity import DEFAULT_KEY
 from memserve.messages import (
+    ROUTER,
     AnswersHeld,
+    AnswerTaken,
     AnyMessage,
     AttemptsUnknown,
     Drain,
@@ -84,9 +87,17 @@ class Cluster:
     ``RejectRequest``, whatever its instances do.
     """
 
-    def __init__(self, config: ClusterConfig, *, identity_key: bytes = DEFAULT_KEY, remembers: bool = False) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        identity_key: bytes = DEFAULT_KEY,
+        remembers: bool = False,
+        follows: Peer | None = None,
+    ) -> None:
         """``identity_key``: 16 bytes, that of the instances' pools. ``remembers``: it asks its host to ``Remember`` and
-        to ``Note``, and its first event is a ``StateRecovered``."""
+        to ``Note``, and its first event is a ``StateRecovered``. ``follows``: the follower that this is; None: it is
+        the owner."""
         self.config = config
         self._counters = counters = Counters()
         self._timers, self._outbox = timers, outbox = Timers(), Outbox(remembers)
@@ -101,7 +112,12 @@ class Cluster:
         self._lifecycle = lifecycle = Lifecycle(
             config, registry, trees, loads, admission, placer, sessions, handles, answers, timers, outbox, counters
         )
-        self._membership = Membership(config, registry, trees, loads, lifecycle, handles, timers, outbox, counters)
+        parts = config, registry, trees, loads, lifecycle, handles, timers, outbox, counters
+        #: None: this is the owner
+        self.following = Following(*parts) if follows is not None else None
+        self._membership = self.following or Membership(*parts)
+        if follows is not None:
+            answers.asks, lifecycle.requests.mark = True, f"{follows.name}.{follows.generation}-"
         self._store_calls = StoreCalls(config, timers, outbox)
         self._outputs = OutputMerger(lifecycle, timers, outbox, counters)
 
@@ -229,15 +245,17 @@ class Cluster:
         if isinstance(message, Join):
             self._membership.join(sender, message, now)
             return
+        if self.following is not None and sender.name == ROUTER:
+            self.following.hear_owner(message, now)
+            return
         member = self._registry.get(sender)
         if isinstance(message, Refused):
             self._store_calls.declined(sender, message.reason)
             if member is not None:
                 self._membership.gone(member, message.reason, now, died=False)
             return
+        member = member or self._membership.stranger(sender, message, now)
         if member is None:
-            if not isinstance(message, Leave):
-                self._membership.expel(sender, "this incarnation is no member")
             return
         if member.state is MemberState.REJOINING and not isinstance(message, Leave):
             self._membership.ask_to_rejoin(member)
@@ -258,6 +276,8 @@ class Cluster:
             self._lifecycle.refused(member, message, now)
         elif isinstance(message, AnswersHeld):
             self.answers.heard(member, message, now)
+        elif isinstance(message, AnswerTaken):
+            self._taken(member, message.request_id, now)
         elif isinstance(message, AttemptsUnknown):
             self._membership.answer(member, message, now)
         elif isinstance(message, SegmentHeld):
@@ -268,6 +288,12 @@ class Cluster:
             self._membership.drain(member)
         elif isinstance(message, Leave):
             self._membership.gone(member, "it left", now, died=False)
+
+    def _taken(self, member: Member, attempt_id: str, now: int) -> None:
+        """The client of an attempt asks another router for the answer, which goes on there."""
+        req = self._lifecycle.requests.by_attempt.get(attempt_id)
+        if req is not None and req.request.key and req.attempt is not None and req.attempt.is_from(member.peer):
+            self.answers.taken(req.request_id, now)
 
     def _follow(self, member: Member, message: KvEvents | KvSnapshot, now: int) -> None:
         """News of a member's index. A member whose news make no sense is a danger to all."""
@@ -298,7 +324,7 @@ class Cluster:
         return ClusterStats(
             requests_live=len(requests.by_id),
             requests_unplaced=len(requests.unplaced) - sum(admission.waiting.values()),
-            instances=sum(not member.is_store for member in self._registry),
+            instances=sum(member.has_model for member in self._registry),
             instances_draining=sum(member.state is MemberState.DRAINING for member in self._registry),
             stores=sum(member.is_store for member in self._registry),
             tree_blocks=sum(trees.blocks(member.number) for member in self._registry),
@@ -349,6 +375,7 @@ class Cluster:
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""
         self._registry.check_invariants()
+        self._membership.check_invariants()
         self._trees.check_invariants()
         self._handles.check_invariants()
         requests = self._lifecycle.requests

@@ -12,6 +12,7 @@ from memserve.cluster.sessions import Handles
 from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.messages import (
+    AnyMessage,
     AskAttempts,
     AskEvents,
     AttemptsUnknown,
@@ -21,6 +22,7 @@ from memserve.messages import (
     HeartbeatAck,
     Join,
     JoinAccepted,
+    Leave,
     Load,
     Peer,
     PeerGone,
@@ -30,6 +32,7 @@ from memserve.messages import (
     RejoinRequest,
 )
 from memserve.metadata import MemberDrained, MemberEntered, MemberGone, RecoveredMember
+from memserve.types import Admission, Role
 
 
 class LossDetector:
@@ -102,6 +105,9 @@ def _differs(totals: LinkTotals, dispatches_heard: int, answers_told: int) -> bo
 class Membership:
     """Keeps registry, trees and loads in step."""
 
+    announces = True
+    """Whether members are told of each other, and to drain, from here."""
+
     __slots__ = (
         "_config", "_counters", "_handles", "_lifecycle", "_loads", "_losses", "_outbox", "_registry",
         "_rejoin_request", "_timers", "_trees",
@@ -150,6 +156,8 @@ class Membership:
             self.expel(sender, "this incarnation was taken to be dead", newest, address=info.address)
             return
         reason = self._registry.why_not(info)
+        if info.role is Role.ROUTER and self._config.admission.mode is not Admission.NONE:
+            reason = "its owner has --admission, which one router decides: start it without, or without other routers"
         if reason is not None and all(member.state is MemberState.REJOINING for member in self._registry):
             for member in list(self._registry):  # recovered members of another model's cluster, none of which answered
                 self.gone(member, "a new cluster has begun", now, died=False)
@@ -187,6 +195,7 @@ class Membership:
         self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id, member.costs)
         self._trees.enter(member.number, publishes=info.publishes_events, role=info.role)
         self._lifecycle.admission.memory.enter(member)
+        self._lifecycle.answers.asks |= info.role is Role.ROUTER
         self._timers.arm(now + self._config.dead_after_ns, self._silent, member.peer)
         return member
 
@@ -197,7 +206,7 @@ class Membership:
         self._lifecycle.place_waiting(now)
 
     def _tell_others(self, member: Member, message: PeerJoined | PeerGone) -> None:
-        for other in self._registry:
+        for other in self._registry if self.announces else ():
             if other is not member:
                 self._outbox.send(other.peer, message)
 
@@ -218,7 +227,7 @@ class Membership:
             self._loads.close(member.number)
             self._trees.recover(member.number, known.next_event, known.hbm, known.dram, known.ssd)
             self._lifecycle.admission.memory.recover(member, known.used, now)
-            if not member.is_store:
+            if member.has_model:
                 self._lifecycle.answers.wait_for(member, now)
             self.ask_to_rejoin(member)
 
@@ -248,7 +257,7 @@ class Membership:
         member.stats = message.stats or member.stats
         self._loads.heartbeat(member.number, message.load)
         self.ask(member, self._trees.heartbeat(member.number, message.next_event, now))
-        if member.state is MemberState.DRAINING:
+        if member.state is MemberState.DRAINING and self.announces:
             self._outbox.send(member.peer, Drain())  # the first one may have been lost
         if message.wants_ack:
             self._outbox.send(member.peer, HeartbeatAck())
@@ -292,7 +301,7 @@ class Membership:
         change = MemberChange.DIED if died else MemberChange.LEFT
         self._outbox.report(change, member.peer, member.info.address, reason)
         failed = self._lifecycle.abandon_member(member)
-        self._registry.leave(member)
+        self._registry.leave(member, is_final=self.announces)
         self._loads.leave(member.number)
         self._lifecycle.admission.memory.leave(member)
         self._trees.leave(member.number)
@@ -313,6 +322,12 @@ class Membership:
         else:
             self.gone(member, f"nothing was heard of it for {(now - member.heard_ns) / 1e9:.1f} s", now, died=True)
 
+    def stranger(self, sender: Peer, message: AnyMessage, now: int) -> Member | None:
+        """A process that is no member speaks as if it were one. Returns it if it is one from now on."""
+        if not isinstance(message, Leave):
+            self.expel(sender, "this incarnation is no member")
+        return None
+
     def expel(self, sender: Peer, reason: str, newest: int = 0, *, address: str = "") -> None:
         """Tell a process that takes itself for a member that it is none. ``address``: of its mailbox, where known."""
         self._counters.expelled += 1
@@ -320,6 +335,9 @@ class Membership:
         self._outbox.send(sender, Expelled(reason, newest))
 
     # -- looking
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""
 
     def views(self) -> tuple[InstanceView, ...]:
         """All members in the order in which they joined."""

@@ -98,13 +98,18 @@ class Member:
         """Whether it holds KV, and runs no model."""
         return self.info.role is Role.STORE
 
+    @property
+    def has_model(self) -> bool:
+        """Whether it runs requests."""
+        return self.info.role.has_model
+
     def __repr__(self) -> str:
         return f"<Member {self.number} {self.name}:{self.peer.generation} {self.info.role} {self.state.value}>"
 
 
 class Registry:
     """Members by name, by number and in order of joining. Namespace and geometry of the first one with a model hold for
-    all; a store has none of its own."""
+    all; a store and a router have none of their own."""
 
     __slots__ = (
         "_by_number",
@@ -113,6 +118,7 @@ class Registry:
         "_free",
         "_members",
         "_newest_dead",
+        "awaited",
         "geometry",
         "members_digest",
         "namespace",
@@ -127,6 +133,8 @@ class Registry:
         self._newest_dead: dict[str, int] = {}
         #: :func:`members_digest` of the members
         self.members_digest = 0
+        #: members that the owner has named and that this follower has not heard yet
+        self.awaited: dict[str, None] = {}
         #: of the members with a model, while there are any
         self.namespace = ""
         self.geometry: KVGeometry | None = None
@@ -172,13 +180,13 @@ class Registry:
 
     def why_not(self, info: PeerInfo) -> str | None:
         """Why ``info`` cannot be a member; ``None``: it can."""
-        if info.context_tokens < 1 and info.role is not Role.STORE:
+        if info.context_tokens < 1 and info.role.has_model:
             return f"its context makes no sense: {info.context_tokens} tokens"
         same_name = self._members.get(info.peer.name)
         if same_name is not None and info.peer.generation < same_name.peer.generation:
             return f"a newer incarnation of {info.peer.name!r} is a member"
-        others = any(not member.is_store and member is not same_name for member in self)
-        if info.role is Role.STORE or not others:
+        others = any(member.has_model and member is not same_name for member in self)
+        if not info.role.has_model or not others:
             return None
         if info.namespace != self.namespace:
             differ = f"{info.namespace!r}, the cluster's are {self.namespace!r}"
@@ -196,20 +204,21 @@ class Registry:
             self._by_number.append(member)
         else:
             self._by_number[number] = member
-        if not member.is_store and all(other.is_store for other in self):
+        if member.has_model and not any(other.has_model for other in self):
             self.namespace, self.geometry = info.namespace, info.geometry
         self._members[member.name] = member
         self.members_digest ^= members_digest([member.peer])
         return member
 
-    def leave(self, member: Member) -> None:
-        """``member`` is gone; its number may be given to another."""
+    def leave(self, member: Member, *, is_final: bool = True) -> None:
+        """``member`` is gone; its number may be given to another. ``is_final``: this incarnation never comes again."""
         check(self._members.pop(member.name, None) is member, "{} is not a member", member)
         check(not member.attempts, "{} left while attempts depend on it", member)
         self._by_number[member.number] = None
         heapq.heappush(self._free, member.number)
         self.members_digest ^= members_digest([member.peer])
-        self._bury(member.peer)
+        if is_final:
+            self._bury(member.peer)
 
     def _bury(self, peer: Peer) -> None:
         self._dead[peer] = None
@@ -237,7 +246,7 @@ class Registry:
             check(member.name == name, "{} is listed as {}", member, name)
             check(self._by_number[member.number] is member, "{} has not its own number", member)
             check(not self.is_dead(member.peer), "{} is dead", member)
-            check(member.is_store or member.info.namespace == self.namespace, "{} has another namespace", member)
+            check(not member.has_model or member.info.namespace == self.namespace, "{} has another namespace", member)
         check(
             self.members_digest == members_digest(member.peer for member in self),
             "the digest is not that of the members",

@@ -279,13 +279,19 @@ class RequestState:
 class RequestTable:
     """All and only the requests that have not ended, in order of arrival, and their attempts by id."""
 
-    __slots__ = ("by_attempt", "by_id", "unplaced")
+    __slots__ = ("by_attempt", "by_id", "mark", "unplaced")
 
     def __init__(self) -> None:
         self.by_id: dict[str, RequestState] = {}
         self.by_attempt: dict[str, RequestState] = {}
         #: requests without an attempt, queued ones included, in the order in which they arrived or lost it
         self.unplaced: dict[str, RequestState] = {}
+        #: of this router, in the names of its attempts: no other has it
+        self.mark = ""
+
+    def name(self, req: RequestState, number: int) -> str:
+        """That of attempt ``number`` of this router."""
+        return f"{req.request_id}#{self.mark}{number}"
 
     def enter(self, req: RequestState) -> None:
         """A new request, queued."""

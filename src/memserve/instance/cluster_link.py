@@ -22,9 +22,12 @@ from memserve.instance.intake import RequestIntake
 from memserve.instance.kept import KeptAnswers
 from memserve.instance.kv_feed import KvFeed
 from memserve.instance.pins import Pins
+from memserve.instance.router_changes import RouterChanges
+from memserve.instance.router_orders import RouterOrders
+from memserve.instance.routers import Routers
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.segments import HeldSegments
-from memserve.instance.sequence import Cause, Fact, Group, RemoteState, Sequence
+from memserve.instance.sequence import Fact, Group, Sequence
 from memserve.instance.store_writer import StoreWriter
 from memserve.kv_transfer.context import Room
 from memserve.kv_transfer.events import (
@@ -43,11 +46,6 @@ from memserve.kv_transfer.exchange import Exchange
 from memserve.messages import (
     ROUTER,
     AnyMessage,
-    AskAttempts,
-    AskEvents,
-    AttemptsUnknown,
-    Cancel,
-    Dispatch,
     Drain,
     Expelled,
     HandedOver,
@@ -57,13 +55,12 @@ from memserve.messages import (
     PeerJoined,
     Pin,
     Pinned,
-    StopSequence,
     Unpin,
     Withdraw,
 )
 from memserve.policy.capacity import headroom_blocks
 from memserve.serving import MessageArrived, RejectRequest, Send
-from memserve.types import KVGeometry
+from memserve.types import KVGeometry, TokenOutput
 
 
 class ClusterLink:
@@ -80,12 +77,10 @@ class ClusterLink:
         me: Peer,
     ) -> None:
         pool = state.memory.pool
-        self.me = me
-        #: None: no router has spoken yet
-        self.router: Peer | None = None
+        self.routers = Routers(config.exchange.kept_answer_ns)
         self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
         self.kept = KeptAnswers(config.exchange.kept_answer_ns, config.exchange.kept_answer_bytes)
-        self.sender = HandoffSender(state, intake, self.exchange, self.kept, geometry.num_layers)
+        self.sender = HandoffSender(state, intake, self.exchange, self.kept, self.routers, geometry.num_layers)
         self.receiver = HandoffReceiver(state, intake, self.exchange)
         self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
@@ -94,48 +89,64 @@ class ClusterLink:
         #: messages that only the router may send, from another process or an earlier router
         self.messages_ignored = 0
         self.blocks_come_home = 0
-        #: totals of this incarnation, which the router compares with its own (``LossDetector``)
-        self.dispatches_heard = self.answers_told = 0
+        self.changes = RouterChanges(state, self.kept, self.routers, self.sender, self.fetches, self.exchange, me)
         self._state = state
         self._intake = intake
         self._pins = pins
         self._geometry = geometry
-        self._publishes = config.exchange.event_capacity > 0
         self._pulls: dict[int, str] = {}  # pull job -> name of the peer
         self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
         self._outbox: list[Action] = []
-        self._router_messages: dict[type, Callable[[Any, int], None]] = {
+        self._owner_messages: dict[type, Callable[[Any, int], None]] = {
             JoinAccepted: self._join_accepted, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
-            Expelled: self._expelled, Drain: self._drain, Dispatch: self._dispatch, Cancel: self._cancel,
-            StopSequence: self._stop, Pin: self._pin, Unpin: self._unpin, AskEvents: self._ask_events,
-            AskAttempts: self._ask_attempts,
+            Expelled: self._expelled, Drain: self._drain, Pin: self._pin, Unpin: self._unpin,
         }  # fmt: skip
+        self.orders = RouterOrders(
+            state, intake, self.routers, self.changes, self.kept, self.sender, self.fetches, self.segments,
+            self.feed if config.exchange.event_capacity > 0 else None, self._outbox,
+        )  # fmt: skip
         state.transfers = self
 
     # -- what has happened
 
     def hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
         """Another process sent ``message``."""
-        follow = self._router_messages.get(type(message))
-        if follow is None:
+        follow, is_order = self._owner_messages.get(type(message)), message in self.orders
+        if follow is None and not is_order:
             if isinstance(message, Withdraw):
                 self.receiver.withdrawn(message.transfer_id)
             self._act(self.exchange.handle(MessageArrived(sender, message), now), now)
-        elif self._comes_from_router(sender, message):
+        elif follow is not None and self._comes_from_owner(sender, message):
             follow(message, now)
+        elif is_order and (self.routers.is_follower(sender) or self._comes_from_owner(sender, message)):
+            self.orders.follow(message, sender, now)
         else:
             self.messages_ignored += 1
 
-    def _comes_from_router(self, sender: Peer, message: AnyMessage) -> bool:
-        """The first router that speaks is followed, and then each newer one that accepts the instance."""
+    def _comes_from_owner(self, sender: Peer, message: AnyMessage) -> bool:
+        """The first owner that speaks is followed, and then each newer one that accepts the instance."""
         if sender.name != ROUTER:
             return False
-        if self.router is None:
-            self.router = sender
-        elif sender.generation > self.router.generation and isinstance(message, JoinAccepted):
-            self.reborn(self.me, goes_on=True)  # requests of the earlier router are void, but for kept ones
-            self.router = sender
-        return sender == self.router
+        known = self.routers.owner
+        if known is None:
+            self.routers.owner = sender
+        elif sender.generation > known.generation and isinstance(message, JoinAccepted):
+            if any(self.routers.followers):
+                self._owner_changes()
+            else:
+                self.reborn(self.me, goes_on=True)  # requests of the earlier router are void, but for kept ones
+            self.routers.owner = sender
+        return sender == self.routers.owner
+
+    @property
+    def me(self) -> Peer:
+        """The present incarnation."""
+        return self.changes.me
+
+    @property
+    def router(self) -> Peer | None:
+        """The owner that has accepted the instance. None: none has spoken yet."""
+        return self.routers.owner
 
     def pages_done(self, event: PagesSealed | PagesPulled, now: int) -> None:
         """The host has sealed or pulled pages."""
@@ -175,6 +186,7 @@ class ClusterLink:
     def request_ended(self, group: Group) -> None:
         """``group`` has ended, or continues on another instance: so do its transfers."""
         self.kept.ended(group.request.request_id, self._state.now)
+        self.routers.ended(group.request.request_id)
         self.sender.ended(group)
         self.receiver.ended(group)
         self.fetches.given_up(group)
@@ -199,6 +211,7 @@ class ClusterLink:
         self.fetches.settle(now)
         self.receiver.send_back(now)
         self.kept.expire(now)
+        self.changes.settle(now)
         self.segments.settle(now)
         state, layers = self._state, self._state.memory.layers
         parked = len(state.parked) if layers is not None and layers.policy.parks else None
@@ -216,22 +229,28 @@ class ClusterLink:
         """Append messages and page jobs, behind plans and tokens, which are more urgent. What is kept of answers goes
         before further tokens of them."""
         if self.kept.is_asked and self.router is not None:
-            actions[:0] = [Send(self.router, held) for held in self.kept.take_held()]
-        news = self.feed.news() if self._publishes else None
-        if news is not None and self.router is not None:
-            self._outbox.append(Send(self.router, news))
+            held = self.kept.take_held(self.routers.follower_of)
+            actions[:0] = [Send(self.router, told) for told in held]
+        actions[:0] = self.changes.take_answers()
+        self.orders.tell_news()
         for handle in self._pins.lost:
-            self._send_router(Pinned(handle, 0))
+            self.orders.tell_owner(Pinned(handle, 0))
         self._pins.lost.clear()
         self.writer.settle(now)
         self._outbox += self.writer.take_messages()
-        actions += self.segments.take_news(self.router)
+        actions += self.segments.take_news(self.routers.router_of)
         for action in self.exchange.take_actions():
             if isinstance(action, PullPages):
                 self._pulls[action.job_id] = action.peer.name
             self._outbox.append(action)
         actions += self._outbox
         self._outbox.clear()
+        self.routers.forget_ended(lambda: set(self.sender.left.values()))
+
+    def tell(self, outputs: list[TokenOutput]) -> list[Action]:
+        """New outputs, kept for clients that ask again, as they are told to the routers."""
+        self.kept.record(outputs)
+        return [*self.routers.tokens(outputs)]
 
     # -- what the exchange says
 
@@ -239,20 +258,26 @@ class ClusterLink:
         for outcome in outcomes:
             match outcome:
                 case HandoffOffered():
-                    self._reject(self.receiver.offered(outcome, now))
+                    self._offered(outcome, now)
                 case HandoffArrived():
                     self._arrived(outcome, now)
                 case HandoffFailed():
-                    self._reject(self.receiver.failed_to_come(outcome))
+                    self.orders.reject(self.receiver.failed_to_come(outcome))
                 case FetchEnded():
                     self.fetches.ended(outcome, now)
                 case Released(offer_id, _, used, reason):
                     is_stores = self.writer.released(offer_id, used)
                     left = None if is_stores else self.sender.released(offer_id, used, reason)
                     if left is not None:
-                        self._reject(RejectRequest(left, f"no instance took it over: {reason}", 0.0))
+                        self.orders.reject(RejectRequest(left, f"no instance took it over: {reason}", 0.0))
                 case Inserted():
                     self.blocks_come_home += outcome.pulled_blocks
+
+    def _offered(self, outcome: HandoffOffered, now: int) -> None:
+        offer = outcome.offer
+        if offer.request is not None and offer.request.request_id not in self._state.groups:
+            self.routers.begins(offer.request.request_id, offer.router)
+        self.orders.reject(self.receiver.offered(outcome, now))
 
     def _arrived(self, outcome: HandoffArrived, now: int) -> None:
         facts: list[Fact] = [
@@ -266,38 +291,37 @@ class ClusterLink:
         if outcome.offer.request is not None:
             self.kept.open(outcome.offer.request, outcome.told, outcome.first_tokens)
         if self.receiver.arrived(outcome, now, facts):
-            self._send_router(HandedOver(request_id))
+            self.orders.tell_router_of(request_id, HandedOver(request_id))
+            self.changes.arrived(request_id, now)
         else:
             self.kept.forget(request_id)
-            self._reject(RejectRequest(request_id, "the handoff contradicts its request", 0.0))
+            self.orders.reject(RejectRequest(request_id, "the handoff contradicts its request", 0.0))
 
-    def _reject(self, action: RejectRequest | None) -> None:
-        if action is not None:
-            self.answers_told += 1
-            self._outbox.append(action)
-
-    def _send_router(self, message: AnyMessage) -> None:
-        if self.router is not None:
-            self._outbox.append(Send(self.router, message))
-
-    # -- what the router says
+    # -- what the owner says
 
     def _join_accepted(self, message: JoinAccepted, now: int) -> None:
         self._act(self.exchange.set_members(message.peers, now), now)
+        for follower in self.routers.set_members(message.peers):
+            self.changes.follower_gone(follower, now)
         self.writer.set_members(message.peers)
         self.fetches.stores_changed(self.writer.stores)
         self.kept.ask(self.router)
-        if self.feed.next_event:
-            self._tell_changes(None)
+        if self.feed.next_event and self.router is not None:
+            self.orders.tell_changes(None, self.router)
 
     def _peer_joined(self, message: PeerJoined, now: int) -> None:
         if message.info.peer.name != self.me.name:
             self._act(self.exchange.peer_joined(message.info, now), now)
+            older = self.routers.joined(message.info)
+            if older is not None:
+                self.changes.follower_gone(older, now)
             self.writer.joined(message.info)
             self.fetches.stores_changed(self.writer.stores)
 
     def _peer_gone(self, message: PeerGone, now: int) -> None:
         self._act(self.exchange.peer_gone(message.peer, now), now)
+        if self.routers.left(message.peer):
+            self.changes.follower_gone(message.peer, now)
         self.writer.gone(message.peer)
         self.fetches.stores_changed(self.writer.stores)
 
@@ -307,61 +331,31 @@ class ClusterLink:
     def _expelled(self, message: Expelled, now: int) -> None:
         self.reborn(self.me)
 
-    def _dispatch(self, order: Dispatch, now: int) -> None:
-        self.dispatches_heard += 1
-        if self._intake.has(order):
-            return  # to refuse the repeated one would end the one that runs
-        group = self._intake.open_dispatch(order, self.me, now)
-        if isinstance(group, RejectRequest):
-            self._reject(group)
-            return
-        request = order.request
-        resumed = not request.beam_width and bool(any(order.generated) or order.ended)
-        if order.span is None:  # an attempt of several instances ends with its router
-            self.kept.open(request, order.told, order.generated)
-        elif order.span.holds:
-            self.segments.begin(group)
-        self.sender.begin(group, len(order.generated[0]) if resumed and request.n == 1 else 0, resumed)
-        cause = Cause.REMOTE_KV_EXPECTED if order.holders else Cause.ENQUEUED
-        self._intake.enqueue(group, cause, order.generated if resumed else (), order.ended)
-        if order.holders and group.sequences:
-            self.fetches.begin(group, now)
-
-    def _ask_attempts(self, message: AskAttempts, now: int) -> None:
-        """An attempt that has left is known until another instance has taken it over."""
-        left = set(self.sender.left.values())
-        unknown = tuple(name for name in message.attempts if name not in self._state.groups and name not in left)
-        self._send_router(AttemptsUnknown(unknown, message.dispatches, self.dispatches_heard, self.answers_told))
-
-    def _cancel(self, message: Cancel, now: int) -> None:
-        self._intake.cancel(message.request_id)
-        self.sender.cancel(message.request_id)
-
-    def _stop(self, message: StopSequence, now: int) -> None:
-        self._intake.stop(message.request_id, message.index)
-
     def _pin(self, message: Pin, now: int) -> None:
         tokens = self._pins.pin(message.handle, message.tenant, message.tokens, now + message.ttl_ns)
         self.writer.keep(message.tenant, message.tokens[:tokens], now)
-        self._send_router(Pinned(message.handle, tokens))
+        self.orders.tell_owner(Pinned(message.handle, tokens))
 
     def _unpin(self, message: Unpin, now: int) -> None:
         self._pins.unpin(message.handle)
 
-    def _ask_events(self, message: AskEvents, now: int) -> None:
-        self._tell_changes(message.first)
+    # -- another life, another owner
 
-    def _tell_changes(self, first: int | None) -> None:
-        for told in self.feed.answer(first) if self._publishes else ():
-            self._send_router(told)
+    def _owner_changes(self) -> None:
+        """There are followers, whose requests go on as they are; the pins are the next owner's to place."""
+        self.changes.owner_gone()
+        self._pins.release_all()
+        self._pins.lost.clear()
+        self._intake.draining = False
+        self.routers.owner_changes(None)
 
     def reborn(self, me: Peer, *, goes_on: bool = False) -> None:
         """All requests of the cluster end silently, the cache stays. The process is ``me`` from now on, and a member
         only when a router accepts it. ``goes_on``: requests that clients may ask for again go on."""
-        self.me, self.router = me, None
+        self.changes.me = me
         self.exchange.reborn(me)  # first: the transfers of the requests that end now shall not withdraw anything
         for group in list(self._state.groups.values()):
-            if group.remote is not None and not (goes_on and self._goes_on_here(group, group.remote)):
+            if group.remote is not None and not (goes_on and self.changes.goes_on_without_transfers(group)):
                 self._state.drop_group(group)
         self.sender.clear()
         self.receiver.clear()
@@ -370,19 +364,9 @@ class ClusterLink:
         self._pins.release_all()
         self._pins.lost.clear()
         self._outbox.clear()
+        self.changes.take_answers()
         self._intake.draining = False
-        self.dispatches_heard = self.answers_told = 0
-
-    def _goes_on_here(self, group: Group, remote: RemoteState) -> bool:
-        """The router is another one, and all transfers have ended: ``group`` goes on without, if its answer is kept and
-        its prompt is computed here."""
-        if not self.kept.runs(group.request.request_id) or remote.import_id is not None or group.muted:
-            return False
-        remote.offer_id = remote.home = None
-        if group.tokens_here is not None:
-            self.sender.go_on_here(group, "another router came")
-        self.fetches.go_on_without(group)
-        return True
+        self.routers.reborn()
 
     # -- views
 
@@ -394,6 +378,6 @@ class ClusterLink:
     @property
     def next_deadline_ns(self) -> int | None:
         """When a lease ends, fetches are decided, segments told, or an answer is forgotten. None: there is none."""
-        ends = [part.next_deadline_ns for part in (self.exchange, self.segments, self.kept)]
+        ends = [part.next_deadline_ns for part in (self.exchange, self.segments, self.kept, self.routers)]
         ends.append(self.fetches.decide_at_ns)
         return min([end for end in ends if end is not None], default=None)

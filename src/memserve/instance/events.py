@@ -298,6 +298,8 @@ class LoadRead:
     load: Load
     next_event: int
     stats: bytes = b""
+    followers: tuple[tuple[Peer, Load], ...] = ()
+    """What each router is told that is not the owner: the same but for the totals of its link."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from memserve.instance.events import StepPlan
 from memserve.instance.intake import RequestIntake
 from memserve.instance.kept import KeptAnswers
+from memserve.instance.routers import Routers
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Group, Phase, RemoteState, Sequence
 from memserve.kv_transfer.exchange import Exchange
@@ -43,6 +44,7 @@ class HandoffSender:
         "_kept",
         "_layers",
         "_num_layers",
+        "_routers",
         "_state",
         "by_layer",
         "handed_over",
@@ -51,9 +53,15 @@ class HandoffSender:
     )
 
     def __init__(
-        self, state: SchedulerState, intake: RequestIntake, exchange: Exchange, kept: KeptAnswers, num_layers: int
+        self,
+        state: SchedulerState,
+        intake: RequestIntake,
+        exchange: Exchange,
+        kept: KeptAnswers,
+        routers: Routers,
+        num_layers: int,
     ) -> None:
-        self._state, self._kept = state, kept
+        self._state, self._kept, self._routers = state, kept, routers
         self._intake = intake
         self._exchange = exchange
         self._num_layers = num_layers
@@ -119,6 +127,7 @@ class HandoffSender:
             request=request,
             deadline_in_ns=None if remote.deadline_ns is None else max(1, remote.deadline_ns - now),
             return_kv=remote.return_kv,
+            router=self._routers.follower_of(group.request.request_id),
         )
         remote.offered_blocks = len(blocks) + len(dram_blocks)
         remote.named_blocks = start // self._state.memory.block_tokens

@@ -41,6 +41,7 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
         link.writer.check_invariants()
         link.kept.check_invariants(state.groups)
         link.segments.check_invariants()
+        link.routers.check_invariants(state.groups)
         _check_link(state, link)
 
 

@@ -11,7 +11,7 @@ before any further token of those answers.
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from memserve.answers import AnswerHeld, AnswerLog, AnswersHeld
 from memserve.errors import check
@@ -164,13 +164,17 @@ class KeptAnswers:
         self.is_asked = self.is_asked or router != self._told_to
         self._told_to = router
 
-    def take_held(self) -> list[AnswersHeld]:
-        """Everything, for the router that has accepted the instance."""
+    def with_key(self, key: str) -> list[AnswerHeld]:
+        """What is kept of one answer, each attempt by itself."""
+        return [kept.held() for kept in self._answers.values() if kept.request.key == key]
+
+    def take_held(self, follower_of: Callable[[str], Peer | None] = lambda _attempt: None) -> list[AnswersHeld]:
+        """Everything that no follower is responsible for, for the router that has accepted the instance."""
         self.is_asked = False
         parts: list[list[AnswerHeld]] = [[]]
         nbytes = 0
-        for kept in self._answers.values():
-            if kept.log or kept.phase is KeptPhase.RUNNING:
+        for attempt_id, kept in self._answers.items():
+            if (kept.log or kept.phase is KeptPhase.RUNNING) and follower_of(attempt_id) is None:
                 nbytes += kept.log.nbytes
                 parts[-1].append(kept.held())
             if nbytes > _MESSAGE_BYTES:

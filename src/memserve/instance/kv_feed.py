@@ -67,12 +67,10 @@ class KvFeed:
             return KvEvents(first, tuple(islice(self._ring, len(self._ring) - missing, None)))
         return self.snapshot()
 
-    def answer(self, first: int | None) -> list[KvEvents | KvSnapshot]:
-        """For a router that asks for all changes from number ``first`` on; ``None``: for everything. Changes that it
-        was not sent yet go before that."""
-        news = self.news()
-        rest = self.snapshot() if first is None else self.replay(first)
-        return [told for told in (news, rest) if told is not None]
+    def answer(self, first: int | None) -> KvEvents | KvSnapshot | None:
+        """For a router that asks for all changes from number ``first`` on; ``None``: for everything. To be called when
+        :meth:`news` has been sent."""
+        return self.snapshot() if first is None else self.replay(first)
 
     def snapshot(self) -> KvSnapshot:
         """Everything that the index holds now. To be called when :meth:`news` has been sent."""

@@ -18,7 +18,16 @@ from memserve.config import InstanceConfig
 from memserve.errors import check
 from memserve.instance.batch import InflightPlan
 from memserve.instance.cluster_link import ClusterLink
-from memserve.instance.events import Action, Event, GrammarBuilt, LayerFinished, RunStep, StepFailed, StepFinished
+from memserve.instance.events import (
+    Action,
+    Event,
+    GrammarBuilt,
+    LayerFinished,
+    LoadRead,
+    RunStep,
+    StepFailed,
+    StepFinished,
+)
 from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
 from memserve.instance.layered import LayerPlacer
@@ -153,11 +162,8 @@ class Instance:
         self._plan(now, actions)
         actions += self.state.grammars.take_orders()
         if self.state.outputs:
-            actions.append(EmitTokens(self.state.outputs))
-            if link is not None:
-                link.answers_told += 1
-                link.kept.record(self.state.outputs)
-            self.state.outputs = []
+            outputs, self.state.outputs = self.state.outputs, []
+            actions += link.tell(outputs) if link is not None else [EmitTokens(outputs)]
         if link is not None:
             link.conclude(actions, now)
         else:
@@ -285,7 +291,13 @@ class Instance:
         link = self.link
         if link is None:
             return Load()
-        return self.state.load(link.exchange.transfers_open, link.dispatches_heard, link.answers_told)
+        counts = link.routers.counts(None)
+        return self.state.load(link.exchange.transfers_open, counts.dispatches_heard, counts.answers_told)
+
+    def reading(self) -> LoadRead:
+        """What a heartbeat tells, to the owner and to each follower."""
+        load, link = self.load(), self.link
+        return LoadRead(load, self.next_event, followers=link.routers.loads(load) if link is not None else ())
 
     def stats(self) -> InstanceStats:
         """State now, and totals since the start."""

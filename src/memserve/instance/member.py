@@ -59,7 +59,6 @@ from memserve.messages import (
 )
 from memserve.serving import MessageArrived, Send
 from memserve.store_messages import JoinRequest
-from memserve.types import Role
 
 ANY_ROUTER = Peer(ROUTER, 0)
 """Any router that is at the address that is dialled."""
@@ -304,6 +303,11 @@ class MemberMachine:
             read.load, read.next_event, read.stats, self._members_digest, self.addresses.wants_ack(now)
         )
         self._do(Send(ANY_ROUTER, heartbeat))  # a restarted router shall hear it too
+        for follower, load in read.followers:
+            if self.knows(follower):
+                self._do(Send(follower, Heartbeat(load, read.next_event, read.stats)))
+                if self.drains:
+                    self._do(Send(follower, Drain()))
         if self._why:
             self._do(Notice(self._drain_notice(read.load, now)))
         if self.drains:
@@ -333,9 +337,9 @@ class MemberMachine:
         )
 
     def _leave(self, refused: str = "") -> None:
-        if self.info.role is not Role.STORE:  # a store outlives its router, which may be gone and tell it nothing
+        if self.info.role.has_model:  # a store outlives its router, which may be gone and tell it nothing
             for info in self._peers.values():
-                if info.role is Role.STORE:
+                if not info.role.has_model:
                     self._do(Send(info.peer, Leave()))
         if self.router is not None:
             self._do(Send(self.router, Leave()))

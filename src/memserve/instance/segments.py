@@ -6,6 +6,8 @@ blocks, and is never preempted, until the router cancels it, its deadline passes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from memserve.errors import check
 from memserve.instance.events import Action, DropSegment, HoldSegment
 from memserve.instance.scheduler_state import SchedulerState
@@ -70,10 +72,11 @@ class HeldSegments:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def take_news(self, router: Peer | None) -> list[Action]:
-        """What the host is to answer queries about, and what the router hears behind that."""
+    def take_news(self, router_of: Callable[[str], Peer | None]) -> list[Action]:
+        """What the host is to answer queries about, and what the routers hear behind that."""
         news: list[Action] = [*self._orders]
-        news += [Send(router, message) for message in self._news if router is not None]
+        told = [(router_of(message.request_id), message) for message in self._news]
+        news += [Send(router, message) for router, message in told if router is not None]
         self._orders.clear()
         self._news.clear()
         return news

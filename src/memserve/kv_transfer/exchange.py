@@ -66,8 +66,7 @@ class Exchange:
         context = TransferContext(pool, geometry, config, me, pool.namespace if namespace is None else namespace)
         self._context = context
         self.misfit = context.misfit
-        self._barriers = Barriers(pool)
-        self._deadlines = Deadlines()
+        self._barriers, self._deadlines = Barriers(pool), Deadlines()
         self._sender = Sender(context, self._barriers, self._deadlines)
         self._remote = RemoteAllocation(context, self._deadlines)
         self._receiver = Receiver(context, self._barriers, self._deadlines, self._remote)
@@ -94,6 +93,7 @@ class Exchange:
         dst_blocks: Sequence[int] = (),
         dst_tier: Tier = Tier.HBM,
         lease_ns: int = 0,
+        router: Peer | None = None,
     ) -> str:
         """Offer ``blocks`` (on ``tier``), and behind them ``dram_blocks``, to ``to``; returns the transfer id.
 
@@ -102,8 +102,8 @@ class Exchange:
         caller's references stay the caller's. :meth:`computed` announces pages to the receiver. With ``request`` the
         offer is a handoff of all of ``tokens``, whose blocks may come later (:meth:`more_blocks`).
         """
-        context = self._context
-        transfer_id, tokens = context.new_transfer_id(), tokens.copy()
+        context, tokens = self._context, tokens.copy()
+        transfer_id = context.new_transfer_id()
         offer = Offer(
             transfer_id=transfer_id,
             tenant=tenant,
@@ -122,6 +122,7 @@ class Exchange:
             dst_tier=dst_tier,
             private=private,
             dram_blocks=tuple(dram_blocks),
+            router=router,
         )
         context.retain(tier, blocks)
         context.retain(Tier.DRAM, dram_blocks)

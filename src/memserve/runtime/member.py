@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -256,13 +257,10 @@ class Member:
 
     def _reading(self, with_stats: bool) -> LoadRead:
         try:
-            load, next_event = self._instance.ask(
-                lambda: (self._machine.load(), self._machine.next_event), READING_TIMEOUT_S
-            )
-            self._last = LoadRead(load, next_event)
+            self._last = self._instance.ask(self._machine.reading, READING_TIMEOUT_S)
         except (TimeoutError, EngineStopped):
             log.debug("the engine is busy: the heartbeat repeats the last reading")
-        return LoadRead(self._last.load, self._last.next_event, self._stats() if with_stats else b"")
+        return replace(self._last, stats=self._stats() if with_stats else b"")
 
     def _stats(self) -> bytes:
         try:

@@ -8,12 +8,15 @@ client threads --submit--> inbox --> [router thread: Cluster.handle] --Send--> m
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from memserve.cluster.events import (
     EmitTokens,
@@ -39,6 +42,8 @@ from memserve.cluster.prefix_map import PrefixNode
 from memserve.cluster.report import InstanceView
 from memserve.cluster.requests import RouteStory
 from memserve.errors import InvariantError
+from memserve.follower.machine import Follower, FollowerStarts
+from memserve.instance.events import BecomeNew, DialRouter, Left, MeetPeer, Notice, PartFromPeer, Reborn
 from memserve.messages import AnyMessage, Join, JoinAccepted, Peer, PeerInfo
 from memserve.metadata import DocumentDropped, DocumentPut
 from memserve.runtime.engine import Clients, Sink
@@ -50,6 +55,9 @@ from memserve.runtime.stats import RouterStats
 from memserve.runtime.supervisor import ChildStats
 from memserve.store_messages import STORE
 from memserve.types import NamedPrefix, Request, TokenArray
+from memserve.units import NS_PER_MS
+
+log = logging.getLogger(__name__)
 
 MEMBERS_LOOK_S = 1.0
 """How often the lines to instances are compared with the members."""
@@ -60,7 +68,7 @@ class RouterEngine:
 
     def __init__(
         self,
-        machine: Cluster,
+        machine: Cluster | Follower,
         open_mailbox: Callable[[OnMessage], Mailbox],
         *,
         clock_ns: Callable[[], int] = time.monotonic_ns,
@@ -69,7 +77,8 @@ class RouterEngine:
     ) -> None:
         """``open_mailbox`` gets the function that takes what members say. ``keeper``: what ``machine`` remembers goes
         there, and it goes on from what ``keeper`` remembers; ``me`` is the router's name then."""
-        self._machine = machine
+        self._machine = machine.cluster if isinstance(machine, Follower) else machine
+        self._follower = machine if isinstance(machine, Follower) else None
         self._clients = Clients(self.cancel)
         self._members: dict[str, PeerInfo] = {}  # all and only the members, as they introduced themselves
         self._changed = threading.Condition()  # notified whenever _members changes
@@ -81,6 +90,12 @@ class RouterEngine:
         """Asked for what became of the processes of instances, by name; none runs under this router by default."""
         self.declined: ReportMember | None = None
         """Which store has last said that it does not join, and why."""
+        self.owner_url: str | None = None
+        """Of a follower: where the owner answers HTTP; empty: not known."""
+        self.refused = ""
+        """Why the owner does not accept this follower. Empty: it does, or this is the owner."""
+        self.on_left: Callable[[], None] = lambda: None
+        """Called when this follower is no member any more, and will not be one again."""
         self._closed = False
         self._keeper = keeper
         self._is_listening = keeper is None  # before the machine has recovered, members would be strangers to it
@@ -93,6 +108,8 @@ class RouterEngine:
             recovered = StateRecovered(keeper.recovered, me, self._mailbox.address, keeper.clock_offset_ns)
             self._loop.post(recovered)
             self._is_listening = True
+        elif isinstance(machine, Follower):
+            self._loop.post(FollowerStarts(self._mailbox.address))
         self._loop.start()
 
     # -- for the API
@@ -159,6 +176,11 @@ class RouterEngine:
         """The members by name, as they introduced themselves."""
         with self._changed:
             return dict(self._members)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the owner has accepted this follower. True: this is the owner."""
+        return self._follower is None or self._follower.member.router is not None
 
     def wait_for(self, names: Sequence[str], timeout_s: float) -> bool:
         """Whether all of ``names`` (at least one member, if there are none) are members before ``timeout_s``."""
@@ -227,14 +249,15 @@ class RouterEngine:
 
     def _perform(self, event: Any, actions: list[Any], spent_ns: int) -> None:
         self._handle_ns += spent_ns
-        if isinstance(event, MessageArrived):
+        if isinstance(event, MessageArrived) and self._follower is None:
             self._follow_members(event, actions)
         elif isinstance(event, StateRecovered):
             for member in event.recovered.members:
                 self._connect(member.info)
         for action in self._gate.admit(actions) if self._gate is not None else actions:
             self._do(action)
-        self._forget_gone()
+        if self._follower is None:
+            self._forget_gone()
 
     def _do(self, action: Any) -> None:
         match action:
@@ -250,6 +273,37 @@ class RouterEngine:
                 self._log.say(action)
             case Write():
                 self._write(action)
+            case _:
+                self._do_as_member(action)
+
+    def _do_as_member(self, action: Any) -> None:
+        """What a follower does as a member of the owner's cluster."""
+        match action:
+            case DialRouter(router, address):
+                self._mailbox.connect(router, address)
+            case MeetPeer(info):
+                self._mailbox.connect(info.peer, info.address)
+                with self._changed:
+                    self._members[info.peer.name] = info
+                    self._changed.notify_all()
+            case PartFromPeer(peer):
+                self._mailbox.disconnect(peer)
+                with self._changed:
+                    self._members.pop(peer.name, None)
+            case BecomeNew():
+                self._become_new(action)
+            case Left(refused):
+                self.refused = refused
+                self.on_left()
+            case Notice(text):
+                log.warning("%s", text)
+
+    def _become_new(self, order: BecomeNew) -> None:
+        if self._follower is not None:
+            info = self._follower.member.info
+            me = Peer(info.peer.name, max(order.generation_min, time.time_ns() // NS_PER_MS))
+            self._mailbox.become(me)
+            self._loop.post(Reborn(structs.replace(info, peer=me)))
 
     def _write(self, write: Write) -> None:
         keeper, gate, number = self._keeper, self._gate, write.number

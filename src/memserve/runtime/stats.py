@@ -18,7 +18,6 @@ from memserve.runtime.links.outbox import MailboxCounters
 from memserve.runtime.memory import resident_bytes
 from memserve.runtime.meta_keeper import Durability
 from memserve.runtime.supervisor import ChildStats
-from memserve.types import Role
 
 WINDOW_STEPS = 512
 """Steps over which medians are taken."""
@@ -126,7 +125,7 @@ class RouterStats(EngineStats):
         """Put together what the router's machine says of itself and of its members."""
         members = tuple(
             MemberStats(view, None, _numbers(view.stats))
-            if view.role is Role.STORE
+            if not view.role.has_model
             else MemberStats(view, _decoded(view.stats))
             for view in views
         )
@@ -138,7 +137,7 @@ class RouterStats(EngineStats):
     @property
     def serving(self) -> bool:
         """Whether there is a member that takes new requests."""
-        return any(member.view.state == "live" and member.view.role is not Role.STORE for member in self.members)
+        return any(member.view.state == "live" and member.view.role.has_model for member in self.members)
 
 
 _NOT_ADDITIVE = ("machine_step_ns", "device_step_ns", "prefill_ns_per_token")

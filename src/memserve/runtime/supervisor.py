@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +60,8 @@ class ChildOrder:
     @property
     def command(self) -> list[str]:
         """What runs; role and name come first, so that ``ps`` shows them."""
-        what = ["store"] if self.is_store else ["instance", "--role", self.role.value]
+        alone = {Role.STORE: ["store"], Role.ROUTER: ["router"]}
+        what = alone.get(self.role) or ["instance", "--role", self.role.value]
         return [sys.executable, "-m", "memserve", *what, "--name", self.name, "--supervised", *self.flags]
 
     @property
@@ -71,7 +72,7 @@ class ChildOrder:
     @property
     def title(self) -> str:
         """For messages."""
-        return f"{'store' if self.is_store else 'instance'} {self.name}"
+        return f"{'instance' if self.role.has_model else self.role.value} {self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +121,24 @@ class Supervisor:
         folder: Path | None = None,
         *,
         offers: bool = False,
+        keys: Mapping[str, object] | None = None,
     ) -> None:
         """``secret`` goes to each child through a pipe: neither command lines nor environments show it. ``on_death``
         is called with the name of a child that has ended, and how it ended, from the child's thread. ``folder``: where
         started children are written down; they outlive this process then, unless it ends in good order. ``offers``:
-        instances offer KV to a store until their end."""
+        instances offer KV to a store until their end. ``keys``: what routers among the children are told with the
+        secret."""
         self._on_death = on_death
         self._children = [_Child(order) for order in orders]
         self._file = ChildrenFile(folder) if folder is not None else None
         outlive = {"folder": str(folder)} if folder is not None else {}
         # a store has what instances have offered to it before they leave
         patience = {"drain_s": OFFERS_S} if offers or any(order.is_store for order in orders) else {}
-        self._greeting = json.dumps({"secret": secret, "parent_pid": os.getpid(), **outlive, **patience}) + "\n"
+        greeting = {"secret": secret, "parent_pid": os.getpid(), **outlive, **patience}
+        self._greetings = {role: greeting | (dict(keys or {}) if role is Role.ROUTER else {}) for role in Role}
         self._environment = dict(os.environ)
         if (
-            sum(not order.is_store for order in orders) > 1
+            sum(order.role.has_model for order in orders) > 1
         ):  # they share cores: a worker of one that spins between steps takes them from another
             self._environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._retiring = threading.Event()
@@ -187,16 +191,23 @@ class Supervisor:
         }
 
     def retire(self) -> None:
-        """A child that ends from now on is not started again: the whole cluster is about to end."""
+        """A child that ends from now on is not started again: the whole cluster is about to end. Routers begin to
+        drain."""
         self._retiring.set()
+        _signal(self._routers, signal.SIGTERM)
 
     def close(self) -> None:
         """End all children, gently at first; the store after the instances, which offer KV to it until their end."""
         with self._lock:
             self._retiring.set()
             self._closing.set()
-        self._end_all([child for child in self._children if not child.order.is_store], TERMINATE_S)
+        self._end_all(self._routers, TERMINATE_S)
+        self._end_all([child for child in self._children if child.order.role.has_model], TERMINATE_S)
         self._end_all([child for child in self._children if child.order.is_store], STORE_END_S)
+
+    @property
+    def _routers(self) -> list[_Child]:
+        return [child for child in self._children if child.order.role is Role.ROUTER]
 
     @staticmethod
     def _end_all(children: Sequence[_Child], patience_s: float) -> None:
@@ -275,7 +286,7 @@ class Supervisor:
 
     def _until_the_end(self, child: _Child, process: subprocess.Popen[str] | AdoptedProcess) -> str:
         """Greet the process and wait for its end; its last words. While it cannot be written down, try again."""
-        greeting: str | None = self._greeting
+        greeting: str | None = json.dumps(self._greetings[child.order.role]) + "\n"
         while True:
             patience_s = None if self._is_written_down(child, process) else RECORD_S
             try:

@@ -115,7 +115,7 @@ class FastForwardInstance(Instance):
 
     def _count_answer(self) -> None:
         if self.link is not None:
-            self.link.answers_told += 1
+            self.link.routers.counts(None).answers_told += 1
 
     # -- many steps at once
 

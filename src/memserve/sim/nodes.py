@@ -6,10 +6,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from msgspec import structs
+
 from memserve.cluster.events import ClusterAction, ReportMember
 from memserve.cluster.machine import Cluster
 from memserve.config import MemberConfig
 from memserve.errors import check
+from memserve.follower.machine import Follower, FollowerAction, FollowerStarts
 from memserve.instance.events import (
     Action,
     BecomeNew,
@@ -19,7 +22,6 @@ from memserve.instance.events import (
     HoldSegment,
     LayerFinished,
     Left,
-    LoadRead,
     MeetPeer,
     MemberAction,
     MemberEvent,
@@ -98,6 +100,13 @@ class Host(MemberHost, Protocol):
         """The router rejects a client's request."""
 
 
+class FollowedHost(Host, Protocol):
+    """A world with routers that are not the owner."""
+
+    def new_follower(self, node: FollowerNode) -> Follower:
+        """The machine of a follower, which starts now as ``node.peer``."""
+
+
 class InstanceNode(MemberNode):
     """Hosts a ``MemberMachine`` and an ``Instance``, its device and its data port, as ``runtime/member`` does."""
 
@@ -164,7 +173,7 @@ class InstanceNode(MemberNode):
             case Send(to, message):
                 self.send(to, message)
             case ReadLoad():
-                self._tell_member(LoadRead(self.machine.load(), self.machine.next_event))
+                self._tell_member(self.machine.reading())
             case DialRouter() | MeetPeer() | PartFromPeer():
                 self.line(action)
             case BecomeNew():
@@ -237,6 +246,59 @@ class InstanceNode(MemberNode):
         self._working = False
         self.post(self.device.run(plan))
         self._start_step()
+
+
+class FollowerNode(MemberNode):
+    """Hosts a ``Follower``, as ``runtime/router`` does."""
+
+    host: FollowedHost
+    machine: Follower
+
+    def __init__(self, host: FollowedHost, name: str, generation: int = 0) -> None:
+        """Boots at once. ``generation``: that of the process before it."""
+        super().__init__(host, Peer(name, generation))
+        self.boot()
+
+    def boot(self) -> None:
+        """A new process under the same name, with nothing in memory, which asks to join."""
+        self.begin_life()
+        self.peer = Peer(self.peer.name, self.peer.generation + 1)
+        self.forget_lines()
+        self.machine = self.host.new_follower(self)
+        self.post(FollowerStarts(f"virtual://{self.peer.name}"))
+
+    def hear(self, sender: Peer, message: AnyMessage) -> None:
+        if self.host.tells:
+            self.host.say(f"{self.peer.name} <- {sender.name}.{sender.generation}: ", message)
+        self.post(MessageArrived(sender, message))
+
+    def post(self, event: object) -> None:
+        actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only
+        self.host.handled(self, event, actions)
+        self._do(actions)
+        self.ticking.look(self.machine.next_deadline_ns)
+
+    def _do(self, actions: Sequence[FollowerAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(to, message):
+                    self.send(to, message)
+                case EmitTokens(outputs):
+                    for output in outputs:
+                        self.host.emitted(output)
+                case RejectRequest(request_id, reason, retry_after_s):
+                    self.host.turned_away(request_id, reason, retry_after_s)
+                case DialRouter() | MeetPeer() | PartFromPeer():
+                    self.line(action)
+                case Notice(text):
+                    self.host.say(f"{self.peer.name}: {text}")
+                case BecomeNew(generation_min=generation):
+                    self.peer = Peer(self.peer.name, generation)
+                    self.post(Reborn(structs.replace(self.machine.member.info, peer=self.peer)))
+                case Left():
+                    self.kill()
+                case _:
+                    pass  # for operators
 
 
 class RouterNode(Process):

@@ -284,8 +284,8 @@ class StoreMachine:
                 pass
 
     def _tell_changes(self, first: int | None) -> None:
-        for told in self._feed.answer(first):
-            self._tell_router(told)
+        self._tell_router(self._feed.news())
+        self._tell_router(self._feed.answer(first))
 
     def _tell_router(self, news: KvEvents | KvSnapshot | None) -> None:
         if news is not None and self.member.router is not None:

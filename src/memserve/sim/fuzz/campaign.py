@@ -70,9 +70,17 @@ def parse_setting(text: str) -> Setting:
     )
 
 
-def play(seed: int, setting: Setting, story_lines: int = 400, *, layerwise: str | None = None) -> World:
-    """Run one scenario to its end. Raises what is wrong, with the story as a note. ``layerwise`` as in :func:`draw`."""
-    world = World(draw(seed, setting, layerwise), story_lines)
+def play(
+    seed: int,
+    setting: Setting,
+    story_lines: int = 400,
+    *,
+    layerwise: str | None = None,
+    routers: int | None = None,
+) -> World:
+    """Run one scenario to its end. Raises what is wrong, with the story as a note. ``layerwise`` and ``routers`` as in
+    :func:`draw`."""
+    world = World(draw(seed, setting, layerwise, routers), story_lines)
     try:
         world.run()
     except Exception as error:
@@ -88,15 +96,16 @@ def judge(
     *,
     plant: str | None = None,
     layerwise: str | None = None,
+    routers: int | None = None,
     keep_story: bool = False,
     log: Callable[[str], object] | None = None,
 ) -> Verdict:
-    """Run one scenario and return its verdict. ``plant`` is a safeguard to take out, ``layerwise`` as in :func:`draw`,
-    ``log`` as in :class:`World`."""
+    """Run one scenario and return its verdict. ``plant`` is a safeguard to take out, ``layerwise`` and
+    ``routers`` as in :func:`draw`, ``log`` as in :class:`World`."""
     started = time.perf_counter()
     failure = where = ""
     with planted(plant):
-        world = World(draw(seed, setting, layerwise), story_lines, log)
+        world = World(draw(seed, setting, layerwise, routers), story_lines, log)
         try:
             world.run()
         except Exception as error:
@@ -125,10 +134,11 @@ def run_campaign(
     weather: str | None = None,
     plant: str | None = None,
     layerwise: str | None = None,
+    routers: int | None = None,
     jobs: int = 1,
 ) -> Iterator[Verdict]:
-    """One verdict per seed, in order, from ``jobs`` processes. ``layerwise`` as in :func:`draw`."""
-    judge_one = partial(_judge_one, weather, plant, layerwise)
+    """One verdict per seed, in order, from ``jobs`` processes. ``layerwise`` and ``routers`` as in :func:`draw`."""
+    judge_one = partial(_judge_one, weather, plant, layerwise, routers)
     if jobs == 1:
         yield from map(judge_one, seeds)
         return
@@ -136,5 +146,7 @@ def run_campaign(
         yield from pool.imap(judge_one, seeds, chunksize=4)
 
 
-def _judge_one(weather: str | None, plant: str | None, layerwise: str | None, seed: int) -> Verdict:
-    return judge(seed, setting_of(seed, weather), plant=plant, layerwise=layerwise)
+def _judge_one(
+    weather: str | None, plant: str | None, layerwise: str | None, routers: int | None, seed: int
+) -> Verdict:
+    return judge(seed, setting_of(seed, weather), plant=plant, layerwise=layerwise, routers=routers)

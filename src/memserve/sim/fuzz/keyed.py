@@ -24,6 +24,13 @@ from memserve.sim.nodes import InstanceNode, RouterNode
 from memserve.types import Request, TokenOutput
 
 
+class Balancer(Protocol):
+    """Leads clients to a router."""
+
+    def submit(self, event: object) -> None:
+        """A client does something."""
+
+
 class Host(Protocol):
     """A world with such clients."""
 
@@ -33,7 +40,11 @@ class Host(Protocol):
 
     @property
     def router(self) -> RouterNode:
-        """The one router there is."""
+        """The owner."""
+
+    @property
+    def routers(self) -> Balancer:
+        """All routers."""
 
     def say(self, line: str, what: object = "") -> None:
         """One line of the story."""
@@ -63,6 +74,8 @@ class KeyedClients:
         """Whether clients that ask for the first time do it with keys."""
         self.returns = 0
         """Times that a client has come again."""
+        self.overtaken = 0
+        """Times that its last connection lost the answer to an earlier one at another router."""
 
     def named(self, request: Request) -> Request:
         """The request of a client that asks for the first time, with a key."""
@@ -91,7 +104,7 @@ class KeyedClients:
         self._host.say(f"client of {client.connection} loses its connection")
         closed, client.connection = client.connection, ""
         if self._random.random() < 0.6:
-            self._host.router.submit(RequestCancelled(closed))
+            self._host.routers.submit(RequestCancelled(closed))
         self._comes_again_later(client)
 
     def _doubles(self, client: _Client) -> None:
@@ -104,7 +117,7 @@ class KeyedClients:
             return
         self._host.say(f"client of {client.connection} goes, and never comes again")
         closed, client.connection, client.ask.lost = client.connection, "", True
-        self._host.router.submit(RequestCancelled(closed))
+        self._host.routers.submit(RequestCancelled(closed))
         self._host.next_turn(client.ask)
 
     def _comes_again_later(self, client: _Client) -> None:
@@ -121,7 +134,7 @@ class KeyedClients:
         client.connections += 1
         ask.starts_over()
         self._host.say(f"client asks again, as {client.connection}")
-        self._host.router.submit(RequestArrived(structs.replace(ask.request, request_id=client.connection)))
+        self._host.routers.submit(RequestArrived(structs.replace(ask.request, request_id=client.connection)))
 
     # -- what the router says
 
@@ -141,6 +154,12 @@ class KeyedClients:
         if client is None:
             return connection
         if connection == client.connection:
+            if reason == TAKEN_OVER and self._host.scenario.followers:
+                # asked for before, at another router, and heard of later by the instance: the client tries again
+                self.overtaken += 1
+                client.connection = ""
+                self._comes_again_later(client)
+                return None
             require(reason != TAKEN_OVER, f"{connection}: no other connection was made after it")
             return client.ask.request.request_id
         return None

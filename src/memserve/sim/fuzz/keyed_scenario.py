@@ -5,13 +5,17 @@ from __future__ import annotations
 from random import Random
 from typing import Any, Protocol
 
-from memserve.sim.fuzz.clients import Conversation
+from memserve.config import AdmissionConfig
+from memserve.sim.fuzz.clients import FLOOD, Conversation, Turn
+from memserve.types import Admission
 from memserve.units import NS_PER_MS
 
 KEYED_SHARE = 0.1
 """Of all scenarios."""
 STREAM = "keys 52904"
 """Of the numbers that decide. Its name was chosen so that seeds that tests and the guide name keep their scenarios."""
+FOLLOWED_SHARE = 0.08
+"""Of all scenarios, those with several routers at once."""
 DEATHS = (1, 1, 2, 3)
 """Of routers, in scenarios with faults."""
 LONG, SLOW_STEP_NS = (24, 40), (3 * NS_PER_MS, 10 * NS_PER_MS)
@@ -28,6 +32,10 @@ class Drawn(Protocol):
     faults: list[Any]
     remembers: bool
     keyed: bool
+    followers: int
+    store: Any
+    shared: Any
+    admission: AdmissionConfig
     step_ns: tuple[int, int]
 
 
@@ -37,10 +45,7 @@ def put_keys(scenario: Drawn) -> list[int]:
     random = Random(f"{scenario.seed}/{scenario.setting}/{STREAM}")
     if random.random() >= KEYED_SHARE or any(fault.kind == "row" for fault in scenario.faults):
         return []
-    scenario.keyed = True
-    turns = [turn for conversation in scenario.conversations for turn in conversation.turns]
-    for turn in turns:
-        turn.cancel_after_ns = turn.lifetime_ns = None
+    turns = _name_all(scenario)
     if not scenario.faults:
         return []
     if random.random() < 0.5:  # else they die beside all that goes wrong anyway
@@ -51,3 +56,32 @@ def put_keys(scenario: Drawn) -> list[int]:
         for turn in turns:
             turn.max_tokens = turn.max_tokens if turn.beam_width else random.choice(LONG)
     return [random.randint(0, random.choice([60, 400])) for _ in range(random.choice(DEATHS))]
+
+
+def _name_all(scenario: Drawn) -> list[Turn]:
+    """All requests have keys; none is called off, or has a deadline."""
+    scenario.keyed = True
+    turns = [turn for conversation in scenario.conversations for turn in conversation.turns]
+    for turn in turns:
+        turn.cancel_after_ns = turn.lifetime_ns = None
+    return turns
+
+
+def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, int, int]]:
+    """Some scenarios have several routers, and clients with keys, which any of them serves; ``routers``: so many.
+    Drawn from a stream of its own. Returns faults of followers: kind, when and for how long (ms), which."""
+    random = Random(f"{scenario.seed}/{scenario.setting}/followers")
+    drawn = random.random() < FOLLOWED_SHARE
+    unfit = scenario.shared is not None or scenario.store is not None or scenario.admission.mode is not Admission.NONE
+    unfit = unfit or any(conversation.tenant == FLOOD for conversation in scenario.conversations)
+    unfit = unfit or any(fault.kind == "row" for fault in scenario.faults)
+    if unfit or routers == 1 or not (drawn or routers):
+        return []
+    scenario.followers = routers - 1 if routers else random.choice([1, 2])
+    _name_all(scenario)
+    if scenario.setting.weather == "healthy":
+        return []
+    if random.random() < 0.5:  # else they die beside all that goes wrong anyway
+        scenario.faults = [fault for fault in scenario.faults if fault.kind == "router-restart"]
+    kinds = random.choices(["follower-kill", "follower-kill", "follower-pause"], k=random.choice([1, 2, 3]))
+    return [(kind, random.randint(0, 400), random.choice([5, 300, 1500]), random.randrange(2)) for kind in kinds]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace as replace_struct
 
-from memserve.answers import AnswerLog
+from memserve.answers import AnswerHeld, AnswerLog
 from memserve.cluster.answer_phases import Answer
 from memserve.cluster.answers import Answers
 from memserve.cluster.events import ClusterAction
@@ -27,6 +27,8 @@ from memserve.instance.layered import LayerPlacer
 from memserve.instance.member import MemberMachine
 from memserve.instance.results import StepResults
 from memserve.instance.router_addresses import RouterAddresses
+from memserve.instance.router_changes import RouterChanges
+from memserve.instance.routers import Routers
 from memserve.instance.segments import HeldSegments
 from memserve.instance.sequence import Group, Phase
 from memserve.kv_transfer.context import Deadlines, Expiring
@@ -314,6 +316,24 @@ def _segment_share() -> list[Swap]:
     return [(batch_module, "_before", _last_part_alone)]
 
 
+def _says_it_runs(self: RouterChanges, held: AnswerHeld, router: Peer) -> AnswerHeld:
+    return held
+
+
+def _two_routers() -> list[Swap]:
+    """Two routers own one attempt: an instance tells one that it runs there, and goes on for the other."""
+    return [(RouterChanges, "_take", _says_it_runs)]
+
+
+def _anyones(self: Routers, attempt_id: str, router: Peer) -> bool:
+    return True
+
+
+def _attempt_router() -> list[Swap]:
+    """Any router may end an attempt, whosever it is."""
+    return [(Routers, "is_of", _anyones)]
+
+
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "generation-check": _generation_check,
     "lease-sweep": _lease_sweep,
@@ -336,6 +356,8 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "answer-end": _answer_end,
     "segment-drop": _segment_drop,
     "segment-share": _segment_share,
+    "two-routers": _two_routers,
+    "attempt-router": _attempt_router,
 }
 
 

@@ -9,7 +9,7 @@ from random import Random
 from memserve.config import AdmissionConfig
 from memserve.sim.fuzz.clients import VOCAB, Conversation, Turn, flood
 from memserve.sim.fuzz.gate import draw_gate, draw_kept_ns
-from memserve.sim.fuzz.keyed_scenario import put_keys
+from memserve.sim.fuzz.keyed_scenario import put_followers, put_keys
 from memserve.sim.fuzz.layered_scenario import LAYERED_FAULTS, LAYERED_SHARE, LayeredSetup, crowd, draw_layered
 from memserve.sim.fuzz.shared_scenario import SHARED_FAULTS, SHARED_SHARE, SharedSetup, draw_shared, long_prompts
 from memserve.sim.fuzz.store_scenario import StoreSetup, draw_store
@@ -133,6 +133,8 @@ class Scenario:
     """None: every block lies whole."""
     keyed: bool = False
     """Clients name their requests, and ask again."""
+    followers: int = 0
+    """Routers beside the owner that place requests."""
     shared: SharedSetup | None = None
     """None: every sequence fits an instance."""
     conversations: list[Conversation] = field(default_factory=list)
@@ -143,15 +145,16 @@ class Scenario:
         requests = sum(len(c.turns) for c in self.conversations)
         store = "" if self.store is None else " store (called)" if self.store.is_called else " store"
         layered = " by layer" if self.layered is not None else " shared" if self.shared is not None else ""
-        layered += " keyed" * self.keyed
+        layered += " keyed" * self.keyed + f" followers={self.followers}" * bool(self.followers)
         return (
             f"seed {self.seed} {self.setting} policy={self.policy} hbm={self.hbm_blocks} dram={self.dram_blocks}"
             f" requests={requests} gate={self.admission.mode.value}{store}{layered} faults={','.join(kinds) or 'none'}"
         )
 
 
-def draw(seed: int, setting: Setting, layerwise: str | None = None) -> Scenario:
-    """The scenario of ``seed``. ``layerwise``: ``auto`` with KV by layer, ``off`` without; None: the seed decides."""
+def draw(seed: int, setting: Setting, layerwise: str | None = None, routers: int | None = None) -> Scenario:
+    """The scenario of ``seed``. ``layerwise``: ``auto`` with KV by layer, ``off`` without; None: the seed decides.
+    ``routers``: so many place requests, where the scenario allows several; None: the seed decides."""
     random = Random(f"{seed}/{setting}")
     roles = ALL_MIXES[setting.mix]
     context = random.choice([48, 64, 96])
@@ -199,6 +202,8 @@ def draw(seed: int, setting: Setting, layerwise: str | None = None) -> Scenario:
         _put_layers(scenario, len(roles), 1.0 if layerwise == "auto" else LAYERED_SHARE)
     _put_shared(scenario, len(roles))
     scenario.faults += [Fault("router-restart", at_ms * MS, 5 * MS, 0, -1, at_ms) for at_ms in put_keys(scenario)]
+    followers = put_followers(scenario, routers)
+    scenario.faults += [Fault(kind, at * MS, span * MS, 0, -1, which) for kind, at, span, which in followers]
     scenario.faults = _in_order(scenario.faults)
     return scenario
 

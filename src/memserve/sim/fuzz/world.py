@@ -11,7 +11,8 @@ import numpy as np
 
 from memserve.cluster.events import ClusterAction, PrefixPinned, PrefixUnpinned
 from memserve.cluster.machine import Cluster
-from memserve.config import ClusterConfig, ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
+from memserve.config import ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
+from memserve.follower.machine import Follower
 from memserve.instance.machine import Instance
 from memserve.messages import Heartbeat, PeerInfo, RequestRefused
 from memserve.policy.costs import CopyCurve, CostModel
@@ -27,11 +28,12 @@ from memserve.sim.fuzz.instances import FIRST_GENERATION, FuzzedDevice, FuzzedIn
 from memserve.sim.fuzz.keyed import KeyedClients, client_of
 from memserve.sim.fuzz.network import FaultyNetwork
 from memserve.sim.fuzz.router import FuzzedRouter
+from memserve.sim.fuzz.routers import ANSWER_NS, Routers, cluster_config, new_follower
 from memserve.sim.fuzz.scenario import ALL_MIXES, BLOCK_TOKENS, LEASE_NS, MS, NAMESPACE, Scenario
 from memserve.sim.fuzz.stores import FuzzedStore
 from memserve.sim.fuzz.truth import Violation, require
 from memserve.sim.fuzz.truth_device import LAYERS, TruthDevice
-from memserve.sim.nodes import ROUTER_ADDRESS, InstanceNode, RouterNode
+from memserve.sim.nodes import ROUTER_ADDRESS, FollowerNode, InstanceNode, RouterNode
 from memserve.sim.process import Process
 from memserve.sim.store_node import StoreNode
 from memserve.types import Admission, Caching, KVGeometry, TokenOutput
@@ -45,7 +47,6 @@ PROFILES = (
     CostModel(machine="slow").scaled(20.0),
 )
 """Profiles of the instances, in turn: different machines, one with a slow second tier, some without measurements."""
-ANSWER_NS = 1500 * MS
 STEPS_MAX = 200_000
 """Scenarios have some thousands of events. One with this many never ends."""
 
@@ -81,6 +82,7 @@ class World:
         self.keyed = KeyedClients(self)
         self.router = FuzzedRouter(self)
         self.network.nodes[self.router.peer.name] = self.router
+        self.routers = Routers(self)
         self.instances: list[FuzzedInstance] = []
         for place, role in enumerate(ALL_MIXES[scenario.setting.mix]):
             node = FuzzedInstance(self, f"{role.value[0]}{place}", role, place)
@@ -99,23 +101,11 @@ class World:
 
     def new_cluster(self) -> Cluster:
         """The production machine of the router."""
-        return Cluster(
-            ClusterConfig(
-                caching=self.scenario.setting.caching,
-                policy=self.scenario.policy,
-                transfer=self.scenario.setting.transfer,
-                dead_after_ns=1 * SECOND,
-                call_every_ns=200 * MS,
-                stalled_after_ns=4 * SECOND,
-                attempts_max=4,
-                unplaced_ns=6 * SECOND,
-                tree_ttl_ns=20 * SECOND,
-                speculative_ttl_ns=1 * SECOND,
-                admission=self.scenario.admission,
-                answer_ns=ANSWER_NS,
-            ),
-            remembers=self.scenario.remembers,
-        )
+        return Cluster(cluster_config(self.scenario), remembers=self.scenario.remembers)
+
+    def new_follower(self, node: FollowerNode) -> Follower:
+        """The production machine of a router that is not the owner."""
+        return new_follower(self.scenario, node, self.router_addresses, self.member_config)
 
     def instance_config(self, node: InstanceNode) -> InstanceConfig:
         """The configuration of an instance machine in this scenario."""
@@ -192,18 +182,19 @@ class World:
 
     def _ask(self, conversation: Conversation) -> None:
         turn = conversation.turns[conversation.done]
-        request = self.keyed.named(self.referee.ask(conversation, self.router.now))
+        name = f"{conversation.name}.{conversation.done}"
+        request = self.keyed.named(self.referee.ask(conversation, self.routers.next_for(name).now))
         self.say(f"client asks {request.request_id}: {len(request.prompt)} tokens, ", turn)
         if turn.cancel_after_ns is not None:
             self.clock.after(turn.cancel_after_ns, self._cancel, request.request_id)
-        self.router.submit(RequestArrived(request))
+        self.routers.submit(RequestArrived(request))
 
     def _cancel(self, request_id: str) -> None:
         ask = self.referee.asks[request_id]
         if not ask.over:
             self.say(f"client cancels {request_id}")
             ask.cancelled = True
-            self.router.submit(RequestCancelled(request_id))
+            self.routers.submit(RequestCancelled(request_id))
 
     def emitted(self, output: TokenOutput) -> None:
         """The router gives tokens to a client."""
@@ -211,7 +202,8 @@ class World:
         for_client = self.keyed.received(output)
         if for_client is None:
             return
-        ask, name, output = self.referee.emitted(for_client, self.router.now), output.request_id, for_client
+        now = self.routers.at(output.request_id).now
+        ask, name, output = self.referee.emitted(for_client, now), output.request_id, for_client
         enough = ask.turn.stop_string_after
         plain = not ask.request.beam_width and output.finish_reason is None
         if enough is not None and plain and len(ask.got[output.index]) >= enough and output.index not in ask.stopped:
@@ -223,9 +215,7 @@ class World:
     def row_fails(self, node: FuzzedInstance, attempt_id: str, index: int) -> None:
         """A row of an attempt fails, and with it that sequence of the client's request."""
         self.say(f"{node.peer.name}: a row of {attempt_id}/{index} fails")
-        request = self.router.machine._lifecycle.requests.by_attempt.get(attempt_id)
-        attempt = len(request.past) + 1 if request is not None else 0
-        self.referee.row_failed(client_of(attempt_id), attempt)
+        self.referee.row_failed(client_of(attempt_id), self.routers.attempts_of(attempt_id))
 
     def turned_away(self, request_id: str, reason: str, retry_after_s: float | None) -> None:
         """The router rejects a request."""
@@ -234,19 +224,11 @@ class World:
         name = self.keyed.turned_away(request_id, reason)
         if name is None:
             return
-        request_id = name
-        self.next_turn(self.referee.rejected(request_id, reason, self.router.now, by_gate=by_gate))
-
-    def router_dies(self) -> None:
-        """Its clients get an error from the network, and ask something else later."""
-        self.router.restart()
-        for ask in list(self.referee.asks.values()):
-            if not ask.over and not self.keyed.router_died(ask):
-                ask.lost = True
-                self.next_turn(ask)
+        now = self.routers.at(request_id).now
+        self.next_turn(self.referee.rejected(name, reason, now, by_gate=by_gate))
 
     def _submit(self, event: object) -> None:
-        self.router.submit(event)
+        self.routers.submit(event)
 
     def next_turn(self, ask: Ask) -> None:
         """A client waits for nothing more, and asks something else later."""
@@ -278,7 +260,7 @@ class World:
         """A machine has handled an event: check its invariants and its actions."""
         if self._log is not None:
             self._log(f"{self.clock.now} {node.peer.name}.{node.peer.generation} {event!r} -> {actions!r}\n")
-        if isinstance(node, InstanceNode | RouterNode | StoreNode):
+        if isinstance(node, InstanceNode | RouterNode | FollowerNode | StoreNode):
             node.machine.check_invariants()
         if isinstance(event, MessageArrived) and isinstance(event.message, RequestRefused):
             self.referee.attempt_refused(client_of(event.message.request_id))
@@ -372,7 +354,9 @@ class World:
     def check_at_rest(self) -> None:
         """Nothing is held, nothing is open, and the router knows where everything lies."""
         stores = [self.store] if self.store is not None else []
-        checks.check_at_rest(self.router.machine, self.instances, stores, self.scenario.event_capacity > 0)
+        has_events, others = self.scenario.event_capacity > 0, [*stores, *self.routers.followers]
+        checks.check_at_rest(self.router.machine, self.instances, others, has_events)
+        self.routers.check_at_rest(has_events)
         for store in stores:
             store_checks.check_at_rest(self.router.machine, store)
             store_checks.check_contents(store, self.instances[0].machine.pool, self.referee)
@@ -385,7 +369,7 @@ class World:
         """Counts of the features that the scenario exercised."""
         done = checks.achievements(self.router.machine, remembers=self.scenario.remembers)
         done.update(f"refused: {cause}" for cause in self.gate_judge.refused.values())
-        for node in (*self.instances, self.store, self.keyed):
+        for node in (*self.instances, self.store, self.keyed, self.routers):
             done.update(node.achievements() if node is not None else ())
         return done
 

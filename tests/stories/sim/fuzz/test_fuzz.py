@@ -107,6 +107,8 @@ CAUGHT = {
     "answer-end": (64, "keeps answers for ever"),
     "segment-drop": (1873, "is stale"),
     "segment-share": (29, "instead of"),
+    "two-routers": (246, "healthy world"),
+    "attempt-router": (246, "healthy world"),
 }
 """Where to begin, so that a test of a few seeds sees it, and what the checker says. docs/guides/SIMULATOR.md has the
 first seed of all."""
@@ -184,7 +186,7 @@ def test_the_verdicts_of_two_processes_are_those_of_one() -> None:
 
 
 def test_every_kind_of_fault_can_be_drawn_and_struck() -> None:
-    assert set(KINDS) == {*SWARM, ROW, *STORE_FAULTS}
+    assert set(KINDS) == {*SWARM, ROW, *STORE_FAULTS, "follower-kill", "follower-pause"}
     drawn = {fault.kind for seed in range(200) for fault in draw(seed, setting_of(seed, "swarm")).faults}
     assert drawn >= {*SWARM, ROW} and drawn <= {*KINDS}
 

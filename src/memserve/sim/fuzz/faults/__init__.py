@@ -13,8 +13,8 @@ from memserve.sim.fuzz.truth import require
 KINDS = {**process.KINDS, **wire.KINDS, **device.KINDS, **disk.KINDS, **store.KINDS}
 
 
-_NO_EXCUSE = {ROW, *STORE_FAULTS}
-"""A row that fails costs one request; the others cost none."""
+_NO_EXCUSE = {ROW, *STORE_FAULTS, "follower-kill"}
+"""A row that fails costs one request; the others cost none: clients of a follower that dies ask another router."""
 
 
 def strike(world: World, fault: Fault) -> None:

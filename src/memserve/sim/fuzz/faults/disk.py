@@ -14,7 +14,7 @@ def _router_power(world: World, fault: Fault, node: FuzzedInstance, random: Rand
     """The router's machine loses power: some of the last writes arrived, in any order."""
     arrived = random.choice([0.0, random.random(), 1.0])
     world.router.lose_power(arrived, (random.random(), random.choice([0.0, random.random()])))
-    world.router_dies()
+    world.routers.owner_dies()
 
 
 def _disk_full(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:

@@ -11,6 +11,7 @@ from memserve.cluster.events import InstanceDrained
 from memserve.sim.fuzz.clients import Referee
 from memserve.sim.fuzz.instances import FuzzedInstance, FuzzHost
 from memserve.sim.fuzz.router import FuzzedRouter
+from memserve.sim.fuzz.routers import Routers
 from memserve.sim.fuzz.scenario import MS, Fault
 from memserve.sim.fuzz.stores import FuzzedStore
 
@@ -27,10 +28,11 @@ class World(FuzzHost, Protocol):
 
     @property
     def router(self) -> FuzzedRouter:
-        """The only router."""
+        """The owner."""
 
-    def router_dies(self) -> None:
-        """Its clients get an error from the network."""
+    @property
+    def routers(self) -> Routers:
+        """The owner and the followers."""
 
 
 Undo = Callable[[], None]
@@ -86,7 +88,30 @@ def _router_pause(world: World, fault: Fault, node: FuzzedInstance, random: Rand
 
 
 def _router_restart(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
-    world.router_dies()
+    world.routers.owner_dies()
+
+
+def _follower_kill(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
+    """A router that is not the owner dies, and starts again later."""
+    follower = world.routers.follower_dies(fault.seed)
+    return follower.boot if follower is not None else None
+
+
+def _follower_pause(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
+    """Such a router is stopped: the owner may take it to be dead meanwhile."""
+    followers = world.routers.followers
+    if not followers:
+        return None
+    follower = followers[fault.seed % len(followers)]
+    follower.pause()
+    world.router_slept_ns += fault.for_ns
+    life = follower.life
+
+    def resume() -> None:
+        if follower.life == life:
+            follower.resume()
+
+    return resume
 
 
 def _drain(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
@@ -119,6 +144,8 @@ KINDS: dict[str, Kind] = {
     "pause": _pause,
     "drain": _drain,
     "router-pause": _router_pause,
+    "follower-kill": _follower_kill,
+    "follower-pause": _follower_pause,
     "router-restart": _router_restart,
     "clock-jump": _clock_jump,
     "router-clock-jump": _router_clock_jump,

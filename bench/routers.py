@@ -1,0 +1,79 @@
+"""Requests per second with one router process and with several, at one port, in front of the same instances.
+
+    python bench/routers.py --model FOLDER [--routers 1,2] [--clients 32] [--seconds 20] [--flags "--colocated 1"]
+
+Every client asks for one token behind a short prompt, each time over a new connection, so that the kernel spreads the
+requests over the routers. A busy router takes about a core: give it as many cores as there are routers, beside those of
+the instances.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+
+
+def start(model: str, routers: int, flags: list[str]) -> tuple[subprocess.Popen[str], str, int]:
+    """A server that is ready, its host and its port."""
+    command = [sys.executable, "-m", "memserve", "serve", "--model", model, "--port", "0", "--metadata", "none"]
+    process = subprocess.Popen([*command, "--routers", str(routers), *flags], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = re.search(r"http://([^:/ ]+):(\d+)/v1", process.stdout.readline())
+    assert found is not None, "the server did not start"
+    time.sleep(5)  # the other routers bind the port when they are ready, a moment after the first
+    return process, found[1], int(found[2])
+
+
+async def ask(host: str, port: int, body: bytes) -> bool:
+    """One request over a connection of its own. Whether it was answered."""
+    reader, writer = await asyncio.open_connection(host, port)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+    writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
+    status = await reader.readline()
+    await reader.read()
+    writer.close()
+    return b" 200 " in status
+
+
+async def load(host: str, port: int, clients: int, seconds: float) -> float:
+    """Requests per second."""
+    body = json.dumps({"prompt": list(range(1, 17)), "max_tokens": 1, "temperature": 0}).encode()
+    end, answered = time.monotonic() + seconds, 0
+
+    async def client() -> None:
+        nonlocal answered
+        while time.monotonic() < end:
+            answered += await ask(host, port, body)
+
+    began = time.monotonic()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return answered / (time.monotonic() - began)
+
+
+def main() -> None:
+    """Measure each number of routers, and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--routers", default="1,2")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--flags", default="--colocated 1")
+    options = parser.parse_args()
+    first = None
+    for routers in map(int, options.routers.split(",")):
+        process, host, port = start(options.model, routers, options.flags.split())
+        asyncio.run(load(host, port, options.clients, 2.0))
+        rate = asyncio.run(load(host, port, options.clients, options.seconds))
+        first = first or rate
+        print(f"{routers} routers: {rate:.0f} requests/s, {rate / first:.2f} times the first")
+        process.terminate()
+        process.wait(60)
+
+
+if __name__ == "__main__":
+    main()

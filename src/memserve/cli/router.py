@@ -1,0 +1,245 @@
+"""``memserve router``: a router beside the owner, which ``memserve serve`` runs; on this host or another."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memserve.api.config import ApiConfig, EdgeConfig
+from memserve.cli import credentials
+from memserve.cli import options as opt
+from memserve.cli.cluster import model_of, with_models
+from memserve.cli.instance import SECRET_HINT, listens_at, own_address_to
+from memserve.cli.serve import ChatTokens, ServedNames, one_instance_each, serve_until_signal
+from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, ClusterConfig, EngineOptions, MemberConfig
+from memserve.errors import UserError
+from memserve.model.loading.adapter import read_adapters
+from memserve.runtime.links.devices import with_port
+from memserve.runtime.process import EndAsked, die_with, ignore_terminal, signals_raise
+from memserve.types import Admission, Role
+
+if TYPE_CHECKING:
+    from memserve.runtime.router import RouterEngine
+
+Join = Annotated[
+    str,
+    typer.Option(
+        help="HOST:PORT of the owner, as opened by `memserve serve --cluster-port`. With standby routers: all of"
+        " them, separated by commas."
+    ),
+]
+Port = Annotated[
+    int,
+    typer.Option(min=0, max=65535, help="Port to listen on; routers of one host may share it. 0: a free one."),
+]
+OwnerUrl = Annotated[
+    str,
+    typer.Option(help="Where clients find the owner, http://HOST:PORT: those that name documents are sent there."),
+]
+Name = Annotated[str | None, typer.Option(help="Name of the router, unique in the cluster. Default: host and process.")]
+Advertise = Annotated[
+    str | None,
+    typer.Option(help="Host by which instances reach it. Default: that on the way to the owner."),
+]
+GenerationDefaults = Annotated[
+    bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
+]
+
+JOIN_TIMEOUT_S = 60.0
+"""How long the owner may take to answer; the children of a ``memserve serve`` wait for their instances as well."""
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerOptions:
+    """A router's place in a cluster."""
+
+    name: str
+    join: tuple[str, ...]
+    """Where the owner may be, ``tcp://host:port`` each."""
+    secret: str
+    config: ClusterConfig
+    host: str
+    """Where its mailbox listens."""
+    owner_url: str = ""
+    """Where clients find the owner; empty: not known."""
+    advertise: str | None = None
+    outlive: Path | None = None
+    """The state folder of the owner that has started it. None: no ``memserve serve`` on this host has."""
+    parent_pid: int | None = None
+
+
+@opt.grouped
+def router(
+    *,
+    join: Join,
+    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = opt.DEFAULT_HOST,
+    port: Port = opt.DEFAULT_PORT,
+    owner_url: OwnerUrl = "",
+    name: Name = None,
+    advertise: Advertise = None,
+    cluster_secret_file: credentials.ClusterSecretFile = None,
+    engine: Annotated[EngineOptions, opt.Only("model", "lora")],
+    served_model_name: ServedNames = None,
+    api: ApiConfig,
+    generation_config: GenerationDefaults = True,
+    default_max_tokens: ChatTokens = DEFAULT_MAX_TOKENS,
+    api_key: credentials.ApiKeys = None,
+    api_key_file: credentials.ApiKeyFile = None,
+    metrics_key: credentials.MetricsKey = None,
+    tls_cert: credentials.TlsCert = None,
+    tls_key: credentials.TlsKey = None,
+    drain_s: opt.DrainS = DRAIN_S,
+    edge: EdgeConfig,
+    cluster: ClusterConfig,
+    log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
+    supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
+) -> None:
+    """Serve the API of a cluster beside its `memserve serve`: this router places requests by itself.
+
+    Give it the options of that command which requests depend on: model, --lora, --policy, --caching, keys.
+    """
+    if cluster.admission.mode is not Admission.NONE:
+        hint = "leave out --admission, or run one router"
+        raise UserError("admission counts what one router has admitted", hint=hint, param="admission")
+    cluster = one_instance_each(cluster)
+    tls = credentials.tls_of(tls_cert, tls_key)
+    names = tuple(served_model_name or ())
+
+    def http(keys: tuple[str, ...], of_metrics: str | None) -> opt.HttpOptions:
+        answers = (names, generation_config, default_max_tokens)
+        return opt.HttpOptions(host, port, keys, of_metrics, tls, *answers, drain_s, edge, log_level, api)
+
+    if supervised:
+        _run_supervised(engine, join, name or "", cluster, http, log_level, owner_url)
+        return
+    opt.set_up_logging(log_level)
+    opt.check_name(name or "")
+    if cluster_secret_file is None:
+        raise UserError("a router needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
+    owners = [opt.split_address(address, "--join") for address in join.split(",")]
+    here = advertise or own_address_to(owners[0][0])
+    place = FollowerOptions(
+        name=name or f"router-{socket.gethostname()}-{os.getpid()}",
+        join=tuple(f"tcp://{with_port(*owner)}" for owner in owners),
+        secret=credentials.read_secret(cluster_secret_file),
+        config=cluster,
+        host=listens_at(here),
+        owner_url=owner_url.rstrip("/"),
+        advertise=here,
+    )
+    keys = http(credentials.api_keys(api_key, api_key_file), credentials.metrics_key(metrics_key))
+    run_follower(engine, place, keys, lambda line: typer.echo(line, err=True))
+
+
+def _run_supervised(
+    engine: EngineOptions,
+    join: str,
+    name: str,
+    cluster: ClusterConfig,
+    http: Callable[[tuple[str, ...], str | None], opt.HttpOptions],
+    log_level: str,
+    owner_url: str,
+) -> None:
+    """Run as a child of ``memserve serve``: secret and keys come through stdin, a final error goes to stdout."""
+    last_words = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of a library must not be taken for that error
+    greeting = json.loads(sys.stdin.readline())
+    try:
+        ignore_terminal()
+        outlive = Path(greeting["folder"]) if "folder" in greeting else None
+        if outlive is None:
+            die_with(greeting["parent_pid"])
+        opt.set_up_logging(log_level, name)
+        here, _ = opt.split_address(join, "--join")  # the owner's host is this one
+        place = FollowerOptions(name, (join,), greeting["secret"], cluster, here, owner_url, outlive=outlive)
+        keys = http(tuple(greeting.get("api_keys", ())), greeting.get("metrics_key"))
+        run_follower(engine, place, keys, lambda line: None)
+    except UserError as error:
+        print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)
+        raise typer.Exit(1) from None
+
+
+def run_follower(
+    engine: EngineOptions, place: FollowerOptions, http: opt.HttpOptions, say: Callable[[str], None]
+) -> None:
+    """Join, serve, leave. Raises :class:`UserError` when the owner does not answer, or refuses this router."""
+    started = time.perf_counter()
+    from memserve.api.server import bind
+    from memserve.cli.serve import Served
+    from memserve.runtime.memory import keep_heap_small
+
+    keep_heap_small()
+    adapters = read_adapters(engine.lora)
+    try:
+        with signals_raise(), _running_router(engine, place, say) as router:
+            infos = list(with_models(router.members()).values())
+            from memserve.model.loading.sources import resolve_source
+
+            folder = resolve_source(engine.model, "float32")
+            model = model_of(infos, folder, place.config.sequence_instances_max)
+            served = Served(router, model)
+            with bind(http.host, http.port, is_shared=http.port != 0) as listener:
+                serve_until_signal(served, engine.model, adapters, [listener], http, started)
+    except EndAsked:
+        return
+
+
+@contextmanager
+def _running_router(
+    engine: EngineOptions, place: FollowerOptions, say: Callable[[str], None]
+) -> Iterator[RouterEngine]:
+    from memserve.follower.machine import NO_KV, Follower
+    from memserve.mempool.identity import identity_key
+    from memserve.messages import Peer, PeerInfo
+    from memserve.model.loading.card import import_tokenizers
+    from memserve.runtime.links.mailbox import ZmqMailbox
+    from memserve.runtime.member import new_generation
+    from memserve.runtime.meta_children import end_when_orphaned
+    from memserve.runtime.router import RouterEngine
+
+    me = Peer(place.name, new_generation())
+    info = PeerInfo(me, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid())
+    machine = Follower(info, place.join, place.config, MemberConfig(), identity_key=identity_key(place.secret))
+    router = RouterEngine(
+        machine,
+        lambda on_message: ZmqMailbox(me, place.secret, place.host, 0, on_message, advertise=place.advertise),
+    )
+    router.owner_url = place.owner_url
+    if place.outlive is not None:
+        end_when_orphaned(place.outlive, lambda: machine.member.router)
+    try:
+        import_tokenizers()
+        import memserve.api.app  # noqa: F401  # imported while the owner answers: later, clients would wait
+
+        _wait_until_ready(router, place, say)
+        yield router
+    finally:
+        router.close()
+
+
+def _wait_until_ready(router: RouterEngine, place: FollowerOptions, say: Callable[[str], None]) -> None:
+    """Wait until the owner has accepted this router, and an instance speaks to it."""
+    started, told = time.monotonic(), 0.0
+    where = ", ".join(place.join).replace("tcp://", "")
+    while not router.stats().serving:
+        if router.refused:
+            raise UserError(f"the owner refuses this router: {router.refused}", param="join")
+        seconds = time.monotonic() - started
+        if seconds > JOIN_TIMEOUT_S and not router.is_member and place.outlive is None:
+            hint = "is `memserve serve --cluster-port` running there, with the same secret?"
+            raise UserError(f"no owner answers at {where}", hint=hint, param="join")
+        if seconds > told + 2.0:
+            told = seconds
+            say(f"waiting for {'instances of ' if router.is_member else ''}the owner at {where}")
+        time.sleep(_LOOK_S)

@@ -1,0 +1,118 @@
+"""Membership at a follower: the owner decides which members there are, and a follower works with those that it hears.
+
+::
+
+    owner: JoinAccepted, PeerJoined --> KNOWN --a message of it--> a member here --silence--> KNOWN
+                                          |                           |
+                                          +------- owner: PeerGone ---+--> gone
+
+A follower admits, expels and introduces no member. A member that it does not hear, though the owner does, gets none
+of its requests until it is heard again. What the last owner said holds while there is none.
+"""
+
+from __future__ import annotations
+
+from memserve.cluster.membership import Membership
+from memserve.cluster.registry import Member, MemberState
+from memserve.errors import check
+from memserve.messages import (
+    AnyMessage,
+    Join,
+    JoinAccepted,
+    Leave,
+    Peer,
+    PeerGone,
+    PeerInfo,
+    PeerJoined,
+)
+
+
+class Following(Membership):
+    """Keeps registry, trees and loads in step with what the owner says."""
+
+    __slots__ = ("_known",)
+
+    announces = False
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*parts)  # type: ignore[arg-type]  # those of Membership, in order
+        self._known: dict[str, PeerInfo] = {}  # instances that are members, as the owner has said
+
+    # -- what the owner says
+
+    def hear_owner(self, message: AnyMessage, now: int) -> None:
+        """The owner tells of members."""
+        match message:
+            case JoinAccepted(peers):
+                infos = {info.peer.name: info for info in peers if info.role.has_model}
+                for name in [name for name, info in self._known.items() if infos.get(name) != info]:
+                    self._forget(name, "the owner does not name it any more", now)
+                for info in infos.values():
+                    self._know(info)
+            case PeerJoined(info):
+                if info.role.has_model and self._known.get(info.peer.name) != info:
+                    self._forget(info.peer.name, "it was started anew", now)
+                    self._know(info)
+            case PeerGone(peer, reason):
+                known = self._known.get(peer.name)
+                if known is not None and known.peer == peer:
+                    self._forget(peer.name, reason, now)
+            case _:
+                pass
+
+    def _know(self, info: PeerInfo) -> None:
+        self._known[info.peer.name] = info
+        if self._registry.named(info.peer.name) is None:
+            self._registry.awaited[info.peer.name] = None
+
+    def _forget(self, name: str, reason: str, now: int) -> None:
+        self._known.pop(name, None)
+        self._registry.awaited.pop(name, None)
+        member = self._registry.named(name)
+        if member is not None:
+            self.gone(member, reason, now, died=True)
+
+    # -- what instances say
+
+    def join(self, sender: Peer, message: Join, now: int) -> None:
+        """Instances ask the owner."""
+
+    def stranger(self, sender: Peer, message: AnyMessage, now: int) -> Member | None:
+        """The first message of a member, or the first after a silence."""
+        info = self._known.get(sender.name)
+        if info is None or info.peer != sender or isinstance(message, Leave):
+            return None
+        if self._registry.why_not(info) is not None:
+            return None  # of another model than those heard so far: the owner has let all of those go meanwhile
+        member = self._register(info, now)
+        self._registry.awaited.pop(member.name, None)
+        self._counters.members_joined += 1
+        self._lifecycle.place_waiting(now)
+        return member
+
+    def drain(self, member: Member) -> None:
+        """``member`` takes nothing new: it has said so."""
+        if member.state is MemberState.LIVE:
+            member.state = MemberState.DRAINING
+            self._loads.close(member.number)
+            self._lifecycle.admission.memory.reconsider()
+
+    def expel(self, sender: Peer, reason: str, newest: int = 0, *, address: str = "") -> None:
+        """A member that makes no sense to this follower is none to it until the owner names it again."""
+        self._counters.expelled += 1
+        self._known.pop(sender.name, None)
+        self._registry.awaited.pop(sender.name, None)
+
+    def all_gone(self, reason: str, now: int) -> None:
+        """The owner has taken this follower to be dead: instances have let its attempts go."""
+        for name in list(self._known):
+            self._forget(name, reason, now)
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if a member is not known."""
+        for member in self._registry:
+            info = self._known.get(member.name)
+            known = info is not None and info.peer == member.peer
+            check(known, "{} is a member, and the owner has not said so", member)
+        awaited = self._known.keys() - {member.name for member in self._registry}
+        check(self._registry.awaited.keys() <= awaited, "{} are awaited, not {}", self._registry.awaited, awaited)

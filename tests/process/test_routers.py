@@ -1,0 +1,131 @@
+"""Several routers at once, as processes: ``memserve serve --routers 2``, and one of them killed under streams."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from memserve.cli.main import run
+from router_kills import Stream, long_model, plain, question
+from served_cluster import Server, eventually, is_alive
+
+
+class Balanced:
+    """A server of two routers at one port: each connection goes to either."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        state = folder / "state"
+        self.server = Server(long_model(folder / "tiny"), *flags, "--routers", "2", "--metadata", str(state))
+        self.url = self.server.url
+
+    @property
+    def http(self) -> httpx.Client:
+        """With a connection of its own: the kernel chooses the router anew."""
+        return httpx.Client(timeout=httpx.Timeout(60, connect=2))
+
+    def follower(self) -> int:
+        """Its process id."""
+        eventually(lambda: "router-2" in self.server.children())
+        return self.server.children()["router-2"]
+
+
+@pytest.fixture(scope="module")
+def balanced(tmp_path_factory: pytest.TempPathFactory):
+    balanced = Balanced(tmp_path_factory.mktemp("routers"), "--prefill", "1", "--decode", "1")
+    yield balanced
+    children = balanced.server.children()
+    balanced.server.process.terminate()
+    assert balanced.server.process.wait(60) == 0
+    assert not [name for name, pid in children.items() if is_alive(pid)]
+
+
+def listeners(balanced: Balanced) -> int:
+    """How many sockets accept connections at its port."""
+    port = f":{int(balanced.url.rsplit(':', 1)[1].split('/')[0]):04X}"
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    return sum(words[1].endswith(port) and words[3] == "0A" for words in (line.split() for line in lines))
+
+
+def test_both_routers_answer_at_one_port(balanced: Balanced) -> None:
+    eventually(lambda: listeners(balanced) == 2)
+    body = question(2, 20)
+    answers = []
+    for _ in range(16):  # one of two routers would get all of them in one of 32,768 runs
+        with balanced.http as http:
+            answer = http.post(f"{balanced.url}/completions", json=body | {"explain": True}).raise_for_status().json()
+        answers.append(answer["choices"][0]["text"])
+    assert len(set(answers)) == 1
+
+
+def test_what_the_owner_keeps_is_answered_by_the_owner(balanced: Balanced) -> None:
+    body = {"endpoint": "completions", "text": "w1 w2 w3 w4 w5 w6 w7 w8"}
+    redirected = 0
+    for number in range(16):
+        with balanced.http as http:
+            url = f"{balanced.url}/documents/d{number}"
+            answer = http.put(url, json=body)
+            redirected += answer.status_code == 307
+            if answer.status_code == 307:
+                assert answer.json()["error"]["code"] == "owner_only"
+            assert http.put(url, json=body, follow_redirects=True).status_code in (200, 201)
+    assert 0 < redirected < 16
+    for _ in range(16):
+        with balanced.http as http:
+            asked = {"model": "tiny", "prompt": " w9", "max_tokens": 3, "document": "d1"}
+            answer = http.post(f"{balanced.url}/completions", json=asked, follow_redirects=True)
+            assert answer.status_code == 200, answer.text
+
+
+def test_a_killed_router_costs_its_clients_nothing(balanced: Balanced) -> None:
+    bodies = [question(number, 1500) for number in range(12)]
+    found = [Stream(balanced, body) for body in bodies]
+    threads = [threading.Thread(target=stream.read) for stream in found]
+    truths = [plain(balanced, body) for body in bodies]
+    generated = balanced.server.counter("generated_tokens")
+    eventually(lambda: listeners(balanced) == 2)
+    follower = balanced.follower()
+    for thread in threads:
+        thread.start()
+    eventually(lambda: sum(len(stream.events) for stream in found) > 200)
+    os.kill(follower, signal.SIGKILL)
+    for thread in threads:
+        thread.join(120)
+    eventually(lambda: listeners(balanced) == 2)
+    assert [stream.texts() for stream in found] == truths
+    assert sum(stream.breaks for stream in found) > 0, "no client was at the router that was killed"
+    for stream in found:
+        numbers = [number for number, _ in stream.events]
+        assert numbers == [str(place) for place in range(1, len(numbers) + 1)]
+    eventually(lambda: balanced.server.counter("generated_tokens") >= generated + 12 * 1500)
+    assert balanced.server.counter("generated_tokens") <= generated + 12 * 1500 * 1.05, "answers were computed again"
+
+
+def test_what_one_router_alone_can_do_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, says in (
+        (["--admission", "bounded", "--max-active", "4"], "admission counts what one router has admitted"),
+        (["--dram-memory", "1MiB", "--ssd", "/tmp/kv=1GiB"], "a store tells one router what it holds"),
+        (["--in-process"], "without a router"),
+    ):
+        assert run(["serve", "--routers", "2", *flags]) == 1
+        assert says in capsys.readouterr().err
+    assert run(["router", "--join", "127.0.0.1:1", "--admission", "bounded", "--max-active", "4"]) == 1
+    assert "admission" in capsys.readouterr().err
+
+
+def test_a_router_says_which_owner_does_not_answer(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("x" * 40)
+    secret.chmod(0o600)
+    words = ["router", "--join", "127.0.0.1:9", "--cluster-secret-file", str(secret), "--port", "0"]
+    process = subprocess.Popen([sys.executable, "-m", "memserve", *words], stderr=subprocess.PIPE, text=True)
+    line = process.stderr.readline()
+    process.terminate()
+    process.wait(30)
+    assert "waiting for the owner at 127.0.0.1:9" in line
