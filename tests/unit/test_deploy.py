@@ -227,7 +227,7 @@ def test_commands_of_the_guide_are_known() -> None:
         known = {option for param in commands[found[1]].params for option in param.opts}
         assert set(re.findall(r"--[\w-]+", found[2])) <= known, line
         seen.add(found[1])
-    assert seen == {"serve", "instance", "store", "doctor", "scale"}
+    assert seen == {"serve", "router", "instance", "store", "doctor", "scale"}
     sets = re.findall(r"--set ([\w.]+)=", "\n".join(lines))
     chart = yaml.safe_load((pods.CHART / "values.yaml").read_text())
     for path in sets:
