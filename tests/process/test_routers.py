@@ -89,7 +89,8 @@ def test_a_killed_router_costs_its_clients_nothing(balanced: Balanced) -> None:
     threads = [threading.Thread(target=stream.read) for stream in found]
     begun = balanced.server.counter("generated_tokens")
     truths = [plain(balanced, body) for body in bodies]
-    eventually(lambda: balanced.server.counter("generated_tokens") >= begun + 12 * 1500)  # instances tell it now and then
+    # instances tell it now and then
+    eventually(lambda: balanced.server.counter("generated_tokens") >= begun + 12 * 1500)
     generated = balanced.server.counter("generated_tokens")
     eventually(lambda: listeners(balanced) == 2)
     follower = balanced.follower()
