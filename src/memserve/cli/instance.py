@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -16,11 +15,11 @@ import typer
 
 from memserve.cli import credentials
 from memserve.cli import options as opt
+from memserve.cli.child import child_of_serve
 from memserve.cli.progress import shown
 from memserve.config import DRAIN_S, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.links.devices import address_towards, own_address, with_port
-from memserve.runtime.process import die_with, ignore_terminal
 from memserve.types import Role
 
 if TYPE_CHECKING:
@@ -81,25 +80,13 @@ def instance(
 
 def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
     """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
-    last_words = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of a library must not be taken for that error
-    greeting = json.loads(sys.stdin.readline())
-    try:
-        ignore_terminal()
+    with child_of_serve(join, name, log_level) as child:
         from memserve.runtime.instance_host import MemberOptions, run_instance
 
-        outlive = Path(greeting["folder"]) if "folder" in greeting else None
-        if outlive is None:
-            die_with(greeting["parent_pid"])
-        opt.set_up_logging(log_level, name)
-        here, _ = opt.split_address(join, "--join")  # the router's host is this one
-        drain_s = greeting.get("drain_s", 0.0)
-        place = MemberOptions(role, name, (join,), greeting["secret"], drain_s, here, link=link, is_supervised=True)
-        run_instance(engine, place, lambda: None, outlive=outlive)
+        drain_s = child.greeting.get("drain_s", 0.0)
+        place = MemberOptions(role, name, (join,), child.secret, drain_s, child.host, link=link, is_supervised=True)
+        run_instance(engine, place, lambda: None, outlive=child.outlive)
         _end_at_once()
-    except UserError as error:
-        print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)
-        raise typer.Exit(1) from None
 
 
 def _end_at_once() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,14 +16,15 @@ import typer
 from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.cli import credentials
 from memserve.cli import options as opt
+from memserve.cli.child import child_of_serve
 from memserve.cli.cluster import model_of, with_models
 from memserve.cli.instance import SECRET_HINT, listens_at, own_address_to
-from memserve.cli.serve import ChatTokens, ServedNames, one_instance_each, serve_until_signal
+from memserve.cli.serve import ChatTokens, GenerationDefaults, ServedNames, one_instance_each, serve_until_signal
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, ClusterConfig, EngineOptions, MemberConfig
 from memserve.errors import UserError
 from memserve.model.loading.adapter import read_adapters
 from memserve.runtime.links.devices import with_port
-from memserve.runtime.process import EndAsked, die_with, ignore_terminal, signals_raise
+from memserve.runtime.process import EndAsked, signals_raise
 from memserve.types import Admission, Role
 
 if TYPE_CHECKING:
@@ -51,9 +50,6 @@ Advertise = Annotated[
     str | None,
     typer.Option(help="Host by which instances reach it. Default: that on the way to the owner."),
 ]
-GenerationDefaults = Annotated[
-    bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
-]
 
 JOIN_TIMEOUT_S = 60.0
 """How long the owner may take to answer; the children of a ``memserve serve`` wait for their instances as well."""
@@ -76,7 +72,6 @@ class FollowerOptions:
     advertise: str | None = None
     outlive: Path | None = None
     """The state folder of the owner that has started it. None: no ``memserve serve`` on this host has."""
-    parent_pid: int | None = None
 
 
 @opt.grouped
@@ -152,22 +147,10 @@ def _run_supervised(
     owner_url: str,
 ) -> None:
     """Run as a child of ``memserve serve``: secret and keys come through stdin, a final error goes to stdout."""
-    last_words = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of a library must not be taken for that error
-    greeting = json.loads(sys.stdin.readline())
-    try:
-        ignore_terminal()
-        outlive = Path(greeting["folder"]) if "folder" in greeting else None
-        if outlive is None:
-            die_with(greeting["parent_pid"])
-        opt.set_up_logging(log_level, name)
-        here, _ = opt.split_address(join, "--join")  # the owner's host is this one
-        place = FollowerOptions(name, (join,), greeting["secret"], cluster, here, owner_url, outlive=outlive)
-        keys = http(tuple(greeting.get("api_keys", ())), greeting.get("metrics_key"))
+    with child_of_serve(join, name, log_level) as child:
+        place = FollowerOptions(name, (join,), child.secret, cluster, child.host, owner_url, outlive=child.outlive)
+        keys = http(tuple(child.greeting.get("api_keys", ())), child.greeting.get("metrics_key"))
         run_follower(engine, place, keys, lambda line: None)
-    except UserError as error:
-        print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)
-        raise typer.Exit(1) from None
 
 
 def run_follower(

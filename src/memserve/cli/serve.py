@@ -64,6 +64,9 @@ ChatTokens = Annotated[
     ),
 ]
 
+GenerationDefaults = Annotated[
+    bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
+]
 RouterCount = Annotated[
     int, typer.Option(min=1, max=64, help="Router processes that share the port, each placing requests by itself.")
 ]
@@ -81,9 +84,7 @@ def serve(
     engine: EngineOptions,
     served_model_name: ServedNames = None,
     api: ApiConfig,
-    generation_config: Annotated[
-        bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
-    ] = True,
+    generation_config: GenerationDefaults = True,
     default_max_tokens: ChatTokens = DEFAULT_MAX_TOKENS,
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,

@@ -69,13 +69,13 @@ def _replay(
     """Run one scenario again. Returns whether it fails."""
     from memserve.sim.fuzz.campaign import judge
 
-    options: dict[str, object] = {"plant": plant, "layerwise": layerwise, "keep_story": story}
+    options: dict[str, object] = {"plant": plant, "layerwise": layerwise, "keep_story": story, "routers": routers}
     if log is None:
-        verdict = judge(seed, setting, **options, routers=routers)  # type: ignore[arg-type]  # of three kinds
+        verdict = judge(seed, setting, **options)  # type: ignore[arg-type]  # of three kinds
     else:
         with log.open("w", encoding="utf-8", newline="\n") as out:
             options |= {"log": out.write}
-            verdict = judge(seed, setting, **options, routers=routers)  # type: ignore[arg-type]  # of four kinds
+            verdict = judge(seed, setting, **options)  # type: ignore[arg-type]  # of four kinds
     for line in verdict.story:
         typer.echo(line)
     if verdict.failure:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import socket
 import sys
 import time
@@ -15,11 +13,11 @@ import typer
 
 from memserve.cli import credentials
 from memserve.cli import options as opt
+from memserve.cli.child import child_of_serve
 from memserve.cli.instance import listens_at, own_address_to
 from memserve.cli.store_tools import add_tools
 from memserve.errors import UserError
 from memserve.runtime.links.devices import with_port
-from memserve.runtime.process import ignore_terminal
 from memserve.runtime.store_secret import store_secret, stored_secret, with_absolute_folders
 from memserve.store_options import StoreOptions, read_folders
 from memserve.units import human_bytes, parse_bytes
@@ -134,25 +132,12 @@ def _run_supervised(
     options: StoreOptions, join: str | None, name: str, link: str, drain_s: float, log_level: str
 ) -> None:
     """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
-    last_words = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints must not be taken for that error
-    greeting = json.loads(sys.stdin.readline())
-    try:
-        ignore_terminal()
-        from memserve.runtime.process import die_with
+    with child_of_serve(join or "", name, log_level) as child:
         from memserve.runtime.store_host import run_store
 
-        outlive = Path(greeting["folder"]) if "folder" in greeting else None
-        if outlive is None:
-            die_with(greeting["parent_pid"])
-        opt.set_up_logging(log_level, name)
-        here, _ = opt.split_address(join or "", "--join")  # the router's host is this one
-        place = _place(options, join, name, None, greeting["secret"], link, drain_s, here)
-        run_store(place, lambda life: None, is_supervised=True, outlive=outlive)
+        place = _place(options, join, name, None, child.secret, link, drain_s, child.host)
+        run_store(place, lambda life: None, is_supervised=True, outlive=child.outlive)
         logging.shutdown()
-    except UserError as error:
-        print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)
-        raise typer.Exit(1) from None
 
 
 def _secret(options: StoreOptions, file: Path | None) -> str:
