@@ -36,7 +36,10 @@ def child_of_serve(join: str, name: str, log_level: str) -> Iterator[Child]:
     """The secret comes through stdin; a :class:`UserError` inside goes to stdout, and ends the process."""
     last_words = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of a library must not be taken for that error
-    greeting = json.loads(sys.stdin.readline())
+    line = sys.stdin.readline()
+    if not line:
+        raise typer.Exit(1)  # the parent has ended: nothing reads a last error
+    greeting = json.loads(line)
     try:
         ignore_terminal()
         outlive = Path(greeting["folder"]) if "folder" in greeting else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,13 +70,12 @@ def _replay(
     """Run one scenario again. Returns whether it fails."""
     from memserve.sim.fuzz.campaign import judge
 
-    options: dict[str, object] = {"plant": plant, "layerwise": layerwise, "keep_story": story, "routers": routers}
+    judged = partial(judge, seed, setting, plant=plant, layerwise=layerwise, keep_story=story, routers=routers)
     if log is None:
-        verdict = judge(seed, setting, **options)  # type: ignore[arg-type]  # of three kinds
+        verdict = judged()
     else:
         with log.open("w", encoding="utf-8", newline="\n") as out:
-            options |= {"log": out.write}
-            verdict = judge(seed, setting, **options)  # type: ignore[arg-type]  # of four kinds
+            verdict = judged(log=out.write)
     for line in verdict.story:
         typer.echo(line)
     if verdict.failure:
