@@ -17,6 +17,7 @@ from memserve.sim.fuzz.members import FuzzedMember, FuzzedMemberHost
 from memserve.sim.fuzz.network import FaultyNetwork
 from memserve.sim.fuzz.truth import require
 from memserve.sim.fuzz.truth_device import TruthDevice
+from memserve.sim.fuzz.workers import Workers, workers_of
 from memserve.sim.nodes import Host, InstanceNode, RouterNode
 from memserve.types import Role
 from memserve.units import ceil_div
@@ -155,6 +156,9 @@ class FuzzedDevice:
         self.memory, self.layers = memory, memory.layers
         self._node = node
         self._void: set[int] = set()
+        seed = node.host.scenario.seed
+        self._workers = Workers(workers_of(seed), f"{seed}/{node.peer.name}/workers")
+        self._behind_ns = 0  # the slowest worker, when the plan's end is told
 
     def step_ns(self, plan: StepPlan) -> int:
         """A random time, which begins now."""
@@ -164,7 +168,10 @@ class FuzzedDevice:
         hangs_ns, node.next_step_hangs_ns = node.next_step_hangs_ns, 0
         copies_ns = self._copied_blocks(plan) * node.copy_ns if node.copy_ns else 0
         spent_ns = node.span_ns(node.host.scenario.step_ns, node.step_slowness) + hangs_ns + copies_ns
-        return min(spent_ns, STEP_MAX_NS)
+        slowest_ns = min(spent_ns, STEP_MAX_NS)
+        told_ns = self._workers.told_ns(slowest_ns)
+        self._behind_ns = slowest_ns - told_ns
+        return told_ns
 
     def _copied_blocks(self, plan: StepPlan) -> int:
         pages = sum(len(order.src) for order in plan.moves)
@@ -183,7 +190,11 @@ class FuzzedDevice:
         if plan.step_id in self._void:
             return self.memory.run_void(plan)
         if not node.fails_next_step:
-            return self._spoil(plan, self.memory.run(plan))
+            event = self.memory.run(plan)
+            if self._behind_ns:
+                self.memory.behind |= self.memory.written
+                node.later(self._behind_ns, self.memory.behind.clear)
+            return self._spoil(plan, event)
         node.fails_next_step = False
         node.has_failed = True
         self._void |= {later.step_id for later in node.plans}

@@ -38,6 +38,7 @@ from memserve.mempool import pool as pool_module
 from memserve.mempool.identity import DEFAULT_KEY, namespace_id
 from memserve.messages import AskEvents, Expelled, Offer, Peer
 from memserve.meta.store import Store
+from memserve.sim.fuzz.workers import Workers
 from memserve.store import disk as disk_module
 from memserve.store import disk_steps
 from memserve.store.disk_events import DiskDone, Written
@@ -334,6 +335,15 @@ def _attempt_router() -> list[Swap]:
     return [(Routers, "is_of", _anyones)]
 
 
+def _first_through(self: Workers, through_ns: list[int]) -> int:
+    return min(through_ns)
+
+
+def _worker_late() -> list[Swap]:
+    """A plan's end is told when the first worker of the instance is through with it."""
+    return [(Workers, "_meet", _first_through)]
+
+
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "generation-check": _generation_check,
     "lease-sweep": _lease_sweep,
@@ -356,6 +366,7 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "answer-end": _answer_end,
     "segment-drop": _segment_drop,
     "segment-share": _segment_share,
+    "worker-late": _worker_late,
     "two-routers": _two_routers,
     "attempt-router": _attempt_router,
 }

@@ -61,8 +61,17 @@ class TruthDevice(LiteralDevice, PageMemory):
         self._results: dict[int, StepFinished] = {}  # of plans with a first layer that is done
         #: block, position in it, cell; upper layers are still to be written
         self._late: list[tuple[int, int, int]] | None = None
+        self.written: set[tuple[int, int]] = set()
+        """Blocks of HBM and positions in them that the present plan writes."""
+        self.behind: set[tuple[int, int]] = set()
+        """Where a worker has still to write its part: others than its own rows find something else there."""
 
     # -- plans
+
+    def begin(self, plan: StepPlan) -> None:
+        if self._step_id != plan.step_id:
+            self.written.clear()
+        super().begin(plan)
 
     def run(self, plan: StepPlan) -> StepFinished | StepFailed:
         """All layers, or those that are not done yet."""
@@ -91,19 +100,25 @@ class TruthDevice(LiteralDevice, PageMemory):
 
     def _write_layer(self, layer: int) -> None:
         for block, inside, value in self._late or ():
-            self.page(Tier.HBM, block, layer)[inside] = in_layer(value, layer)
+            self.kv.of_block(Tier.HBM, block)[layer][inside] = in_layer(value, layer)
 
     def _write(self, block: int, inside: int, value: int) -> None:
+        self.written.add((block, inside))
         if self._late is None:
             super()._write(block, inside, value)
         else:
-            self.page(Tier.HBM, block, 0)[inside] = value
+            self.kv.of_block(Tier.HBM, block)[0][inside] = value
             self._late.append((block, inside, value))
 
     # -- pages
 
     def page(self, tier: Tier, block: int, layer: int) -> list[int | None]:
-        return self.kv.tiers[tier][block * self.layers + layer]
+        cells = self.kv.tiers[tier][block * self.layers + layer]
+        if not self.behind or tier is not Tier.HBM:
+            return cells
+        return [mix(value or 0, 1) if (block, inside) in self.behind else value for inside, value in enumerate(cells)]
 
     def set_page(self, tier: Tier, block: int, layer: int, cells: Sequence[int | None]) -> None:
         self.kv.tiers[tier][block * self.layers + layer] = list(cells)
+        if self.behind and tier is Tier.HBM:
+            self.behind -= {(block, inside) for inside in range(len(cells))}

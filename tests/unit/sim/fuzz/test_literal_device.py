@@ -9,6 +9,7 @@ from memserve.instance.events import MovePages, OpenSequence, PlaceByLayer, Step
 from memserve.kv_transfer.events import SealPages
 from memserve.sim.fuzz.truth import Violation, lone_tokens
 from memserve.sim.fuzz.truth_device import TruthDevice
+from memserve.sim.fuzz.workers import Workers, workers_of
 from memserve.types import CopyBlocks, SamplingParams, Tier
 
 LAYERS, BLOCK, VOCAB = 5, 4, 12
@@ -120,3 +121,25 @@ def test_others_see_what_a_plan_has_begun() -> None:
         assert device.page(Tier.HBM, 2, layer)[0] is not None and device.page(Tier.DRAM, 3, layer) == [None] * BLOCK
     assert tokens(device, plan) == lone_tokens(PROMPT, 2, 3, 0, VOCAB)[1:]
     assert device.seal(SealPages(3, Tier.DRAM, (3,), 0, LAYERS)).checksums == whole
+
+
+def test_the_part_of_a_worker_that_is_behind_is_missing_to_others_alone() -> None:
+    """Until it is through, or other bytes come there."""
+    device, expected = begun(), lone_tokens(PROMPT, 2, 3, 0, VOCAB)
+    assert device.written == {(block, inside) for block in (0, 1) for inside in range(BLOCK)}
+    whole = [device.checksum(Tier.HBM, block, 0, LAYERS) for block in (0, 1)]
+    device.behind |= device.written
+    early = device.seal(SealPages(1, Tier.HBM, (0, 1), 0, LAYERS)).checksums
+    assert early[0] != whole[0] and early[1] != whole[1]
+    assert tokens(device, decode(2, 8)) == expected[1:], "own rows come behind the worker's own writes"
+    device.set_page(Tier.HBM, 0, 0, [1, 2, 3, 4])
+    assert device.page(Tier.HBM, 0, 0) == [1, 2, 3, 4]
+    device.behind.clear()
+    assert device.checksum(Tier.HBM, 1, 0, LAYERS) == whole[1]
+
+
+def test_workers_meet_before_a_plans_end_is_told() -> None:
+    """Whatever their own pace; as many as the seed says, and one waits for no other."""
+    counts = [workers_of(seed) for seed in range(300)]
+    assert set(counts) == {1, 2, 3, 4} and counts == [workers_of(seed) for seed in range(300)]
+    assert all(Workers(count, "w").told_ns(1000) == 1000 for count in (1, 2, 4))
