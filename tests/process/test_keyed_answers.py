@@ -109,3 +109,4 @@ def test_under_load_all_answers_are_right_and_little_is_computed_twice(killed: K
     given = sum(body["max_tokens"] for body, _ in crowd.answered)
     assert generated(killed) - before <= 1.05 * given
     assert crowd.wrong() == [] and any(stream.breaks for _, stream in crowd.answered)
+    assert killed.held() == {}

@@ -108,6 +108,7 @@ def test_a_killed_router_costs_its_clients_nothing(balanced: Balanced) -> None:
         assert numbers == [str(place) for place in range(1, len(numbers) + 1)]
     eventually(lambda: balanced.server.counter("generated_tokens") >= generated + 12 * 1500)
     assert balanced.server.counter("generated_tokens") <= generated + 12 * 1500 * 1.05, "answers were computed again"
+    eventually(lambda: not balanced.server.held())
 
 
 def test_what_one_router_alone_can_do_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

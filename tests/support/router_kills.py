@@ -36,6 +36,9 @@ AT_ONCE = 16
 PAUSE_S = 0.3
 """Before a client asks again: a router that starts needs the processor more than its clients do."""
 
+SETTLED_S = 10.0
+"""For heartbeats to tell that nothing runs any more."""
+
 
 def long_model(folder: Path) -> Path:
     """A tiny model with room for answers that take a while."""
@@ -72,6 +75,13 @@ class Killed:
     def restart(self) -> None:
         """The same command again; at another port."""
         self.server = Server(self._model, *self._flags)
+
+    def held(self) -> dict[str, float]:
+        """What is still held when no client is left (``Server.held``), some seconds later at most."""
+        until = time.monotonic() + SETTLED_S
+        while self.server.held() and time.monotonic() < until:
+            time.sleep(0.2)
+        return self.server.held()
 
     def end(self) -> None:
         """In good order, with all children."""
@@ -220,8 +230,10 @@ def main() -> None:
         given = sum(body["max_tokens"] for body, _ in crowd.answered)
         breaks = sum(stream.breaks for _, stream in crowd.answered)
         wrong = crowd.wrong()
+        held = killed.held()
         print(f"{options.kills} kills, {options.streams} streams, {len(crowd.answered)} answers, {breaks} asked again")
         print(f"wrong answers: {len(wrong)} {wrong[:3]}")
+        print(f"requests, transfers, blocks in use, pins that are left: {held or 'none'}")
         print(f"tokens generated {generated:,}, given {given:,}: {100 * (generated / given - 1):.2f} % more")
         killed.end()
 

@@ -14,6 +14,10 @@ import httpx
 import openai
 
 WAIT_S = 120.0
+HELD = (
+    "memserve_instance_blocks", "memserve_instance_requests", "memserve_instance_transfers_open",
+    "memserve_router_requests_live", "memserve_router_requests_unplaced", "memserve_router_handles",
+)  # fmt: skip
 GREEDY = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -52,6 +56,19 @@ class Server:
         return sum(
             int(float(value)) for value in re.findall(rf"^memserve_instance_{name}_total{{.*}} (.+)$", page, re.M)
         )
+
+    def held(self) -> dict[str, float]:
+        """What a cluster without requests and documents should not have: live requests, open transfers, blocks in use,
+        pinned prefixes; as gauges that are not zero."""
+        page = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
+        gauges = re.findall(rf"^({'|'.join(HELD)})({{[^}}]*}})? (.+)$", page, re.M)
+        of_blocks = [labels for name, labels, _ in gauges if name == "memserve_instance_blocks"]
+        assert any('state="held"' in labels for labels in of_blocks), "the instances have not told of their blocks"
+        return {
+            name + labels: float(value)
+            for name, labels, value in gauges
+            if float(value) and (labels not in of_blocks or 'state="held"' in labels)
+        }
 
     def complete(self, tokens: list[int], count: int) -> str:
         return self.client.completions.create(prompt=tokens, max_tokens=count, **GREEDY).choices[0].text
