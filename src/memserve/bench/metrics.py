@@ -206,12 +206,22 @@ def mean(values: Floats) -> float:
 
 def p95(values: Floats) -> float:
     """The 95th percentile."""
-    return float(np.percentile(values, 95))
+    return _percentile(values, 95)
 
 
 def p99(values: Floats) -> float:
     """The 99th percentile."""
-    return float(np.percentile(values, 99))
+    return _percentile(values, 99)
+
+
+def _percentile(values: Floats, percent: float) -> float:
+    """``np.percentile`` to the last bit, of a list without NaN: a bootstrap asks a thousand times for that of a few
+    values, for which numpy takes ten times as long."""
+    ordered, place = np.sort(values), (len(values) - 1) * (percent / 100)
+    below = int(place)
+    low, high = float(ordered[below]), float(ordered[min(below + 1, len(ordered) - 1)])
+    step, share = high - low, place - below
+    return high - step * (1 - share) if share >= 0.5 else low + step * share
 
 
 def bootstrap(

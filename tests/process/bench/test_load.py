@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import io
 import json
@@ -18,7 +19,7 @@ import pytest
 
 from instant_server import MODEL, Asked, InstantServer, Script, instant_server
 from memserve.bench.load.client import EventReader, Target, first_model
-from memserve.bench.load.driver import Driver, Labels, LoadRun, Progress, drive
+from memserve.bench.load.driver import Driver, Labels, LoadRun, Progress, _seldom_collecting, drive
 from memserve.bench.load.prompts import Manner
 from memserve.bench.load.record import Outcome, RecordWriter, RequestRecord, read_records
 from memserve.cli.main import run as run_cli
@@ -61,6 +62,20 @@ def test_a_record_tells_everything(cut: int | None) -> None:
     times = [record.scheduled_ns, record.sent_ns, record.first_ns, *record.token_ns, record.end_ns]
     assert times == sorted(times) and record.first_ns == record.token_ns[0]
     assert run.partial is None and run.wall_ns >= record.end_ns
+
+
+def test_what_was_put_aside_from_the_search_for_garbage_stays_there() -> None:
+    gc.freeze()
+    with _seldom_collecting():
+        pass
+    assert gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        with _seldom_collecting():
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as it was (conftest.py)
 
 
 def test_tokens_are_timed_as_they_come() -> None:

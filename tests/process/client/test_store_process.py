@@ -51,6 +51,10 @@ def read(client: StoreClient, key: bytes) -> bytes | None:
         return bytes(view)
 
 
+def test_a_store_starts_without_torch(store: ServedStore) -> None:
+    assert "libtorch" not in Path(f"/proc/{store.pid}/maps").read_text()
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 100, 4095, 20_000, 1 << 20, INLINE_BYTES_MAX - 100])
 def test_what_was_put_is_got(client: StoreClient, nbytes: int) -> None:
     value, key = value_of(nbytes), b"key %d" % nbytes

@@ -17,6 +17,7 @@ from served_cluster import Server, eventually
 from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
 
 OPTIONS = {"dtype": "float32", "threads": 1, "kv_memory": "4MiB"}
+SMALL = {**OPTIONS, "kv_memory": "400KiB", "dram_memory": "4MiB", "preemption": "swap", "max_step_tokens": 64}
 KINDS = {"TP 2": (2, 1), "PP 2": (1, 2), "TP 2 x PP 3": (2, 3)}
 
 
@@ -48,13 +49,17 @@ def answers(llm: LLM) -> list[tuple[int, ...]]:
         return [tuple(choice.tokens) for one in [*found, *drawn] for choice in one.outputs]
 
 
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[tuple[int, ...]]:
+    """The answers of one worker."""
+    with LLM(str(model), **SMALL) as llm:
+        return answers(llm)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_give_the_answers_of_one(model: Path, kind: str) -> None:
+def test_workers_give_the_answers_of_one(model: Path, expected: list[tuple[int, ...]], kind: str) -> None:
     tensor, pipeline = KINDS[kind]
-    small = {**OPTIONS, "kv_memory": "400KiB", "dram_memory": "4MiB", "preemption": "swap", "max_step_tokens": 64}
-    with LLM(str(model), **small) as llm:
-        expected = answers(llm)
-    with LLM(str(model), **small, tensor_parallel=tensor, pipeline_parallel=pipeline, draft_tokens=4) as llm:
+    with LLM(str(model), **SMALL, tensor_parallel=tensor, pipeline_parallel=pipeline, draft_tokens=4) as llm:
         assert len(workers_of(os.getpid())) == tensor * pipeline - 1
         assert answers(llm) == expected
         stats = llm._engine.stats().instance

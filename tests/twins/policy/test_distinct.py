@@ -57,11 +57,23 @@ def test_extreme_identities_are_ranked_without_rounding() -> None:
     assert sketch._registers[7] == 33 and np.count_nonzero(sketch._registers) == 1
 
 
-def test_a_broken_sketch_is_noticed() -> None:
+@pytest.mark.parametrize("count", [0, 1, 100, 20 * REGISTERS])
+@pytest.mark.parametrize("place", [0, 13, REGISTERS - 1])
+def test_a_broken_sketch_is_noticed(count: int, place: int) -> None:
+    """Whichever register it is, and however many are in use."""
+    sketch = DistinctBlocks()
+    sketch.add(np.random.default_rng(2).bytes(count * IDENTITY_BYTES))
+    sketch.check_invariants()
+    sketch._registers[place] += 1
+    with pytest.raises(InvariantError, match="changes a register"):
+        sketch.check_invariants()
+
+
+def test_a_sketch_that_counts_too_few_is_noticed() -> None:
     sketch = DistinctBlocks()
     sketch.add(identities(range(100)))
-    sketch._registers[:5] += 1
-    with pytest.raises(InvariantError):
+    sketch.total = np.count_nonzero(sketch._registers) - 1.0
+    with pytest.raises(InvariantError, match="registers are in use"):
         sketch.check_invariants()
 
 

@@ -46,6 +46,13 @@ def test_spread_is_numpys(values: list[float]) -> None:
     assert (found.p50, found.p90, found.p99) == pytest.approx(tuple(np.quantile(values, [0.5, 0.9, 0.99])))
 
 
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=80))
+def test_percentiles_are_numpys(values: list[float]) -> None:
+    numbers = np.array(values)
+    assert metrics.p95(numbers) == np.percentile(numbers, 95)
+    assert metrics.p99(numbers) == np.percentile(numbers, 99)
+
+
 def test_spread_of_nothing() -> None:
     assert spread([]) is None
 

@@ -264,15 +264,17 @@ def send(
 def _seldom_collecting() -> Iterator[None]:
     """Collect garbage rarely: a full collection over thousands of sessions stops the client for tens of
     milliseconds."""
-    thresholds = gc.get_threshold()
+    thresholds, is_put_aside = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()
+    if not is_put_aside:  # else it is another's to take back, and what is here is small
+        gc.freeze()
     gc.set_threshold(50_000, 50, 1000)
     try:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if not is_put_aside:
+            gc.unfreeze()
 
 
 @contextmanager
