@@ -64,7 +64,7 @@ from memserve.serving import (
     SequenceStopped,
 )
 from memserve.tiers import lower_page_bytes
-from memserve.types import KVGeometry, NamedPrefix, Request
+from memserve.types import KVGeometry, NamedPrefix, Request, TokenOutput
 from memserve.units import NS_PER_MS, ceil_div
 
 AHEAD_MAX_NS = 10 * NS_PER_MS
@@ -161,14 +161,17 @@ class Instance:
             actions += link.segments.take_dropped()
         self._plan(now, actions)
         actions += self.state.grammars.take_orders()
-        if self.state.outputs:
-            outputs, self.state.outputs = self.state.outputs, []
+        if outputs := self._take_outputs():
             actions += link.tell(outputs) if link is not None else [EmitTokens(outputs)]
         if link is not None:
             link.conclude(actions, now)
         else:
             self.pins.lost.clear()
         return actions
+
+    def _take_outputs(self) -> list[TokenOutput]:
+        outputs, self.state.outputs = self.state.outputs, []
+        return outputs
 
     @staticmethod
     def _hear(link: ClusterLink, event: Event, now: int) -> None:
