@@ -94,6 +94,24 @@ def test_tokens_that_are_held_reach_the_router_of_their_attempt() -> None:
     assert seen[0] == seen[1]
 
 
+def test_a_router_hears_at_once_what_another_one_has_placed() -> None:
+    """Long before the next heartbeat: two prompts that come to two routers do not both go to the instance that was
+    idle, and the third waits behind the shorter one."""
+    rows = [(0.0, 4000), (0.01, 2000), (0.02, 1000)]
+    sessions = [
+        Session(f"s{at}", (Turn(Blocks(16, (Span(1 + 1000 * at, tokens),)), 200, due_s=due),), history=History.GIVEN)
+        for at, (due, tokens) in enumerate(rows)
+    ]
+    ways = set()
+    for seed in range(8):
+        setup = Setup({Role.COLOCATED: 2}, SMALL, routers=2, seed=seed)
+        world = played(setup, Workload("three", "test", tuple(sessions)))
+        ways.add(tuple(name in world.balancer.at(world.router) for name in ("0", "1", "2")))
+        first, second, third = (served.instance for served in world.clients.served)
+        assert first != second and third == second, (seed, first, second, third)
+    assert len(ways) > 3, "the balancer led all to the same routers"
+
+
 def test_one_router_has_no_followers_and_draws_nothing() -> None:
     worlds = [played(Setup({Role.COLOCATED: 2}, SMALL, seed=seed), conversations(8, 2)) for seed in (0, 1)]
     assert outcome(worlds[0]) == outcome(worlds[1]) and worlds[0].clock.steps == worlds[1].clock.steps
