@@ -7,8 +7,7 @@ from random import Random
 from typing import Protocol
 
 from memserve.config import ClusterConfig, MemberConfig
-from memserve.follower.machine import NO_KV, Follower
-from memserve.messages import PeerInfo
+from memserve.follower.machine import Follower
 from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
 from memserve.sim.fuzz import checks
 from memserve.sim.fuzz.clients import Ask, Referee
@@ -18,7 +17,6 @@ from memserve.sim.fuzz.router import FuzzedRouter
 from memserve.sim.fuzz.scenario import MS, Scenario
 from memserve.sim.fuzz.truth import require
 from memserve.sim.nodes import FollowedHost, FollowerNode
-from memserve.types import Role
 from memserve.units import NS_PER_S
 
 ANSWER_NS = 1500 * MS
@@ -45,8 +43,7 @@ def cluster_config(scenario: Scenario) -> ClusterConfig:
 
 def new_follower(scenario: Scenario, node: FollowerNode, owners: tuple[str, ...], member: MemberConfig) -> Follower:
     """The production machine of a follower."""
-    info = PeerInfo(node.peer, Role.ROUTER, f"virtual://{node.peer.name}", "", NO_KV, 0, 0, 0, False)
-    return Follower(info, owners, cluster_config(scenario), member)
+    return Follower(node.info(), owners, cluster_config(scenario), member)
 
 
 class Host(FuzzHost, FollowedHost, Protocol):
