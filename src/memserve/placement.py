@@ -102,6 +102,11 @@ class PlacementOptions:
         """None: nothing but this host is asked for."""
         return self.on if self.on is not Place.LOCAL else None
 
+    @property
+    def wanted(self) -> object | None:
+        """None: no option here is used."""
+        return self.asked or self.scaling.scale or None
+
     def by_role(self) -> dict[str, dict[str, float]]:
         """What Ray reserves, by role. Raises :class:`UserError` for a text that is malformed."""
         found: dict[str, dict[str, float]] = {role.value: {"CPU": 1.0} for role in Role}

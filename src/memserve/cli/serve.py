@@ -17,8 +17,9 @@ import typer
 from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.cli import credentials
 from memserve.cli import options as opt
-from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, running_cluster, shape_text
+from memserve.cli.cluster import ClusterOptions, running_cluster
 from memserve.cli.fleet import run_fleet
+from memserve.cli.shape import choose_counts, room_text, shape_text
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.fleet.words import FleetOptions
@@ -119,16 +120,16 @@ def serve(
     answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
     http = opt.HttpOptions(host, port, *secrets, *answers, drain_s, edge, log_level, api)
     if fleet.engines or fleet.admin_key_file is not None:
-        own = in_process or any(one is not None for one in (prefill, decode, colocated, cluster_port, placement.asked))
+        own = in_process or any(one is not None for one in (prefill, decode, colocated, cluster_port, placement.wanted))
         run_fleet(fleet, http, cluster, None if own else store)
         return
     if in_process:
         store.refuse("leave out --in-process")
-        cluster_options = (prefill, decode, colocated, cluster_port, placement.asked)
+        cluster_options = (prefill, decode, colocated, cluster_port, placement.wanted)
         run_server(_alone(engine, cluster.admission, *cluster_options), http, None)
         return
     config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
-    shape = choose_counts(prefill, decode, colocated, engine)
+    shape = choose_counts(prefill, decode, colocated, engine, placement.scaling)
     kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
     members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape), with_absolute_folders(store), placement)

@@ -7,14 +7,14 @@ does, and drains what is to go.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memserve.cluster.report import InstanceView
 from memserve.errors import check
 from memserve.messages import Peer
 from memserve.placement import ScalingOptions
-from memserve.policy.scaling import WAIT_NS, RoleLoad, RoleScaling
+from memserve.policy.scaling import WAIT_NS, RoleLoad, RoleScaling, Wanted
 from memserve.types import Role
 from memserve.units import NS_PER_S
 
@@ -117,6 +117,20 @@ class ScaleRole:
         return f"{self.role.value}: {self.instances} -> {self.wanted}, because {self.why}"
 
 
+@dataclass(frozen=True, slots=True)
+class RoleCount:
+    """A role whose count follows the load, for metrics."""
+
+    role: Role
+    least: int
+    most: int
+    wanted: int
+    """By the last decision; before the first one the least."""
+    more: int
+    """Decisions for more instances so far."""
+    fewer: int
+
+
 @dataclass(slots=True)
 class _Known:
     """An instance at earlier looks."""
@@ -149,16 +163,16 @@ class Scaling:
 
     def __init__(self, options: ScalingOptions, slo_ttft_ns: int | None = None) -> None:
         """``slo_ttft_ns``: within what time a first token is wanted."""
-        self._allowed = options.by_role()
         self._roles = {
             role: RoleScaling(allowed, options.up_ns, options.down_ns, SETTLE_NS)
-            for role, allowed in self._allowed.items()
+            for role, allowed in options.by_role().items()
         }
         self._wait_max_ns = WAIT_NS if slo_ttft_ns is None else max(1, slo_ttft_ns // 2)
         self._known: dict[Peer, _Known] = {}
         self._reuse = _Reuse()
-        self.wanted: dict[Role, int] = {}
-        """The last decision of each role that had one."""
+        self._counts = {
+            role: RoleCount(role, *allowed, allowed.least, 0, 0) for role, allowed in options.by_role().items()
+        }
 
     def handle(self, look: ClusterLook, now: int) -> list[ScaleRole]:
         """Take a look at time ``now`` (ns) into account."""
@@ -172,9 +186,18 @@ class Scaling:
             unplaced = 0 if role in READS_PROMPTS else unplaced
             found = policy.look(load, now)
             if found is not None:
-                self.wanted[role] = found.wanted
+                self._decided(role, found)
                 orders.append(ScaleRole(role, found.instances, found.wanted, found.why))
         return orders
+
+    def _decided(self, role: Role, found: Wanted) -> None:
+        count, is_more = self._counts[role], found.wanted > found.instances
+        more, fewer = count.more + is_more, count.fewer + (not is_more)
+        self._counts[role] = replace(count, wanted=found.wanted, more=more, fewer=fewer)
+
+    def counts(self) -> tuple[RoleCount, ...]:
+        """What was decided so far, by role."""
+        return tuple(self._counts.values())
 
     def _news(self, member: MemberLook, now: int) -> Totals:
         """What it has counted since the last look."""
@@ -218,7 +241,6 @@ class Scaling:
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if a decision is outside of what is allowed."""
-        for role, wanted in self.wanted.items():
-            allowed = self._allowed[role]
-            check(allowed.least <= wanted <= allowed.most, "{} instances of {} are not allowed", wanted, role.value)
+        for role, count in self._counts.items():
+            check(count.least <= count.wanted <= count.most, "{} of {} are not allowed", count.wanted, role.value)
         check(all(0 <= known.busy <= 1 for known in self._known.values()), "a device was busy for longer than it was")
