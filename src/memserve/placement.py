@@ -95,6 +95,8 @@ class PlacementOptions:
     def __post_init__(self) -> None:
         if self.on is Place.LOCAL and (self.address is not None or self.resources):
             raise UserError("--address and --ray-resources are Ray's", hint="add --on ray", param="on")
+        if self.on is Place.RAY and self.scaling.told_in:
+            raise UserError("Ray carries out the decisions of --scale", hint="leave out --scale-file", param="on")
         self.by_role()
 
     @property

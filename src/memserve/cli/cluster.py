@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,9 +29,11 @@ from memserve.units import human_bytes
 
 if TYPE_CHECKING:
     from memserve.cli.named_store import NamedStore
+    from memserve.cli.options import HttpOptions
     from memserve.model.loading.card import RemoteModel
     from memserve.model.loading.sources import ModelFolder
     from memserve.runtime.router import RouterEngine
+    from memserve.runtime.scaling import Perform
     from memserve.runtime.supervisor import ChildOrder, Supervisor
 
 LINKS = ("auto", "shm", "nixl")
@@ -122,6 +125,20 @@ class ClusterOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command line of ``memserve serve`` asks for."""
+
+    engine: EngineOptions
+    http: HttpOptions
+    cluster: ClusterOptions | None
+    """None: one engine in its process."""
+
+
+READS: ContextVar[Callable[[Asked], None] | None] = ContextVar("READS", default=None)
+"""Called instead of running anything, where a command line is only read."""
+
+
+@dataclass(frozen=True, slots=True)
 class RunningCluster:
     """A router with ready instances."""
 
@@ -135,9 +152,14 @@ class RunningCluster:
 
 @contextmanager
 def running_cluster(
-    engine_options: EngineOptions, options: ClusterOptions, log_level: str, say: Callable[[str], None]
+    engine_options: EngineOptions,
+    options: ClusterOptions,
+    log_level: str,
+    say: Callable[[str], None],
+    elsewhere: Perform | None = None,
 ) -> Iterator[RunningCluster]:
     """Start everything, wait until it is ready, and end it all on exit. ``say`` gets lines about the progress.
+    ``elsewhere``: carries out the decisions of ``--scale``, where this host does not run the instances.
 
     Raises :class:`UserError` when an instance cannot start.
     """
@@ -148,7 +170,7 @@ def running_cluster(
     from memserve.runtime.scaling import LocalInstances, scaled
     from memserve.runtime.supervisor import Supervisor
 
-    named = _find_store(options, say)
+    named, most = _find_store(options, say), options.at_most if elsewhere is None else options
     with shown("preparing the model"):  # converts a GGUF file once, before several processes need it
         folder = resolve_source(engine_options.model, "float32")
     if options.metadata.etcd:
@@ -158,10 +180,10 @@ def running_cluster(
         if options.secret is None:
             store_secret(options.store, secret, say)
         if kept.folder is not None:
-            orders = _orders(engine_options, options.at_most, "", log_level)  # wherever the router will be
+            orders = _orders(engine_options, most, "", log_level)  # wherever the router will be
             ChildrenFile(kept.folder).end_useless({order.name: order.command for order in orders})
         engine = _open_router(options, secret, kept)
-        orders = _orders(engine_options, options.at_most, engine.address, log_level)
+        orders = _orders(engine_options, most, engine.address, log_level)
         first = [order for order in orders if options.begins_with(order)]
         supervisor = Supervisor(
             first, secret, engine.bury, kept.folder, offers=options.store.is_used, keys=options.followers.keys,
@@ -169,7 +191,7 @@ def running_cluster(
         )  # fmt: skip
         engine.children = supervisor.stats
         try:
-            _check_memory(engine_options, options.at_most, orders, supervisor.living)
+            _check_memory(engine_options, most, orders, supervisor.living)
             if named is not None:
                 engine.call_store(f"tcp://{named.address}")
             supervisor.start()
@@ -184,7 +206,8 @@ def running_cluster(
             asked, gate = options.placement.scaling, options.config.admission.mode
             scaling = Scaling(asked, engine_options.scheduler.slo_ttft_ns)
             by_memory = gate in (Admission.MEMORY, Admission.CACHE)
-            with scaled(engine, asked, scaling, LocalInstances(supervisor, engine).scale, counts_gate=by_memory):
+            perform = elsewhere or LocalInstances(supervisor, engine).scale
+            with scaled(engine, asked, scaling, perform, counts_gate=by_memory):
                 yield RunningCluster(engine, model, text, supervisor.retire)
         finally:
             supervisor.close()

@@ -85,22 +85,24 @@ class LocalInstances:
 
 
 class DecisionFile:
-    """Decisions, for whatever starts instances elsewhere."""
+    """The last decision of each role, for whatever starts instances elsewhere: ``{"prefill": {"instances": 2,
+    "decision": "1f0c2a"}}``. A decision that has been carried out is known by its name, and need not hold for ever."""
 
     def __init__(self, path: Path) -> None:
         """Raises :class:`UserError` when no file can be written there."""
-        self._path, self._counts = path, dict[str, int]()
+        self._path, self._told = path, dict[str, dict[str, object]]()
         self._write()
 
     def tell(self, counts: Mapping[Role, int]) -> None:
-        """Write ``counts`` beside the last ones of other roles, under a new id."""
-        self._counts |= {role.value: count for role, count in counts.items()}
+        """Write ``counts`` down, as new decisions. Raises :class:`UserError`."""
+        for role, count in counts.items():
+            self._told[role.value] = {"instances": count, "decision": secrets.token_hex(8)}
         self._write()
 
     def _write(self) -> None:
         draft = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
         try:
-            draft.write_text(json.dumps({"id": secrets.token_hex(8), "counts": self._counts}) + "\n")
+            draft.write_text(json.dumps(self._told) + "\n")
             draft.replace(self._path)
         except OSError as error:
             message = f"cannot write {self._path}: {error.strerror or error}"
