@@ -5,9 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any, Protocol
 
-from memserve.config import AdmissionConfig
 from memserve.sim.fuzz.clients import FLOOD, Conversation, Turn
-from memserve.types import Admission
 from memserve.units import NS_PER_MS
 
 KEYED_SHARE = 0.1
@@ -35,7 +33,6 @@ class Drawn(Protocol):
     followers: int
     store: Any
     shared: Any
-    admission: AdmissionConfig
     step_ns: tuple[int, int]
 
 
@@ -72,7 +69,7 @@ def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, 
     Drawn from a stream of its own. Returns faults of followers: kind, when and for how long (ms), which."""
     random = Random(f"{scenario.seed}/{scenario.setting}/followers")
     drawn = random.random() < FOLLOWED_SHARE
-    unfit = scenario.shared is not None or scenario.store is not None or scenario.admission.mode is not Admission.NONE
+    unfit = scenario.shared is not None or scenario.store is not None
     unfit = unfit or any(conversation.tenant == FLOOD for conversation in scenario.conversations)
     unfit = unfit or any(fault.kind == "row" for fault in scenario.faults)
     if unfit or routers == 1 or not (drawn or routers):
