@@ -20,7 +20,7 @@ from msgspec import structs
 from memserve.cluster.admission import AdmissionController, Rejection
 from memserve.cluster.outbox import Outbox, Timers
 from memserve.cluster.placement import Placer
-from memserve.cluster.registry import Member, Registry
+from memserve.cluster.registry import Member, MemberState, Registry
 from memserve.cluster.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
 from memserve.cluster.sessions import Handles, Sessions
 from memserve.config import ClusterConfig
@@ -55,6 +55,8 @@ class _Follower:
     guests: dict[int, _Guest] = field(default_factory=dict)
     grants: list[GuestGrant] = field(default_factory=list)
     """Not yet sent."""
+    is_known: bool = False
+    """It has told of all that it has at least once."""
     is_answered: bool = True
 
 
@@ -137,8 +139,15 @@ class Guests:
             guest = follower.guests.get(place.number)
             if guest is not None and guest.req.phase is not RequestPhase.QUEUED:
                 self._placed(guest, place, now)
-        if news.is_whole:
+        follower.is_known |= news.is_whole
+        told_all = news.is_whole or news.open is not None
+        if follower.is_known and told_all and not any(self._is_back_soon(place) for place in news.places):
             self._has_told(member.peer)
+
+    def _is_back_soon(self, place: GuestPlace) -> bool:
+        """Whether an instance of ``place`` has not answered this owner yet: how much fits there is not known."""
+        members = [self._registry.get(peer) for peer in place.at]
+        return any(member is not None and member.state is MemberState.REJOINING for member in members)
 
     def _ask(self, peer: Peer, follower: _Follower, ask: GuestAsk, now: int) -> None:
         name = f"{peer.name}.{peer.generation}/{ask.number}"
@@ -168,7 +177,7 @@ class Guests:
                 self._give_up(guest, attempt)
             members = [self._registry.get(peer) for peer in place.at]
             known = [member for member in members if member is not None and member.has_model]
-            if known and len(known) == len(members):
+            if known and len(known) == len(members) and not self._is_back_soon(place):
                 req.emitted[0] = [0] * place.emitted
                 self._begin(req, known, place.holders, now)
         guest.attempt = place.attempt

@@ -104,6 +104,9 @@ class Before(NamedTuple):
     ran: list[str]
     let_in: bool
     """The event admitted a request: fewer wait than before."""
+    at_once: bool
+    """Requests came that were looked at one after the other, or waited for the end of the time in which none is
+    admitted: who waited when one of them was rejected is not known."""
 
 
 class GateJudge:
@@ -122,6 +125,7 @@ class GateJudge:
         self._served: dict[tuple[str, str], int] = {}
         """Tokens admitted for the first tenant while the second one waited, since both wait."""
         self._cost_most = 0
+        self._was_closed = False
         #: (time, request) of ended requests, once for each time that they may have left KV behind
         self._gone: list[tuple[int, Request]] = []
         #: blocks that an earlier router's requests may have left at each member, and since when this router knows of
@@ -135,7 +139,8 @@ class GateJudge:
             self._gone, self._recovered = [], (0, {})
         if isinstance(event, StateRecovered):
             self._recovered = now, {m.info.peer: len(m.hbm) // IDENTITY_BYTES for m in event.recovered.members}
-        here = self._here
+        here, was_closed = self._here, self._was_closed
+        self._was_closed = cluster._lifecycle.admission.is_closed
         if isinstance(event, RequestArrived):
             self._arrives(event.request, now)
         elif isinstance(event, MessageArrived) and isinstance(event.message, GuestRequests):
@@ -143,6 +148,8 @@ class GateJudge:
                 self._guest_arrives(guest_name(event.sender, ask.number), ask, now)
         elif isinstance(event, RequestCancelled):
             self._goes_on_unread(event.request_id)
+        before_opening = was_closed and not cluster._lifecycle.admission.is_closed
+        at_once = before_opening or sum(waiter.arrived_ns == now for waiter in here.values()) > 1
         read = {waiter.reader: name for name, waiter in here.items()}
         waited = {name: waiter for name, waiter in here.items() if waiter.waits}
         ran = [name for name, waiter in here.items() if not (waiter.waits or waiter.returns)]
@@ -181,13 +188,13 @@ class GateJudge:
                 if action.retry_after_s is not None:
                     self.told[action.request_id] = action.retry_after_s
                 name = read.get(action.request_id, action.request_id)
-                self._judge_refusal(cluster, name, action, cause, Before(waited, ran, bool(let_in)), now)
+                self._judge_refusal(cluster, name, action, cause, Before(waited, ran, bool(let_in), at_once), now)
         for name, grant in told:
             if grant.cause:
                 late = RejectRequest(name, grant.reason, grant.retry_after_s, grant.cause in ("wait", "pressure"))
                 require(cause_of(late) == grant.cause, f"{name}: {grant}")
                 self._reasons.add(grant.reason)
-                self._judge_refusal(cluster, name, late, grant.cause, Before(waited, ran, bool(let_in)), now)
+                self._judge_refusal(cluster, name, late, grant.cause, Before(waited, ran, bool(let_in), at_once), now)
         self._judge_waiting(cluster, now)
         self._judge_turns([waited[name].request for name in let_in])
 
@@ -290,7 +297,7 @@ class GateJudge:
         if config.mode is Admission.BOUNDED:
             crowd, room = waiting + len(before.ran), config.waiting_max + (config.active_max or 0)
             require(crowd > room, f"{name}: {crowd} are there, and there is room for {room}: {action.reason}")
-        if not before.let_in:
+        if not (before.let_in or before.at_once):
             self._judge_victim(before.waited[name].request.tenant, before.waited)
 
     def _judge_victim(self, victim: str, waited: dict[str, Waiter]) -> None:
