@@ -154,9 +154,6 @@ def _for_routers(
     if engines:
         hint = "leave out --routers; start several servers with the same engines"
         raise UserError("--routers is for instances, not for --engine", hint=hint, param="routers")
-    if cluster.admission.mode is not Admission.NONE:
-        hint = "leave out --admission, or --routers"
-        raise UserError("admission counts what one router has admitted", hint=hint, param="routers")
     if store.is_used:
         hint = "leave out --routers, or the store"
         raise UserError("a store tells one router what it holds", hint=hint, param="routers")
