@@ -555,6 +555,11 @@ def json_shape(text: bytes) -> JsonShape:
     than 64 KiB are read without the GIL. What is no JSON is counted as if it were, and is for the parser to refuse.
     """
 
+def json_token_ids(text: bytes) -> bytes | None:
+    """The integers of a JSON array as int32, one behind the other. None: ``text`` is anything but an array of one
+    integer or more, written plainly and each in ``[0, 2 ** 31)``. More than 64 KiB are read without the GIL.
+    """
+
 class Ticket:
     """Room for a record: ``pages`` pages of 4 KiB from byte ``offset`` of the disk on, the head's included."""
 
