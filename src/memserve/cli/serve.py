@@ -338,7 +338,9 @@ def serve_until_signal(
     """Answer clients at ``listeners`` until a signal asks for the end; then let streams finish."""
     from memserve.api.edge import make_room_for_connections
     from memserve.api.server import Server
+    from memserve.runtime.memory import collect_rarely
 
+    collect_rarely()
     make_room_for_connections(http.limits.connections_max)
     app, model = app_of(served.engine, served.model, source, adapters, http)
     port = listeners[0].getsockname()[1]
