@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -43,11 +44,13 @@ from memserve.instance.member import MemberMachine
 from memserve.messages import AnyMessage, Expelled, Load, Peer, PeerInfo, RequestRefused, Tokens
 from memserve.runtime.engine import HostedInstance
 from memserve.runtime.health_file import STALL_S, Standing
-from memserve.runtime.links.segments import SegmentPort
 from memserve.runtime.loop import EngineStopped
 from memserve.runtime.ports import DataPort, Device, Mailbox, OnMessage, OnPages
 from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.units import ns_from_s
+
+if TYPE_CHECKING:
+    from memserve.runtime.links.segments import SegmentPort
 
 log = logging.getLogger(__name__)
 
