@@ -102,8 +102,8 @@ print([name for name, found in sys.modules.items() if name.startswith("triton") 
 @pytest.mark.parametrize(
     "imported",
     [
-        "memserve.cli.cluster, memserve.runtime.router, memserve.runtime.member, memserve.runtime.supervisor, memserve.api.app,"
-        " memserve.model.loading.card; memserve.model.loading.card.import_tokenizers()",
+        "memserve.cli.cluster, memserve.runtime.router, memserve.runtime.member, memserve.runtime.supervisor",
+        "memserve.api.app, memserve.model.loading.card; memserve.model.loading.card.import_tokenizers()",
         "memserve.cli.router, memserve.cli.store, memserve.runtime.store_host",
         "memserve.cli.instance, memserve.runtime.instance_host",  # OpenMP and oneDNN are set up before it
     ],
