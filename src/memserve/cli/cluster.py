@@ -6,7 +6,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -164,11 +164,10 @@ def running_cluster(
 
     Raises :class:`UserError` when an instance cannot start.
     """
-    from memserve.cluster.scaling import Scaling
     from memserve.model.loading.card import import_tokenizers
     from memserve.model.loading.sources import resolve_source
     from memserve.runtime.meta_children import ChildrenFile
-    from memserve.runtime.scaling import LocalInstances, scaled
+    from memserve.runtime.scaling import LocalInstances
     from memserve.runtime.supervisor import Supervisor
 
     named, most = _find_store(options, say), options.at_most if elsewhere is None else options
@@ -205,15 +204,22 @@ def running_cluster(
             model = model_of(infos, folder, options.config.sequence_instances_max)
             supervisor.settle()
             text = _describe(infos, options, engine_options, model)
-            asked, gate = options.placement.scaling, options.config.admission.mode
-            scaling = Scaling(asked, engine_options.scheduler.slo_ttft_ns)
-            by_memory = gate in (Admission.MEMORY, Admission.CACHE)
-            perform = elsewhere or LocalInstances(supervisor, engine).scale
-            with scaled(engine, asked, scaling, perform, counts_gate=by_memory):
+            with _scaled(engine, options, engine_options, elsewhere or LocalInstances(supervisor, engine).scale):
                 yield RunningCluster(engine, model, text, supervisor.retire)
         finally:
             supervisor.close()
             engine.close()
+
+
+def _scaled(
+    engine: RouterEngine, options: ClusterOptions, engine_options: EngineOptions, perform: Perform
+) -> AbstractContextManager[None]:
+    from memserve.cluster.scaling import Scaling
+    from memserve.runtime.scaling import scaled
+
+    asked, gate = options.placement.scaling, options.config.admission.mode
+    scaling = Scaling(asked, engine_options.scheduler.slo_ttft_ns)
+    return scaled(engine, asked, scaling, perform, counts_gate=gate in (Admission.MEMORY, Admission.CACHE))
 
 
 def _find_store(options: ClusterOptions, say: Callable[[str], None]) -> NamedStore | None:
