@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 from memserve.model import adapting, crew
 from memserve.model.attention.context import attending, current_attention
 
-
 aten = torch.ops.aten
 
 
