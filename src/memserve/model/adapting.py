@@ -8,7 +8,7 @@ adds to its own rows. A step without such rows runs the forward that knows nothi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -24,8 +24,10 @@ from memserve.model.loading.adapter import WEIGHTS, Adapter
 _KEY = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 
-Pair = tuple[PackedLinear, PackedLinear]
+Halves = tuple[Tensor, Tensor]
 """``A [r, k]`` and ``scale * B [n, r]``."""
+Pair = tuple[PackedLinear, PackedLinear]
+"""Both, packed."""
 
 
 class StepAdapters(Protocol):
@@ -118,24 +120,52 @@ class Adapters:
 
         Raises :class:`UserError` for an adapter that does not fit the model."""
         self._sites: dict[str, int] = {}
+        self._halves: dict[str, dict[int, Halves]] = {}
         self._pairs: dict[str, dict[int, Pair]] = {}
-        #: of all of them
-        self.nbytes = 0
         for adapter in adapters:
-            if adapter.digest not in self._pairs:  # two names of the same content are one
-                self._pairs[adapter.digest] = self._load(module, adapter)
+            if adapter.digest not in self._halves:  # two names of the same content are one
+                self._halves[adapter.digest] = self._load(module, adapter)
+        #: the adapters themselves, by digest
+        self.digests = frozenset(self._halves)
+        self._nbytes = 0
         for path, site in self._sites.items():
             parent, _, name = path.rpartition(".")
             setattr(module.get_submodule(parent), name, AdaptedLinear(module.get_submodule(path), site))
 
     @property
-    def digests(self) -> frozenset[str]:
+    def nbytes(self) -> int:
         """Of all of them."""
-        return frozenset(self._pairs)
+        halves = [half for mine in self._halves.values() for pair in mine.values() for half in pair]
+        return self._nbytes or sum(half.nbytes for half in halves)
+
+    def cut(self, site: int, first: int, count: int, *, columns: bool) -> None:
+        """Keep ``count`` outputs at ``site`` from ``first`` on (``columns``: rows of each ``B``), or inputs (columns of
+        each ``A``), as the base's linear there is cut: parts of outputs are whole, parts of inputs are to be summed."""
+        for mine in self._halves.values():
+            if site in mine:
+                down, up = mine[site]
+                mine[site] = (down, up[first : first + count]) if columns else (down[:, first : first + count], up)
+
+    def keep(self, sites: Set[int]) -> None:
+        """Forget what they add elsewhere: other workers compute that."""
+        self._halves = {
+            digest: {site: pair for site, pair in mine.items() if site in sites}
+            for digest, mine in self._halves.items()
+        }
+
+    def pack(self) -> None:
+        """Make them ready for steps; they cannot be cut any more."""
+        self._nbytes = self.nbytes
+        for digest, mine in self._halves.items():
+            self._pairs[digest] = {
+                site: (PackedLinear([down.contiguous()], None), PackedLinear([up.contiguous()], None))
+                for site, (down, up) in mine.items()
+            }
+        self._halves = {}
 
     def rows(self, digests: Sequence[str], counts: NDArray[np.int64], device: torch.device) -> StepAdapters | None:
         """For a batch of rows with ``digests`` (empty: none), each of ``counts [rows]`` tokens; ``None``: no row has
-        one."""
+        one. They are packed (:meth:`pack`)."""
         own = np.repeat(np.array(digests, object), counts)
         parts: list[tuple[Mapping[int, Pair], Tensor | None]] = []
         for digest in dict.fromkeys(digest for digest in digests if digest):
@@ -144,7 +174,7 @@ class Adapters:
             parts.append((self._pairs[digest], where))
         return RowsOf(parts) if parts else None
 
-    def _load(self, module: Any, adapter: Adapter) -> dict[int, Pair]:
+    def _load(self, module: Any, adapter: Adapter) -> dict[int, Halves]:
         halves = _halves(adapter)
         pairs = {}
         for path, (down, up) in halves.items():
@@ -157,17 +187,12 @@ class Adapters:
             scaled = up.float() * adapter.scale(path, rank)
             if not (torch.isfinite(down).all() and torch.isfinite(scaled).all()):
                 raise _unfit(adapter, f"has weights for {path} that are not finite")
-            weight = linear.weight
-            both = [half.to(weight.device, weight.dtype) for half in (down, scaled)]
-            pairs[self._sites.setdefault(path, len(self._sites))] = (
-                PackedLinear([both[0]], None),
-                PackedLinear([both[1]], None),
-            )
-            self.nbytes += sum(half.nbytes for half in both)
+            place = linear.weight.device, linear.weight.dtype
+            pairs[self._sites.setdefault(path, len(self._sites))] = down.to(*place), scaled.to(*place)
         return pairs
 
 
-def _halves(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
+def _halves(adapter: Adapter) -> dict[str, Halves]:
     """Path of a module -> its two matrices, as they are in the file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -73,6 +73,8 @@ class ModelDevice:
         #: None: another worker draws
         self.grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids) if self._leads else None
         self._adapters = model.adapters
+        if self._adapters is not None:
+            self._adapters.pack()
         sizes_of_slots = scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size
         self._slots = SlotTable(*sizes_of_slots, self.grammars, config.adapters)
         self._forward = forward or EagerForward(model.module)

@@ -3,7 +3,7 @@
 Columns of ``q``, ``k``, ``v`` and of the MLP's first linears stay with the heads and columns that a worker has; rows of
 the linears behind them too, and their results are summed over the workers. The vocabulary is cut as well: each worker
 embeds its own tokens, and computes their logits. Layers of other stages are left out; where they begin and end, hidden
-states are handed on.
+states are handed on. LoRA adapters are cut as the linears that they add to.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from memserve.errors import UserError
 from memserve.model import crew
+from memserve.model.adapting import AdaptedLinear, Adapters
 from memserve.parallel import COLUMN_UNIT, Share, even
 from memserve.types import KVGeometry
 
@@ -27,8 +28,9 @@ _FEW = 8
 _HARMLESS = ("replicated_with_grad_allreduce",)
 
 
-def shard(module: Any, share: Share, geometry: KVGeometry) -> tuple[int, ...]:
-    """Leave of ``module`` what ``share`` has; returns how many tokens of the vocabulary each part has.
+def shard(module: Any, share: Share, geometry: KVGeometry, adapters: Adapters | None = None) -> tuple[int, ...]:
+    """Leave of ``module`` and its ``adapters`` what ``share`` has; returns how many tokens of the vocabulary each part
+    has.
 
     Raises :class:`UserError` for a model whose plan asks for more than cutting columns and rows.
     """
@@ -38,11 +40,13 @@ def shard(module: Any, share: Share, geometry: KVGeometry) -> tuple[int, ...]:
     if share.parts > 1:
         plan = _plan_of(module, layers)
         for layer in (layers[index] for index in share.own_layers):
-            _cut_layer(layer, plan, share, geometry)
+            _cut_layer(layer, plan, share, geometry, adapters)
     if share.stages > 1:
         _leave_out(layers, share)
         if not share.is_last_stage:
             module.set_output_embeddings(_NoLogits())
+    if adapters is not None:
+        adapters.keep({part.site for part in module.modules() if isinstance(part, AdaptedLinear)})
     return vocabularies
 
 
@@ -68,8 +72,7 @@ def _plan_of(module: Any, layers: nn.ModuleList) -> dict[str, str]:
     other = sorted({style for style in styles.values() if style not in (*_SIMPLE, *_HARMLESS)})
     if other:
         raise _refuse(module, f"its plan asks for {', '.join(other)}")
-    linears = [name for name, part in layers[0].named_modules() if isinstance(part, nn.Linear)]
-    unknown = [name for name in linears if _style(styles, name) not in _SIMPLE]
+    unknown = [name for name in _linears(layers[0]) if _style(styles, name) not in _SIMPLE]
     if unknown:
         raise _refuse(module, f"its plan leaves out {', '.join(unknown)}")
     return styles
@@ -79,19 +82,35 @@ def _style(styles: dict[str, str], name: str) -> str:
     return next((style for pattern, style in styles.items() if fnmatch.fnmatchcase(name, pattern)), "")
 
 
+def _linears(layer: Any) -> dict[str, nn.Linear | AdaptedLinear]:
+    """Linears by name: those that adapters add to, and the others."""
+    parts = dict(layer.named_modules())
+    adapted = {f"{name}.linear" for name, part in parts.items() if isinstance(part, AdaptedLinear)}
+    return {
+        name: part
+        for name, part in parts.items()
+        if isinstance(part, (nn.Linear, AdaptedLinear)) and name not in adapted
+    }
+
+
 # -- columns and rows
 
 
-def _cut_layer(layer: Any, styles: dict[str, str], share: Share, geometry: KVGeometry) -> None:
-    linears = {name: part for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
-    for name, linear in linears.items():
-        first, count = _range_of(name, linear, styles, share, geometry)
+def _cut_layer(
+    layer: Any, styles: dict[str, str], share: Share, geometry: KVGeometry, adapters: Adapters | None
+) -> None:
+    for name, linear in _linears(layer).items():
+        base = linear.linear if isinstance(linear, AdaptedLinear) else linear
+        first, count = _range_of(name, base, styles, share, geometry)
         parent, _, own = name.rpartition(".")
-        holder = layer.get_submodule(parent)
-        if _style(styles, name) == "colwise":
-            setattr(holder, own, _columns(linear, first, count))
-        else:
-            setattr(holder, own, _Summed(_rows(linear, first, count, keeps_bias=share.part == 0)))
+        columns = _style(styles, name) == "colwise"
+        keeps_bias = share.part == 0
+        plain = _columns(base, first, count) if columns else _rows(base, first, count, keeps_bias=keeps_bias)
+        cut: nn.Module = plain
+        if isinstance(linear, AdaptedLinear) and adapters is not None:
+            adapters.cut(linear.site, first, count, columns=columns)
+            cut = AdaptedLinear(plain, linear.site)
+        setattr(layer.get_submodule(parent), own, cut if columns else _Summed(cut))
 
 
 def _range_of(name: str, linear: nn.Linear, styles: dict[str, str], share: Share, g: KVGeometry) -> tuple[int, int]:
@@ -126,7 +145,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 class _Summed(nn.Module):
     """A linear over some of its inputs: the workers' results are summed."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear = linear
 

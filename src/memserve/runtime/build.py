@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memserve.config import EngineOptions, InstanceConfig
-from memserve.errors import UserError
 from memserve.messages import Peer
 from memserve.runtime.process import set_thread_environment
 from memserve.types import Role
@@ -122,9 +121,6 @@ def _loaded(options: EngineOptions) -> LoadedModel:
         refuse_on_gpu(options)
     if parallel.workers > 1:
         threads = parallel.threads_each(threads or usable_cores())
-        if options.lora:
-            hint = "leave out --lora, or --tensor-parallel and --pipeline-parallel"
-            raise UserError("adapters are not divided among several workers yet", hint=hint, param="lora")
     source = options.model, options.dtype, take_gpu(options.device)
     model = load_model(*source, block_tokens=options.block_tokens, threads=threads, lora=options.lora)
     if model.device.type == "cpu":

@@ -238,7 +238,7 @@ def build_divided(
         raise UserError("instances of several workers run on a CPU so far", hint=hint, param="tensor")
     workers = Workers(options, config, model.geometry)
     try:
-        vocabularies = shard(model.module, workers.shares[0], model.geometry)
+        vocabularies = shard(model.module, workers.shares[0], model.geometry, model.adapters)
         workers.wait_loaded()
         crew = workers.crew(vocabularies)
         forward = best_forward(model.module, crew)
@@ -286,8 +286,9 @@ def main(descriptor: int) -> None:
 
 def _load(order: _Order, line: Connection) -> ModelDevice:
     options, share = order.options, order.share
-    model = load_model(options.model, options.dtype, "cpu", block_tokens=options.block_tokens, threads=order.threads)
-    vocabularies = shard(model.module, share, model.geometry)
+    sizes = {"block_tokens": options.block_tokens, "threads": order.threads}
+    model = load_model(options.model, options.dtype, "cpu", **sizes, lora=options.lora)
+    vocabularies = shard(model.module, share, model.geometry, model.adapters)
     stage, whole = (_core.SharedArena.attach(*order.regions[at]) for at in (share.stage, -1))
     hbm = _core.SharedArena.attach(*order.hbm)
     check(hbm.nbytes == order.config.pool.hbm_blocks * model.geometry.block_bytes, "the arena has another size")

@@ -7,8 +7,10 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from lora_files import merged, save_adapter
 from memserve import LLM
 from memserve.errors import UserError
 from memserve.runtime import workers
@@ -70,6 +72,34 @@ def test_workers_give_the_answers_of_one(model: Path, expected: list[tuple[int, 
         )
         assert first == second and llm._engine.stats().instance.drafts_kept > stats.drafts_kept
     assert not workers_of(os.getpid()), "they end with the engine"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_give_the_answers_of_each_adapter(tmp_path: Path, kind: str) -> None:
+    """Rows of two adapters and of the base share steps; some prompts begin alike."""
+    module, (tensor, pipeline) = tiny_module("llama"), KINDS[kind]
+    folders = {
+        "one": save_adapter(tmp_path / "one", module, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], 1),
+        "two": save_adapter(tmp_path / "two", module, ["k_proj", "down_proj"], 2),
+    }
+    wholes = {"": module, **{name: merged(module, folder) for name, folder in folders.items()}}
+    asked = [(name, [*prompt(40, at % 2), *prompt(9 + 7 * at, 60 + at)]) for at in range(4) for name in wholes]
+    folder = save_folder(module, tmp_path / "model")
+    options = {**OPTIONS, "max_step_tokens": 64, "lora": [f"{name}={place}" for name, place in folders.items()]}
+    with LLM(str(folder), **options, tensor_parallel=tensor, pipeline_parallel=pipeline) as llm:
+
+        def answer(one: tuple[str, list[int]]) -> tuple[list[int], int]:
+            more = {"adapter": one[0]} if one[0] else {}
+            greedy = SamplingParams(temperature=0)
+            found = llm.generate([list(map(int, one[1]))], greedy, max_tokens=20, ignore_eos=True, **more)
+            return list(found[0].outputs[0].tokens), found[0].cached_tokens
+
+        expected = [greedy_tokens(wholes[name], np.array(tokens, np.int32), 20) for name, tokens in asked]
+        for _ in range(2):
+            with ThreadPoolExecutor(12) as pool:
+                found = list(pool.map(answer, asked))
+            assert [tokens for tokens, _ in found] == expected
+        assert all(cached for _, cached in found), "the second time with what the first has cached"
 
 
 def test_kv_by_layer_lies_in_the_pages_of_all_workers(model: Path) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import copy
 import threading
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from lora_files import save_adapter
 from memserve import _core, _kernels
 from memserve.errors import UserError
+from memserve.model.adapting import Adapters, adapting
 from memserve.model.attention.context import attending
 from memserve.model.capture.forward import CapturedForward, best_forward
 from memserve.model.crew import Crew, exchanging
 from memserve.model.forward import EagerForward
+from memserve.model.loading.adapter import read_adapters
 from memserve.model.loading.probe import DenseAttention, probe_model
 from memserve.model.sharding import shard
 from memserve.parallel import Parallel, Share, shares
@@ -44,12 +49,14 @@ def crews(found: list[Share], vocabularies: tuple[int, ...]) -> tuple[list[Crew]
     return made, regions
 
 
-def computed(module: Any, parallel: Parallel, *, capture: bool) -> list[torch.Tensor]:
-    """Logits of several batches by the workers together."""
+def computed(module: Any, parallel: Parallel, *, capture: bool, adapter: Path | None = None) -> list[torch.Tensor]:
+    """Logits of several batches by the workers together; their odd tokens are those of ``adapter``."""
     geometry, _ = probe_model(module, "float32", 32)
     found = shares(parallel, geometry)
     modules = [copy.deepcopy(module) for _ in found]
-    vocabularies = {shard(part, share, geometry) for part, share in zip(modules, found, strict=True)}
+    read = read_adapters([] if adapter is None else [f"one={adapter}"])
+    added = [Adapters(part, read) if read else None for part in modules]
+    vocabularies = {shard(*part, geometry, mine) for *part, mine in zip(modules, found, added, strict=True)}
     assert len(vocabularies) == 1
     results: list[list[torch.Tensor]] = [[] for _ in found]
     errors: list[BaseException] = []
@@ -58,8 +65,13 @@ def computed(module: Any, parallel: Parallel, *, capture: bool) -> list[torch.Te
         try:
             forward = best_forward(part, crew) if capture else EagerForward(part, pack=False)
             assert isinstance(forward, CapturedForward) == capture
+            mine = added[crew.share.rank]
+            if mine is not None:
+                mine.pack()
             for tokens in TOKENS:
-                with attending(DenseAttention()), exchanging(crew):
+                digests = [read[0].digest if read and at % 2 else "" for at in range(tokens)]
+                rows = mine and mine.rows(digests, np.ones(tokens, np.int64), torch.device("cpu"))
+                with attending(DenseAttention()), exchanging(crew), adapting(rows):
                     results[crew.share.rank].append(crew.gather(forward(*inputs(tokens))))
         except BaseException as error:
             errors.append(error)
@@ -87,6 +99,46 @@ def test_workers_together_compute_what_the_whole_model_does(family: str, paralle
             expected = whole(*inputs(tokens))
         assert got.shape == expected.shape
         assert torch.allclose(got, expected, atol=2e-4, rtol=1e-4), float((got - expected).abs().max())
+
+
+@pytest.mark.parametrize("capture", [False, True], ids=["as it is", "captured"])
+@pytest.mark.parametrize("parallel", [Parallel(2), Parallel(1, 3), Parallel(2, 2)], ids=lambda found: found.text)
+@pytest.mark.parametrize("family", DIVIDED)
+def test_adapters_of_workers_together_add_what_whole_ones_do(
+    family: str, parallel: Parallel, capture: bool, tmp_path: Path
+) -> None:
+    """Columns, rows with their sums, and layers of one stage alone; every second token has the adapter."""
+    module = tiny_module(family)
+    adapter = save_adapter(tmp_path / "one", module, ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"], seed=1)
+    results = computed(module, parallel, capture=capture, adapter=adapter)
+    whole = copy.deepcopy(module)
+    adapters = Adapters(whole, read_adapters([f"one={adapter}"]))
+    adapters.pack()
+    (digest,) = adapters.digests
+    for got, tokens in zip(results, TOKENS, strict=True):
+        digests = [digest if at % 2 else "" for at in range(tokens)]
+        rows = adapters.rows(digests, np.ones(tokens, np.int64), torch.device("cpu"))
+        with attending(DenseAttention()), adapting(rows):
+            expected = EagerForward(whole, pack=False)(*inputs(tokens))
+        with attending(DenseAttention()):
+            without = EagerForward(module, pack=False)(*inputs(tokens))
+        assert torch.allclose(got, expected, atol=2e-4, rtol=1e-4), float((got - expected).abs().max())
+        assert tokens == 1 or not torch.allclose(got, without, atol=0.01)
+
+
+def test_each_worker_keeps_only_its_part_of_an_adapter(tmp_path: Path) -> None:
+    module = tiny_module("llama")
+    geometry, _ = probe_model(module, "float32", 32)
+    adapter = save_adapter(tmp_path / "one", module, ["q_proj", "down_proj"], seed=1)
+    read = read_adapters([f"one={adapter}"])
+    sizes, whole = [], 0
+    for share in shares(Parallel(2, 3), geometry):
+        part = copy.deepcopy(module)
+        adapters = Adapters(part, read)
+        whole = adapters.nbytes
+        shard(part, share, geometry, adapters)
+        sizes.append(adapters.nbytes)
+    assert max(sizes) < 0.3 * whole, "a third of the layers, and of each pair one whole half and a part of the other"
 
 
 def test_each_worker_keeps_only_its_part() -> None:

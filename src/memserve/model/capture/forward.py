@@ -68,6 +68,13 @@ class CapturedForward:
         """Whether steps may have rows with adapters."""
         return self._adapted is not None
 
+    def join(self, crew: Crew) -> None:
+        """Take sums over the workers of ``crew`` from now on."""
+        if self.native is not None:
+            self.native.join(crew.stage)
+        if self._adapted is not None:
+            self._adapted.join(crew)
+
     def __call__(self, input_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         """``input_ids, positions [T]``, ``logits_rows [R]``, int64 -> logits ``[R, vocab]`` float32."""
         if self._adapted is not None and are_adapting():
@@ -92,8 +99,8 @@ def best_forward(module: Any, crew: Crew | None = None) -> Forward:
     agreed = crew is None or crew.agree(0 if captured is None else 1 + captured.fills_up)
     if captured is None or not agreed:
         return EagerForward(module)
-    if crew is not None and captured.native is not None:
-        captured.native.join(crew.stage)
+    if crew is not None:
+        captured.join(crew)
     release_weights(module)
     return captured
 
