@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CORE_SOURCES := CMakeLists.txt $(shell find src/core src/kernels -type f)
 INPUTS := pyproject.toml constraints.txt Makefile
-SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=3# pip, the C++ compiler, apt-get: each is mostly alone on its core
+SIDE_BY_SIDE := $(MAKE) --silent --jobs=3# pip, the C++ compiler, apt-get: each is mostly alone on its core
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve chat test lint bench core doctor docs clean for-tests
