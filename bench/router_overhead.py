@@ -176,6 +176,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connections", default="1,32")
     parser.add_argument("--tokens", default="1024,8192")
+    parser.add_argument("--prompts", default="ids,text", help="how prompts go: as token ids, as text")
     parser.add_argument("--policy", default="cost")
     parser.add_argument("--be-instances", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -202,10 +203,10 @@ def main() -> int:
             url = f"http://127.0.0.1:{http}"
             _wait_until_ready(url)
             for tokens in map(int, args.tokens.split(",")):
-                for as_ids in (True, False):
-                    script = write_load(folder, tokens, as_ids, vocabulary)
+                for kind in args.prompts.split(","):
+                    script = write_load(folder, tokens, kind == "ids", vocabulary)
                     for connections in map(int, args.connections.split(",")):
-                        case = {"tokens": tokens, "prompt": "ids" if as_ids else "text", "connections": connections}
+                        case = {"tokens": tokens, "prompt": kind, "connections": connections}
                         found = measure(url, router.pid, script, connections, args.seconds, args.rounds)
                         print(json.dumps(case | found), flush=True)
         finally:

@@ -4,7 +4,8 @@
 
 Every client asks for one token behind a short prompt, each time over a new connection, so that the kernel spreads the
 requests over the routers. A busy router takes about a core: give it as many cores as there are routers, beside those of
-the instances.
+the instances and of this script. With fewer, the last column tells: what all routers together could answer with a core
+each, by the CPU time that they took for a request.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
 import time
+import urllib.request
+from pathlib import Path
+
+TICKS_S = os.sysconf("SC_CLK_TCK")
 
 
 def start(model: str, routers: int, flags: list[str]) -> tuple[subprocess.Popen[str], str, int]:
@@ -29,6 +35,22 @@ def start(model: str, routers: int, flags: list[str]) -> tuple[subprocess.Popen[
     return process, found[1], int(found[2])
 
 
+def routers_of(owner: int) -> list[int]:
+    """The process ids of ``owner`` and of its followers."""
+    found = [owner]
+    for children in Path(f"/proc/{owner}/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
+            if "router" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+                found.append(pid)
+    return found
+
+
+def cpu_s(pids: list[int]) -> float:
+    """CPU time that the processes have taken, in user and system mode."""
+    words = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(user) + int(system) for *_, user, system in (w[:13] for w in words)) / TICKS_S
+
+
 async def ask(host: str, port: int, body: bytes) -> bool:
     """One request over a connection of its own. Whether it was answered."""
     reader, writer = await asyncio.open_connection(host, port)
@@ -40,9 +62,11 @@ async def ask(host: str, port: int, body: bytes) -> bool:
     return b" 200 " in status
 
 
-async def load(host: str, port: int, clients: int, seconds: float) -> float:
-    """Requests per second."""
-    body = json.dumps({"prompt": list(range(1, 17)), "max_tokens": 1, "temperature": 0}).encode()
+async def load(host: str, port: int, clients: int, seconds: float) -> tuple[float, int]:
+    """Requests per second, and how many were answered."""
+    with urllib.request.urlopen(f"http://{host}:{port}/v1/models", timeout=60) as page:
+        model = json.load(page)["data"][0]["id"]
+    body = json.dumps({"model": model, "prompt": list(range(1, 17)), "max_tokens": 1, "temperature": 0}).encode()
     end, answered = time.monotonic() + seconds, 0
 
     async def client() -> None:
@@ -52,7 +76,8 @@ async def load(host: str, port: int, clients: int, seconds: float) -> float:
 
     began = time.monotonic()
     await asyncio.gather(*(client() for _ in range(clients)))
-    return answered / (time.monotonic() - began)
+    assert answered, "no request was answered"
+    return answered / (time.monotonic() - began), answered
 
 
 def main() -> None:
@@ -64,13 +89,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--flags", default="--colocated 1")
     options = parser.parse_args()
-    first = None
+    first, alone = None, None
     for routers in map(int, options.routers.split(",")):
         process, host, port = start(options.model, routers, options.flags.split())
         asyncio.run(load(host, port, options.clients, 2.0))
-        rate = asyncio.run(load(host, port, options.clients, options.seconds))
-        first = first or rate
-        print(f"{routers} routers: {rate:.0f} requests/s, {rate / first:.2f} times the first")
+        pids = routers_of(process.pid)
+        assert len(pids) == routers, "not all routers have started"
+        before_s = cpu_s(pids)
+        rate, answered = asyncio.run(load(host, port, options.clients, options.seconds))
+        request_s = (cpu_s(pids) - before_s) / answered
+        capacity = routers / request_s
+        first, alone = first or rate, alone or capacity
+        print(
+            f"{routers} routers: {rate:.0f} requests/s, {rate / first:.2f} times the first; "
+            f"{1e6 * request_s:.0f} us of their CPU a request: {capacity:.0f} requests/s with a core each, "
+            f"{capacity / alone:.2f} times the first",
+            flush=True,
+        )
         process.terminate()
         process.wait(60)
 

@@ -52,7 +52,7 @@ ONLY_IN = {
 """Outside packages that one package of ours hides from the rest."""
 
 ENTRY_POINTS = {"memserve.cli.main", "memserve.__main__", "memserve"}
-LOADED_BY_ENGINES = {f"memserve.integrations.{name}" for name in ("lmcache", "sglang", "vllm_tier")}
+LOADED_BY_ENGINES = {f"memserve.integrations.{name}" for name in ("lmcache", "ray_serve", "sglang", "vllm_tier")}
 """By name, from an engine's own configuration."""
 
 

@@ -205,6 +205,9 @@ def siphash128(key: bytes, data: bytes) -> bytes:
 def block_identities(key: bytes, namespace: bytes, tokens: Ids, block_tokens: int) -> bytes:
     """16 bytes a whole block: ``identity[i] = siphash128(key, identity[i-1] + tokens of block i)``."""
 
+def fits_vocabulary(tokens: Ids, vocab_size: int) -> bool:
+    """Whether each of ``tokens`` is in ``[0, vocab_size)``; ``vocab_size`` is less than 2 ** 32."""
+
 def value_keys(secret: bytes, scope: bytes, keys: list[bytes]) -> bytes:
     """16 bytes a key: ``siphash128(secret, scope's length as 8 bytes, little-endian, + scope + key)``."""
 
@@ -553,6 +556,11 @@ class JsonShape:
 def json_shape(text: bytes) -> JsonShape:
     """How much a parser would have to build for ``text``: never less than it does. Linear in the text, of which more
     than 64 KiB are read without the GIL. What is no JSON is counted as if it were, and is for the parser to refuse.
+    """
+
+def json_token_ids(text: bytes) -> bytes | None:
+    """The integers of a JSON array as int32, one behind the other. None: ``text`` is anything but an array of one
+    integer or more, written plainly and each in ``[0, 2 ** 31)``. More than 64 KiB are read without the GIL.
     """
 
 class Ticket:

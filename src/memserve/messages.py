@@ -30,6 +30,8 @@ import msgspec
 from memserve.answers import AnswersHeld as AnswersHeld
 from memserve.answers import AnswerTaken as AnswerTaken
 from memserve.answers import AskAnswers as AskAnswers
+from memserve.grants import GuestGrants as GuestGrants
+from memserve.grants import GuestRequests as GuestRequests
 from memserve.kv_messages import AskEvents as AskEvents
 from memserve.kv_messages import KvChange as KvChange
 from memserve.kv_messages import KvEvents as KvEvents
@@ -366,7 +368,7 @@ AnyMessage: TypeAlias = (
     | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver
     | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready
     | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | SegmentHeld | JoinRequest | StoreMessage
-    | AnswersHeld | AskAnswers | AnswerTaken
+    | AnswersHeld | AskAnswers | AnswerTaken | GuestRequests | GuestGrants
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
 

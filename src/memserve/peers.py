@@ -94,6 +94,8 @@ class PeerInfo(Message, frozen=True):
     """Where it answers queries of longer sequences' other parts, ``tcp://host:port``; empty: it takes no such part."""
     sequence_tokens: Natural = 0
     """The longest sequence of which it can compute a part."""
+    admission: str = ""
+    """Of a follower: the kind of admission for which it asks the owner; empty: none."""
 
 
 class Load(Message, frozen=True):

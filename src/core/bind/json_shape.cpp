@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "scheduling/sequence.h"
 
@@ -71,6 +73,42 @@ JsonShape json_shape(nb::bytes text) {
   return shape_of(data, data + bytes);
 }
 
+const char* after_blanks(const char* at, const char* end) {
+  while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t')) ++at;
+  return at;
+}
+
+// Appends the ids of a row of plain integers, `[1, 2]`, each less than 2^31. False: the text is anything else.
+bool read_ids(const char* at, const char* end, std::vector<int32_t>& ids) {
+  at = after_blanks(at, end);
+  if (at == end || *at != '[') return false;
+  do {
+    at = after_blanks(at + 1, end);
+    const char* const first = at;
+    int64_t value = 0;
+    for (; at < end && *at >= '0' && *at <= '9' && at - first < 10; ++at) value = 10 * value + (*at - '0');
+    if (at == first || value > INT32_MAX || (*first == '0' && at - first > 1)) return false;
+    ids.push_back(static_cast<int32_t>(value));
+    at = after_blanks(at, end);
+  } while (at < end && *at == ',');
+  return at < end && *at == ']' && after_blanks(at + 1, end) == end;
+}
+
+nb::object json_token_ids(nb::bytes text) {
+  const char* const data = text.c_str();
+  const char* const end = data + text.size();
+  std::vector<int32_t> ids;
+  bool is_row = false;
+  if (text.size() <= kShortBytes) {
+    is_row = read_ids(data, end, ids);
+  } else {
+    const nb::gil_scoped_release unlocked;
+    is_row = read_ids(data, end, ids);
+  }
+  if (!is_row) return nb::none();
+  return nb::bytes(reinterpret_cast<const char*>(ids.data()), 4 * ids.size());
+}
+
 }  // namespace
 
 void bind_json_shape(nb::module_& m) {
@@ -80,6 +118,7 @@ void bind_json_shape(nb::module_& m) {
       .def_ro("depth", &JsonShape::depth)
       .def_ro("name_bytes", &JsonShape::name_bytes);
   m.def("json_shape", &json_shape, nb::arg("text"));
+  m.def("json_token_ids", &json_token_ids, nb::arg("text"));
 }
 
 }  // namespace memserve

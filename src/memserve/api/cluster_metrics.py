@@ -15,6 +15,7 @@ from memserve.api.families import (
     families,
     layer_families,
     objective_families,
+    scaling_families,
 )
 from memserve.api.store_metrics import store_families
 from memserve.types import Role
@@ -312,8 +313,8 @@ def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     yield from families(ROUTER_GAUGES, [((), stats.cluster)])
     yield from families(ROUTER_COUNTERS, [((), stats.cluster.counters)])
     yield from families(ROUTER_HOST_METRICS, [((), stats)])
-    children = [((name,), child) for name, child in stats.children.items()]
-    yield from families(CHILD_METRICS, children, ("instance",))
+    yield from families(CHILD_METRICS, [((name,), one) for name, one in stats.children.items()], ("instance",))
+    yield from scaling_families(stats.scaling)
     yield from _by_label(stats.cluster.counters)
     yield from _admission(stats.cluster.admission, names_tenants)
     yield from families(CEILING, [((), stats.cluster.prompt_tokens)])

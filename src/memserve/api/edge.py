@@ -6,11 +6,9 @@ import asyncio
 import logging
 import resource
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Protocol
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope
 
 from memserve.api.config import EdgeConfig
@@ -226,32 +224,49 @@ TENANT_KEY = "memserve.tenant"
 """Where the guard leaves the tenant in the ASGI scope."""
 
 
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first header of that ``name``, which is in lower case; None: there is none."""
+    for known, value in scope["headers"]:
+        if known == name:
+            return str(value, "latin-1")
+    return None
+
+
 class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-@asynccontextmanager
-async def json_body(scope: Scope, receive: Receive, edge: Edge) -> AsyncIterator[bytes]:
+class json_body:  # used as a function: `async with json_body(...) as data`
     """The whole body; its bytes count in the memory of all bodies until the caller has parsed it.
 
     Raises :class:`ApiError` 413 for a body that is too long, 429 and 503 when there is no memory for it, 415 for a
     content type other than JSON.
     """
-    lease = edge.bodies.lease(scope.get(TENANT_KEY) or (scope.get("client") or ("",))[0])
-    try:
-        yield await _read(scope, receive, edge.limits.body_bytes_max, lease)
-    finally:
-        lease.give_back()
+
+    __slots__ = ("_edge", "_lease", "_receive", "_scope")
+
+    def __init__(self, scope: Scope, receive: Receive, edge: Edge) -> None:
+        self._scope, self._receive, self._edge = scope, receive, edge
+        self._lease = edge.bodies.lease(scope.get(TENANT_KEY) or (scope.get("client") or ("",))[0])
+
+    async def __aenter__(self) -> bytes:
+        try:
+            return await _read(self._scope, self._receive, self._edge.limits.body_bytes_max, self._lease)
+        except BaseException:
+            self._lease.give_back()
+            raise
+
+    async def __aexit__(self, *failed: object) -> None:
+        self._lease.give_back()
 
 
 async def _read(scope: Scope, receive: Receive, limit_bytes: int, lease: BodyLease) -> bytes:
-    headers = Headers(scope=scope)
-    content_type = headers.get("content-type", "").split(";")[0].strip().lower()
-    if content_type != "application/json":
+    content_type = header(scope, b"content-type") or ""
+    if content_type.split(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "Unsupported media type: send the body as 'Content-Type: application/json'")
-    if encoding := headers.get("content-encoding"):
+    if encoding := header(scope, b"content-encoding"):
         raise ApiError(415, f"Content-Encoding '{echo(encoding)}' is not supported: send the body uncompressed")
-    if (declared := headers.get("content-length", "0")).isdecimal() and int(declared) > limit_bytes:
+    if (declared := header(scope, b"content-length") or "").isdecimal() and int(declared) > limit_bytes:
         raise too_large(limit_bytes)
     body = bytearray()
     more = True

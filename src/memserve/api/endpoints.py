@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
-from starlette.datastructures import Headers
+from msgspec import UNSET, UnsetType, structs
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from memserve._core import json_token_ids
 from memserve.api.config import ApiConfig
 from memserve.api.documents import Document, Documents, size_of
-from memserve.api.edge import TENANT_KEY, Edge, json_body
+from memserve.api.edge import TENANT_KEY, Edge, header, json_body
 from memserve.api.errors import bad_request, model_not_found
+from memserve.api.exchange import new_id
 from memserve.api.guard import REPLY_KEY
 from memserve.api.hub import Hub
 from memserve.api.keys import key_of
@@ -26,18 +28,25 @@ from memserve.api.prompts import CHECKING, PARSING, Prompt, PromptEncoder, is_to
 from memserve.api.reasoning import thoughts_after
 from memserve.api.reply import Reply
 from memserve.api.respond import answer, new_envelope
-from memserve.api.schema import ChatBody, CompletionBody, GenerationBody, parse_leniently
+from memserve.api.schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    parse_leniently,
+    refuse_shape,
+    refuse_unsupported,
+)
 from memserve.api.served import ModelNames, PinningEngine, ServedModel, ServingEngine
 from memserve.api.shapes import Shape
 from memserve.api.structure import work_of
 from memserve.api.tools.plan import CallPlan, call_plan, style_of
 
-EXPLAIN_HEADER = "x-memserve-explain"
+EXPLAIN_HEADER = b"x-memserve-explain"
 
 
 def asks_to_explain(scope: Scope) -> bool:
     """By its header."""
-    return Headers(scope=scope).get(EXPLAIN_HEADER, "").lower() in ("1", "true", "yes")
+    return (header(scope, EXPLAIN_HEADER) or "").lower() in ("1", "true", "yes")
 
 
 class Planner(Protocol):
@@ -49,6 +58,28 @@ class Planner(Protocol):
 
     async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
         """The engine requests for a body. Raises :class:`ApiError` 400 and 404."""
+
+
+class _Completion(CompletionBody, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A body of which the prompt is still JSON."""
+
+    prompt: msgspec.Raw | UnsetType = UNSET
+
+
+def parse_completion(data: bytes, leniency: Leniency) -> tuple[CompletionBody, tuple[str, ...]]:
+    """As :func:`parse_leniently`; a prompt of token ids is an int32 array instead of a list of as many objects."""
+    refuse_shape(data)
+    try:
+        body = msgspec.json.decode(data, type=_Completion)
+        if isinstance(body.prompt, msgspec.Raw):
+            text = bytes(body.prompt)
+            ids = json_token_ids(text)
+            prompt = msgspec.json.decode(text) if ids is None else np.frombuffer(ids, np.int32)
+            structs.force_setattr(body, "prompt", prompt)  # no other code has seen the body yet
+    except ValueError:  # of another kind, no JSON, no UTF-8: all of it is read once more, for what it is
+        return parse_leniently(data, CompletionBody, leniency)
+    refuse_unsupported(body)
+    return body, ()
 
 
 class CompletionPlanner:
@@ -67,10 +98,10 @@ class CompletionPlanner:
         workers = self._encoder.workers
         await workers.turn(caller.tenant)
         load = len(data) // PARSING
-        parsed = workers.run(caller.tenant, load, lambda: parse_leniently(data, CompletionBody, self.leniency))
+        parsed = workers.run(caller.tenant, load, lambda: parse_completion(data, self.leniency))
         body, ignored = await parsed
         caller = addressed(body.model, self._names, caller)
-        if not isinstance(body.prompt, (str, list)):
+        if not isinstance(body.prompt, (str, list, np.ndarray)):
             raise bad_request("'prompt' is required: text or token ids", "prompt", "missing_required_parameter")
         document = _document(body, caller, self._documents, "completions")
 
@@ -126,7 +157,7 @@ class ChatPlanner:
         plan = plan_chat(body, prompt, self._model, caller, response_id, calls)
         if not plan.requests[0].sampling.grammar:  # a grammar leaves no place for thoughts
             thoughts = thoughts_after(prompt.ending, self._config.reasoning_parser, self._template())
-            plan = replace(plan, thoughts=thoughts)
+            plan = structs.replace(plan, thoughts=thoughts)
         return _as_configured(plan, self._config, ignored)
 
     def _template(self) -> str:
@@ -163,7 +194,7 @@ def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoi
 
 def _as_configured(plan: Generation, config: ApiConfig, ignored: tuple[str, ...]) -> Generation:
     forced = config.enable_force_include_usage and plan.stream
-    return replace(
+    return structs.replace(
         plan,
         ignored=ignored,
         include_usage=plan.include_usage or forced,
@@ -176,7 +207,8 @@ def addressed(name: str, names: ModelNames, caller: Caller) -> Caller:
     """``caller`` with the adapter that it asks for by ``name``. Raises :class:`ApiError` 404 for a name of nothing."""
     if name not in names:
         raise model_not_found(name, names.served)
-    return replace(caller, adapter=names.adapter(name))
+    adapter = names.adapter(name)
+    return caller if adapter is caller.adapter else structs.replace(caller, adapter=adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +230,7 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shared = self._shared
-        prefix, own = self._planner.id_prefix, uuid.uuid4().hex
+        prefix, own = self._planner.id_prefix, new_id()
         explain = asks_to_explain(scope)
         async with json_body(scope, receive, shared.edge) as data:
             shared.hub.check_busy(scope[TENANT_KEY], data)
@@ -212,7 +244,7 @@ class GenerationEndpoint:
         reply = Reply(plan, shared.encoder.tokenizer, shared.metrics)
         scope[REPLY_KEY] = reply
         envelope = new_envelope(response_id, plan.model or shared.model.name)
-        await answer(shared.hub, reply, self._shape, envelope, receive, send)
+        await answer(shared.hub, reply, self._shape, envelope, scope, receive, send)
         keep_session(shared.hub.engine, reply)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+import os
 import re
-import uuid
+from collections.abc import Callable
 from typing import Protocol
 
 from starlette.types import ASGIApp, Message, Scope
@@ -19,6 +20,10 @@ log = logging.getLogger(__name__)
 REQUEST_ID_KEY = "memserve.request_id"
 """The key of a request's id in its ASGI scope."""
 
+WHEN_GONE_KEY = "memserve.when_gone"
+"""Where the ASGI scope of our own connections has :meth:`Exchange.when_gone`, which costs less than a task that waits
+for ``http.disconnect``."""
+
 BODY_HELD_BYTES_MAX = 32 * KIB
 """Body bytes that may wait for the application; beyond them nothing is read from the client."""
 
@@ -27,6 +32,8 @@ WRITE_BYTES_MAX = 64 * KIB
 
 DROPPED_BODY_BYTES_MAX = 64 * KIB
 """The rest of a body that is read and dropped to keep a connection; a longer rest ends it."""
+
+RANDOM_BYTES = 4096
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,128}")
 _STATUS_LINES = {
@@ -40,7 +47,26 @@ def request_id_of(head: Head | None) -> str:
     given = head.get(b"x-request-id") if head is not None else None
     if given is not None and _REQUEST_ID.fullmatch(given):
         return given.decode("ascii")
-    return f"req-{uuid.uuid4().hex}"
+    return f"req-{new_id()}"
+
+
+_random = bytearray()  # to be given out
+os.register_at_fork(after_in_child=_random.clear)
+
+
+def random_bytes(count: int) -> bytes:
+    """``count`` bytes, at most :data:`RANDOM_BYTES`, that cannot be guessed. For the event loop's thread. The kernel is
+    asked once for many: each such call would let another thread take the interpreter."""
+    if len(_random) < count:
+        _random.extend(os.urandom(RANDOM_BYTES))
+    taken = bytes(_random[-count:])
+    del _random[-count:]
+    return taken
+
+
+def new_id() -> str:
+    """128 random bits as hexadecimal digits."""
+    return random_bytes(16).hex()
 
 
 def head_of_answer(status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
@@ -96,6 +122,8 @@ class Exchange:
         self._start: Message | None = None  # not sent yet: it travels with the first piece of the body
         self._chunked = False
         self._to_send: int | None = None  # bytes left of a declared length
+        self._on_gone: Callable[[], None] | None = None
+        scope[WHEN_GONE_KEY] = self.when_gone
         self.body_complete = False
         self.started = False
         self.complete = False
@@ -130,6 +158,21 @@ class Exchange:
         self.gone = True
         self._body.clear()
         self._news.set()
+        if self._on_gone is not None:
+            self._on_gone()
+
+    # -- called by the application
+
+    def when_gone(self, act: Callable[[], None]) -> Callable[[], None]:
+        """``act()`` as soon as the client is gone, in place of what was asked for before. Returns what takes it back.
+        The body must have been read."""
+        self._on_gone = act
+        if self.gone:
+            act()
+        return self._forget_act
+
+    def _forget_act(self) -> None:
+        self._on_gone = None
 
     # -- ASGI
 
@@ -141,6 +184,8 @@ class Exchange:
             pass  # the server is shutting down
         except Exception:
             log.exception("the application failed")
+        finally:
+            self._scope.pop(WHEN_GONE_KEY, None)  # a reference cycle
         if not self.complete and not self.gone:
             self._wire.abort()
 

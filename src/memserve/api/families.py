@@ -117,3 +117,16 @@ def layer_families(
         seconds.add_metric([*values, "waited"], report.link.waited_ns / NS_PER_S)
         hidden.add_metric(list(values), report.link.hidden_share)
     yield from (pages, now, turns, nbytes, seconds, hidden)
+
+
+def scaling_families(counts: Sequence[Any]) -> Iterator[Metric]:
+    """Roles whose number of instances follows the load (``--scale``), ``RoleCount`` each."""
+    about = "Instances of the role that the load asked for when that was decided last"
+    wanted = GaugeMetricFamily("memserve_scaling_wanted", about, labels=["role"])
+    about = "Decisions of --scale for more and for fewer instances of the role"
+    turns = CounterMetricFamily("memserve_scaling_decisions", about, labels=["role", "for"])
+    for count in counts:
+        wanted.add_metric([count.role.value], float(count.wanted))
+        turns.add_metric([count.role.value, "more"], float(count.more))
+        turns.add_metric([count.role.value, "fewer"], float(count.fewer))
+    yield from (wanted, turns)

@@ -24,7 +24,7 @@ def explanation(chosen: Forward, failed: Mapping[str, str]) -> tuple[bytes, byte
         "matched_tokens": chosen.matched_tokens,
         "failed": {name: reason[:REASON_CHARS_MAX] for name, reason in failed.items()},
     }
-    return EXPLAIN_HEADER.encode(), json.dumps(told).encode()
+    return EXPLAIN_HEADER, json.dumps(told).encode()
 
 
 def told(decision: Forward | Prefill, failed: Mapping[str, str]) -> dict[str, Any]:

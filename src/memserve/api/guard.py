@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memserve.api.auth import KeyRing
-from memserve.api.edge import TENANT_KEY, ClientGone
+from memserve.api.edge import TENANT_KEY, ClientGone, header
 from memserve.api.errors import ApiError, echo, from_user_error, internal, shutting_down
 from memserve.api.exchange import REQUEST_ID_KEY
 from memserve.api.metrics import ApiMetrics
@@ -81,18 +81,20 @@ class Guard:
                 status = message["status"]
             await send(message)
 
-        with self._metrics.in_progress.track_inprogress():
+        self._metrics.in_progress.inc()
+        try:
             error = await self._run(scope, receive, send_noting_status)
             if error is not None and status == 0:
                 await send_json(send_noting_status, error.status, error.body(), error.headers)
-        path = route_of(scope["path"])
-        self._metrics.requests.labels(path, str(status or 499)).inc()  # 499: the client left first
+        finally:
+            self._metrics.in_progress.dec()
+        self._metrics.ended(route_of(scope["path"]), status or 499)  # 499: the client left first
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
         """Run the application. Returns the error that the client must get, unless an answer has begun."""
         try:
             if is_work(scope["path"]):
-                scope[TENANT_KEY] = self._keys.tenant(Headers(scope=scope).get("authorization"))
+                scope[TENANT_KEY] = self._keys.tenant(header(scope, b"authorization"))
             await self._app(scope, receive, send)
         except ApiError as error:
             return error

@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msgspec import structs
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from memserve.api.edge import TENANT_KEY
+from memserve.api.edge import TENANT_KEY, header
 from memserve.api.errors import bad_request
 from memserve.api.plan import Generation
 from memserve.types import TokenOutput
@@ -65,7 +64,7 @@ class Key:
             structs.replace(request, key=f"{self.name}-{at}", asked=self.asked, created_s=self.created_s)
             for at, request in enumerate(plan.requests)
         ]
-        keyed = replace(plan, requests=requests, is_keyed=True, last_event=self.last_event)
+        keyed = structs.replace(plan, requests=requests, is_keyed=True, last_event=self.last_event)
         EventIds(keyed)  # a wrong id is refused before anything is computed
         return keyed
 
@@ -73,10 +72,9 @@ class Key:
 def key_of(scope: Scope, endpoint: str, data: bytes) -> Key | None:
     """The key of a request with the body ``data``; ``None``: it has none. Raises :class:`ApiError` 400 for one that is
     no key, and for a ``Last-Event-ID`` without one."""
-    headers = Headers(scope=scope)
-    value = headers.get(KEY_HEADER)
+    value = header(scope, KEY_HEADER.encode())
     if value is None:
-        if EVENT_HEADER in headers:
+        if header(scope, EVENT_HEADER.encode()) is not None:
             raise bad_request(
                 "Last-Event-ID needs an Idempotency-Key: only such streams can be continued", EVENT_HEADER
             )
@@ -87,7 +85,7 @@ def key_of(scope: Scope, endpoint: str, data: bytes) -> Key | None:
         raise bad_request(what, KEY_HEADER)
     asked = _digest(b"asked", endpoint.encode(), data)
     name = _digest(b"key", scope[TENANT_KEY].encode("utf-8", "surrogatepass"), text.encode())
-    return Key(name, asked, int(time.time()), headers.get(EVENT_HEADER))
+    return Key(name, asked, int(time.time()), header(scope, EVENT_HEADER.encode()))
 
 
 class EventIds:

@@ -62,6 +62,9 @@ class ApiMetrics:
         self.body_bytes = Gauge(
             "memserve_http_body_bytes", "Bytes of request bodies that are being read or parsed", registry=self.registry
         )
+        #: look-ups by label that were made; there are few routes, statuses and tenants
+        self._by_route: dict[tuple[str, int], Counter] = {}
+        self._by_tenant: dict[str, tuple[Counter, ...]] = {}
         #: shown to readers that may know the tenants
         self.by_tenant = CollectorRegistry()
         self.tenant_requests = self._of_tenants("requests", "Generation requests that were answered, by tenant")
@@ -93,11 +96,21 @@ class ApiMetrics:
         if queue_ns is not None:
             self.in_queue.observe(queue_ns / NS_PER_S)
 
+    def ended(self, route: str, status: int) -> None:
+        """An HTTP request was answered with ``status``."""
+        if (route, status) not in self._by_route:
+            self._by_route[route, status] = self.requests.labels(route, str(status))
+        self._by_route[route, status].inc()
+
     def answered(self, tenant: str, prompt_tokens: int, generated_tokens: int) -> None:
         """A request of ``tenant`` has its answer."""
-        self.tenant_requests.labels(tenant).inc()
-        self.tenant_prompt_tokens.labels(tenant).inc(prompt_tokens)
-        self.tenant_generated_tokens.labels(tenant).inc(generated_tokens)
+        if tenant not in self._by_tenant:
+            kinds = self.tenant_requests, self.tenant_prompt_tokens, self.tenant_generated_tokens
+            self._by_tenant[tenant] = tuple(kind.labels(tenant) for kind in kinds)
+        requests, prompts, generated = self._by_tenant[tenant]
+        requests.inc()
+        prompts.inc(prompt_tokens)
+        generated.inc(generated_tokens)
 
     def read_process(self) -> None:
         """Bring the gauges of this process up to date, before they are read."""

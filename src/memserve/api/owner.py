@@ -45,9 +45,10 @@ class OwnerOnly:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             url = owner_url(self._engine)
-            path = next((one for one in _PATHS if f"{scope['path']}/".startswith(f"{one}/")), None)
-            if url is not None and path is not None:
-                raise _elsewhere(url, scope, path)
+            if url is not None:
+                for path in _PATHS:
+                    if f"{scope['path']}/".startswith(f"{path}/"):
+                        raise _elsewhere(url, scope, path)
         await self._app(scope, receive, send)
 
 

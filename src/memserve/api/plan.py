@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import random
 import re
-import secrets
 import time
-from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 from msgspec import structs
 
@@ -16,7 +17,7 @@ from memserve.api.errors import bad_request
 from memserve.api.prompts import Prompt, context_exceeded
 from memserve.api.reasoning import Thoughts
 from memserve.api.schema import ChatBody, CompletionBody, GenerationBody
-from memserve.api.served import ServedModel, chosen_sampling
+from memserve.api.served import RECOMMENDED, ServedModel, chosen_sampling
 from memserve.api.structure import structure_of
 from memserve.api.tools.plan import CallPlan
 from memserve.errors import UserError
@@ -25,6 +26,9 @@ from memserve.tiers import AS_COMPUTED
 from memserve.types import Request, SamplingParams, StopParams, salt_of
 from memserve.units import NS_PER_MS, ns_from_s
 from memserve.validation import check_request
+
+_seeds = random.Random()
+os.register_at_fork(after_in_child=_seeds.seed)
 
 SEQUENCES_MAX = 4096
 """Answers one HTTP request may ask for: prompts times ``n``."""
@@ -38,8 +42,7 @@ ANSWER_VALUES_MAX = 1 << 18
 """Tokens and logprobs of an answer that are kept until they are sent: about 40 MB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
+class Generation(msgspec.Struct, frozen=True):
     """What one HTTP request asks for, beyond what the engine needs to know."""
 
     requests: list[Request]
@@ -68,8 +71,7 @@ class Generation:
     last_event: str | None = None  # of a stream that goes on: the id of the last event that the client has
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """The client of a request, and what it asks: its tenant and the adapter decide which KV may be shared."""
 
     tenant: str
@@ -133,7 +135,7 @@ def _truncated(prompt: Prompt, body: GenerationBody, model: ServedModel, max_tok
         message = f"truncate_prompt_tokens ({most}) is more than the context has ({model.max_model_tokens})"
         raise bad_request(message, "truncate_prompt_tokens")
     kept = prompt.tokens[:most] if body.truncation_side == "right" else prompt.tokens[-most:]
-    return replace(prompt, tokens=np.ascontiguousarray(kept))
+    return structs.replace(prompt, tokens=np.ascontiguousarray(kept))
 
 
 def _check_answer_size(requests: list[Request], logprobs: int | None, *, echo: bool, stream: bool) -> None:
@@ -163,8 +165,10 @@ def _plan(
         raise bad_request(f"{len(prompts)} prompts times {drawn} answers exceed {SEQUENCES_MAX} sequences", "n")
     options = body.stream_options
     echoes_logprobs = echo and logprobs is not None and isinstance(body, CompletionBody)
-    sampling = _sampling(body, model, caller, rank=drawn > n, logprobs=logprobs, prompt_logprobs=echoes_logprobs)
-    sampling = replace(sampling, grammar=structure_of(body, calls))
+    sampling = _sampling(
+        body, model, caller,
+        rank=drawn > n, logprobs=logprobs, prompt_logprobs=echoes_logprobs, calls=calls,
+    )  # fmt: skip
     stops = [_stop(body, model, _answer_tokens(body, prompt, max_tokens, model)) for prompt in prompts]
     requests = _requests(
         body, prompts, stops, sampling, caller, request_id, drawn=drawn, beam_width=_beam_width(body, n)
@@ -331,11 +335,13 @@ def _stop(body: GenerationBody, model: ServedModel, max_tokens: int) -> StopPara
 
 
 def _sampling(
-    body: GenerationBody, model: ServedModel, caller: Caller, *, rank: bool, logprobs: int | None, prompt_logprobs: bool
-) -> SamplingParams:
-    own_seed = secrets.randbits(63) if caller.seed is None else caller.seed
-    return replace(
-        chosen_sampling(model, structs.asdict(body)),
+    body: GenerationBody, model: ServedModel, caller: Caller, *,
+    rank: bool, logprobs: int | None, prompt_logprobs: bool, calls: CallPlan | None,
+) -> SamplingParams:  # fmt: skip
+    own_seed = _seeds.getrandbits(63) if caller.seed is None else caller.seed
+    return chosen_sampling(
+        model,
+        {name: getattr(body, name) for name in RECOMMENDED},
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         seed=own_seed if body.seed is None else body.seed % (1 << 63),
@@ -345,6 +351,7 @@ def _sampling(
         prompt_top_logprobs=_most(body.prompt_logprobs, logprobs if prompt_logprobs else None),
         logprob_token_ids=tuple(body.logprob_token_ids or ()),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        grammar=structure_of(body, calls),
     )
 
 

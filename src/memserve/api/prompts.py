@@ -8,10 +8,10 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 from tokenizers import Encoding, Tokenizer, pre_tokenizers
 
@@ -35,8 +35,7 @@ PROMPTS_MAX = 2048
 ENDING_CHARS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """One prompt, ready for the engine. ``text`` is kept for ``echo``."""
 
     tokens: TokenArray
@@ -74,7 +73,9 @@ class PromptEncoder:
         ``is_cut``: they will be cut, and may be longer than the context."""
         return [self._completion_prompt(item, add_special_tokens, echo, is_cut) for item in self._split(prompt)]
 
-    def _completion_prompt(self, item: str | list[int], add_special_tokens: bool, echo: bool, is_cut: bool) -> Prompt:
+    def _completion_prompt(
+        self, item: str | list[int] | TokenArray, add_special_tokens: bool, echo: bool, is_cut: bool
+    ) -> Prompt:
         prompt = self._encode(item, add_special_tokens, is_cut)
         if not echo:
             return Prompt(prompt.tokens)
@@ -107,7 +108,7 @@ class PromptEncoder:
         """The prompt of a plain conversation, for callers without an event loop. Raises :class:`ApiError`."""
         return self._encode(self._render(check_messages(messages), ChatBody(model=self._model.name)), False)
 
-    def _split(self, prompt: Any) -> list[str | list[int]]:
+    def _split(self, prompt: Any) -> list[str | list[int] | TokenArray]:
         if isinstance(prompt, str) or is_token_list(prompt):
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
@@ -123,7 +124,7 @@ class PromptEncoder:
         """However many they are. Raises :class:`ApiError` 400 for a text of which no part could be a prompt."""
         return list(self._encoding(text, add_special_tokens).ids)
 
-    def _encode(self, prompt: str | list[int], add_special_tokens: bool, is_cut: bool = False) -> Prompt:
+    def _encode(self, prompt: str | list[int] | TokenArray, add_special_tokens: bool, is_cut: bool = False) -> Prompt:
         if isinstance(prompt, str):
             encoded = Prompt(self._tokenized(prompt, add_special_tokens, is_cut), prompt)
         else:
@@ -147,7 +148,7 @@ class PromptEncoder:
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
         return encoding
 
-    def _checked(self, prompt: list[int]) -> TokenArray:
+    def _checked(self, prompt: list[int] | TokenArray) -> TokenArray:
         try:
             return token_array(prompt, self.vocab_size)
         except UserError as error:
@@ -228,8 +229,8 @@ def context_exceeded(model: ServedModel, asked: str) -> Exception:
 
 
 def is_token_list(value: Any) -> bool:
-    """Whether ``value`` is one prompt of token ids."""
-    return isinstance(value, list) and set(map(type, value)) == {int}
+    """Whether ``value`` is one prompt of token ids: a list, or an array."""
+    return isinstance(value, np.ndarray) or (isinstance(value, list) and set(map(type, value)) == {int})
 
 
 INLINE_BYTES_MAX = 2048

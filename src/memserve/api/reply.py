@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import Struct, field
 from tokenizers import Tokenizer
 
 from memserve.api.errors import ApiError, deadline_passed, internal, rejected, row_failed, shutting_down
@@ -21,8 +21,7 @@ from memserve.types import FinishReason, TokenLogprobs, TokenOutput
 from memserve.units import NS_PER_MS, NS_PER_S
 
 
-@dataclass(slots=True)
-class Sequence:
+class Sequence(Struct):
     """One sequence: of prompt ``at``, number ``index`` among those drawn from it."""
 
     at: int
@@ -59,8 +58,7 @@ class Sequence:
         return self.logprob_sum / max(len(self.logprobs), 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """News of one sequence, ready to be shown: tokens ``[first, last)`` and the text that came with them."""
 
     sequence: Sequence

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from memserve import __version__
 from memserve.api.edge import ClientGone, wait_for_disconnect
 from memserve.api.errors import ApiError, internal
+from memserve.api.exchange import WHEN_GONE_KEY
 from memserve.api.hub import Call, Hub, News
 from memserve.api.keys import EventIds, singles
 from memserve.api.lenient import IGNORED_HEADER
@@ -36,8 +36,7 @@ SLICE_PIECES = 32
 """Tokens whose logprobs are written without a pause: a millisecond, with 20 alternatives each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(msgspec.Struct, frozen=True):
     """What every part of one response repeats."""
 
     response_id: str
@@ -60,14 +59,16 @@ def new_envelope(response_id: str, model: str) -> Envelope:
     return Envelope(response_id, model, int(time.time()))
 
 
-async def answer(hub: Hub, reply: Reply, shape: Shape, envelope: Envelope, receive: Receive, send: Send) -> None:
+async def answer(
+    hub: Hub, reply: Reply, shape: Shape, envelope: Envelope, scope: Scope, receive: Receive, send: Send
+) -> None:
     """Run ``reply.plan`` in the engine and answer the client.
 
     The engine keeps none of its requests, however the call ends. Raises :class:`ApiError` as long as no byte was sent,
     and :class:`ClientGone` when the client left.
     """
     call = hub.open(reply.plan.requests)
-    watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
+    end_watch = _watch(call, scope, receive)
     try:
         if reply.plan.stream:
             await Streamer(reply, shape, envelope, call, send).run()
@@ -75,8 +76,16 @@ async def answer(hub: Hub, reply: Reply, shape: Shape, envelope: Envelope, recei
             await _answer_whole(call, reply, shape, envelope, send)
         reply.finished()
     finally:
-        watcher.cancel()
+        end_watch()
         hub.close(call)
+
+
+def _watch(call: Call, scope: Scope, receive: Receive) -> Callable[[], object]:
+    """Abandon ``call`` when its client leaves. Returns what ends that."""
+    when_gone: Callable[[Callable[[], None]], Callable[[], None]] | None = scope.get(WHEN_GONE_KEY)
+    if when_gone is not None:
+        return when_gone(call.abandon)
+    return asyncio.create_task(abandon_on_disconnect(call, receive)).cancel
 
 
 async def abandon_on_disconnect(call: Call, receive: Receive) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -303,7 +304,7 @@ def parse_leniently(data: bytes, kind: type[Body], leniency: Leniency | None) ->
         if leniency is None or not _UNKNOWN.search(str(error)):
             raise _explain(str(error), kind) from None
         return _without_unknown(data, kind, leniency)
-    _refuse_unsupported(body)
+    refuse_unsupported(body)
     return body, ()
 
 
@@ -335,7 +336,7 @@ def body_of(fields: dict[str, Any], kind: type[Body]) -> Body:
         body = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise _explain(str(error), kind) from None
-    _refuse_unsupported(body)
+    refuse_unsupported(body)
     return body
 
 
@@ -376,8 +377,17 @@ def _explain(message: str, kind: type[Body]) -> ApiError:
     return bad_request(where + message[:1].lower() + message[1:], param, "invalid_value")
 
 
-def _refuse_unsupported(body: Body) -> None:
-    for field, (what, harmless) in REFUSED.items():
-        value = getattr(body, field, None)
-        if value is not None and value not in harmless:
+def refuse_unsupported(body: msgspec.Struct) -> None:
+    """Raises :class:`ApiError` 400 for a field of :data:`REFUSED` that asks for something."""
+    for field in _refusable(type(body)):
+        value = getattr(body, field)
+        if value is None:
+            continue
+        what, harmless = REFUSED[field]
+        if value not in harmless:
             raise unsupported(field, what)
+
+
+@lru_cache
+def _refusable(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    return tuple(field for field in REFUSED if field in kind.__struct_fields__)

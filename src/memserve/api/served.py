@@ -59,21 +59,23 @@ class ServedModel(Protocol):
         """Longest answer to a chat that names no ``max_tokens``; ``None``: whatever the context has room for."""
 
 
-_RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+RECOMMENDED = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """OpenAI's defaults, where a model's authors may recommend others."""
 
 
-def chosen_sampling(model: ServedModel, said: Mapping[str, Any]) -> SamplingParams:
+def chosen_sampling(model: ServedModel, said: Mapping[str, Any], **others: Any) -> SamplingParams:
     """What a request ``said`` (by OpenAI's names; ``None``: nothing), else what the model's authors recommend (as in
-    vLLM), else OpenAI's defaults. Covers what authors may recommend; other fields keep their defaults."""
-    given = {name: said[name] for name in _RECOMMENDED if said.get(name) is not None}
-    chosen = {**_RECOMMENDED, **model.generation_defaults, **given}
+    vLLM), else OpenAI's defaults. Covers what authors may recommend (:data:`RECOMMENDED`); ``others``: further fields,
+    the rest keep their defaults."""
+    given = {name: said[name] for name in RECOMMENDED if said.get(name) is not None}
+    chosen = {**RECOMMENDED, **model.generation_defaults, **given}
     return SamplingParams(
         temperature=chosen["temperature"],
         top_p=chosen["top_p"],
         top_k=max(int(chosen["top_k"]), 0),
         min_p=chosen["min_p"],
         repetition_penalty=chosen["repetition_penalty"],
+        **others,
     )
 
 

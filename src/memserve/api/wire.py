@@ -15,9 +15,9 @@ from __future__ import annotations
 import enum
 import re
 import urllib.parse
-from dataclasses import dataclass
 
 import httptools
+import msgspec
 
 from memserve.api.config import EdgeConfig
 from memserve.units import KIB
@@ -45,8 +45,7 @@ class WireError(Exception):
         self.reason = reason
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """One complete head."""
 
     method: str
@@ -184,6 +183,7 @@ class RequestReader:
         raw_path, query = _split_url(seen.url)
         body_bytes = self._start_body(seen.headers, version)
         method = seen.parser.get_method().decode("ascii")
+        del seen.parser  # a reference cycle
         path = urllib.parse.unquote(raw_path.decode("ascii"))
         keep_alive = seen.keep_alive and version == "1.1"
         return Head(method, raw_path, path, query, version, seen.headers, keep_alive, body_bytes)

@@ -7,28 +7,21 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memserve.cli.progress import shown
+from memserve.cli.shape import room_text
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, PeerInfo
 from memserve.options import command_line_of
 from memserve.placement import Followers, PlacementOptions
-from memserve.policy.capacity import (
-    APART_CORES_MIN,
-    CLIENT_TOKENS,
-    Machine,
-    Shape,
-    choose_shape,
-    clients_that_fit,
-    instance_bytes,
-)
 from memserve.runtime.gpu_build import check_gpu_shares, on_gpus
 from memserve.runtime.gpus import device_here
 from memserve.runtime.links.devices import own_address
-from memserve.runtime.memory import available_memory_bytes, usable_cores
+from memserve.runtime.memory import objects_that_stay
 from memserve.runtime.meta_keeper import Metadata, MetadataPlace, open_metadata
 from memserve.runtime.store_secret import store_secret, stored_secret
 from memserve.store_options import StoreOptions
@@ -37,9 +30,11 @@ from memserve.units import human_bytes
 
 if TYPE_CHECKING:
     from memserve.cli.named_store import NamedStore
+    from memserve.cli.options import HttpOptions
     from memserve.model.loading.card import RemoteModel
     from memserve.model.loading.sources import ModelFolder
     from memserve.runtime.router import RouterEngine
+    from memserve.runtime.scaling import Perform
     from memserve.runtime.supervisor import ChildOrder, Supervisor
 
 LINKS = ("auto", "shm", "nixl")
@@ -107,46 +102,41 @@ class ClusterOptions:
         """Instances that this host runs."""
         return self.prefill + self.decode + self.colocated
 
+    @property
+    def at_most(self) -> ClusterOptions:
+        """With as many instances as the load may ask for here."""
+        scaling = self.placement.scaling
+        most = {} if scaling.told_in else {role: allowed.most for role, allowed in scaling.by_role().items()}
+        return dataclasses.replace(
+            self,
+            prefill=most.get(Role.PREFILL, self.prefill),
+            decode=most.get(Role.DECODE, self.decode),
+            colocated=most.get(Role.COLOCATED, self.colocated),
+        )
+
+    def begins_with(self, order: ChildOrder) -> bool:
+        """Whether ``order`` is one of those that are started at once."""
+        counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
+        return order.role not in counts or int(order.name[1:]) <= counts[order.role]
+
     def caches(self, role: Role) -> bool:
         """Whether instances of ``role`` cache KV at this caching level (MemServe 5.1)."""
         caching = self.config.caching
         return caching is not Caching.OFF and not (role is Role.DECODE and caching is Caching.PD_CACHING_1)
 
 
-def choose_counts(prefill: int | None, decode: int | None, colocated: int | None, engine: EngineOptions) -> Shape:
-    """Instances of each role, as the options set them; ``prefill`` or ``decode`` alone adds one of the other.
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command line of ``memserve serve`` asks for."""
 
-    All None: what suits this machine (:func:`memserve.policy.capacity.choose_shape`), with the reason.
-    """
-    if prefill is decode is colocated is None:
-        return shape_here(engine)
-    pairs = prefill is not None or decode is not None
-    return Shape(
-        prefill if prefill is not None else int(pairs),
-        decode if decode is not None else int(pairs),
-        colocated or 0,
-    )
+    engine: EngineOptions
+    http: HttpOptions
+    cluster: ClusterOptions | None
+    """None: one engine in its process."""
 
 
-def shape_here(engine: EngineOptions) -> Shape:
-    """The shape that suits this machine, for engines with these options."""
-    from memserve.model.loading.sources import weight_bytes
-
-    machine = Machine(usable_cores(), available_memory_bytes(), len(device_here(engine.device).gpus))
-    weights = weight_bytes(engine.model) if machine.cores >= APART_CORES_MIN and not machine.gpus else None
-    kv_bytes = engine.kv_memory_bytes + engine.dram_memory_bytes
-    return choose_shape(machine, None if weights is None else instance_bytes(kv_bytes, weights))
-
-
-def shape_text(shape: Shape) -> str:
-    """The chosen shape, the reason, and the flags for the other shape; empty where nothing was chosen."""
-    if not shape.reason:
-        return ""
-    if shape.colocated > 1:
-        return f"shape: {shape.colocated} colocated instances ({shape.reason}); for one: --colocated 1"
-    if shape.colocated:
-        return f"shape: one colocated instance ({shape.reason}); for the other shape: --prefill 1 --decode 1"
-    return f"shape: one prefill and one decode instance ({shape.reason}); for the other shape: --colocated 1"
+READS: ContextVar[Callable[[Asked], None] | None] = ContextVar("READS", default=None)
+"""Called instead of running anything, where a command line is only read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +153,25 @@ class RunningCluster:
 
 @contextmanager
 def running_cluster(
-    engine_options: EngineOptions, options: ClusterOptions, log_level: str, say: Callable[[str], None]
+    engine_options: EngineOptions,
+    options: ClusterOptions,
+    log_level: str,
+    say: Callable[[str], None],
+    elsewhere: Perform | None = None,
 ) -> Iterator[RunningCluster]:
     """Start everything, wait until it is ready, and end it all on exit. ``say`` gets lines about the progress.
+    ``elsewhere``: carries out the decisions of ``--scale``, where this host does not run the instances.
 
     Raises :class:`UserError` when an instance cannot start.
     """
+    from memserve.cluster.scaling import Scaling
     from memserve.model.loading.card import import_tokenizers
     from memserve.model.loading.sources import resolve_source
     from memserve.runtime.meta_children import ChildrenFile
+    from memserve.runtime.scaling import LocalInstances, scaled
     from memserve.runtime.supervisor import Supervisor
 
-    named = _find_store(options, say)
+    named, most = _find_store(options, say), options.at_most if elsewhere is None else options
     with shown("preparing the model"):  # converts a GGUF file once, before several processes need it
         folder = resolve_source(engine_options.model, "float32")
     if options.metadata.etcd:
@@ -184,27 +181,36 @@ def running_cluster(
         if options.secret is None:
             store_secret(options.store, secret, say)
         if kept.folder is not None:
-            orders = _orders(engine_options, options, "", log_level)  # wherever the router will be
+            orders = _orders(engine_options, most, "", log_level)  # wherever the router will be
             ChildrenFile(kept.folder).end_useless({order.name: order.command for order in orders})
         engine = _open_router(options, secret, kept)
-        orders = _orders(engine_options, options, engine.address, log_level)
+        orders = _orders(engine_options, most, engine.address, log_level)
+        first = [order for order in orders if options.begins_with(order)]
         supervisor = Supervisor(
-            orders, secret, engine.bury, kept.folder, offers=options.store.is_used, keys=options.followers.keys
-        )
+            first, secret, engine.bury, kept.folder, offers=options.store.is_used, keys=options.followers.keys,
+            spare=[order for order in orders if order not in first],
+        )  # fmt: skip
         engine.children = supervisor.stats
         try:
-            _check_memory(engine_options, options, orders, supervisor.living)
+            _check_memory(engine_options, most, orders, supervisor.living)
             if named is not None:
                 engine.call_store(f"tcp://{named.address}")
             supervisor.start()
-            import_tokenizers()
-            import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
+            with objects_that_stay():
+                import_tokenizers()
+                import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
 
             with shown("loading" if supervisor.names else "waiting"):
                 infos = _wait_until_ready(engine, supervisor, named, options, say)
             model = model_of(infos, folder, options.config.sequence_instances_max)
             supervisor.settle()
-            yield RunningCluster(engine, model, _describe(infos, options, engine_options, model), supervisor.retire)
+            text = _describe(infos, options, engine_options, model)
+            asked, gate = options.placement.scaling, options.config.admission.mode
+            scaling = Scaling(asked, engine_options.scheduler.slo_ttft_ns)
+            by_memory = gate in (Admission.MEMORY, Admission.CACHE)
+            perform = elsewhere or LocalInstances(supervisor, engine).scale
+            with scaled(engine, asked, scaling, perform, counts_gate=by_memory):
+                yield RunningCluster(engine, model, text, supervisor.retire)
         finally:
             supervisor.close()
             engine.close()
@@ -382,13 +388,3 @@ def _room(infos: list[PeerInfo], context_tokens: int, running_max: int) -> str:
     able = [info for info in infos if info.role is not Role.PREFILL] or infos
     tokens = sum(info.hbm_blocks * info.geometry.block_tokens for info in able)
     return room_text(tokens, context_tokens, len(able) * running_max)
-
-
-def room_text(kv_tokens: int, context_tokens: int, running_max: int) -> str:
-    """A line: tokens of KV, the longest context, and about how many clients fit."""
-    clients = clients_that_fit(kv_tokens, context_tokens, running_max)
-    each = min(CLIENT_TOKENS, context_tokens)
-    return (
-        f"memory: {kv_tokens:,} tokens of KV, contexts up to {context_tokens:,}:"
-        f" about {clients:,} client{'s' if clients != 1 else ''} at once with {each:,} tokens each"
-    )

@@ -47,16 +47,14 @@ def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOpt
         hint = "give --ssd or --store-dram, for a store that Ray places; or start that one with --join"
         raise UserError("--store names a store that Ray does not place", hint=hint, param="store")
     ray = _connected(cluster.placement.address)
-    from memserve.runtime.ray_actors import CONTROLLER, START_S, Controller, on_this_node
+    from memserve.runtime.ray_actors import START_S, new_controller
 
-    port = http.port or _free_port()
+    port = http.port or free_port()
     node = ray.util.get_node_ip_address() if cluster.host == opt.DEFAULT_HOST else cluster.host
     plan = _plan(engine, http, cluster, node, port)
     try:
         with signals_raise():
-            controller = ray.remote(Controller).options(  # the driver's: it ends with it, however that ends
-                name=CONTROLLER, num_cpus=0, scheduling_strategy=on_this_node(), max_restarts=0
-            ).remote(plan)  # fmt: skip
+            controller = new_controller(plan)
             with _plain_errors(ray):
                 try:
                     ray.get(controller.start.remote())
@@ -66,10 +64,24 @@ def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOpt
                     _say_names(ray.get(controller.names.remote()))
                     while True:
                         time.sleep(1.0)
+                        if cluster.placement.scaling.scale:
+                            _follow(ray, controller)
                 except (EndAsked, KeyboardInterrupt):
                     ray.get(controller.stop.remote())
     finally:
         ray.shutdown()
+
+
+def _follow(ray: Any, controller: Any) -> None:
+    """Have the decisions of the router's policy carried out. Where there is no room, everything stays as it is."""
+    try:
+        with _plain_errors(ray):
+            names = ray.get(controller.follow.remote())
+    except UserError as error:
+        typer.echo(f"{error.message}; {error.hint}", err=True)
+        return
+    if names is not None:
+        _say_names(names)
 
 
 def scale(
@@ -115,15 +127,22 @@ def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def _plan(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions, node: str, port: int) -> ClusterPlan:
+    secret = cluster.secret or secrets.token_urlsafe(32)
+    cluster_port = cluster.port or free_port()
+    router = _router_order(http, cluster, secret, node, port, cluster_port)
+    return dataclasses.replace(
+        members_plan(engine, http, cluster, secret, with_port(node, cluster_port)), router=router
+    )
+
+
+def members_plan(
+    engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions, secret: str, join: str
+) -> ClusterPlan:
+    """The instances and stores of a cluster whose router is reached at ``join``."""
     from memserve.runtime.ray_actors import ClusterPlan, ProcessOrder
 
-    secret = cluster.secret or secrets.token_urlsafe(32)
-    cluster_port = cluster.port or _free_port()
-    env = {name: value for name, value in os.environ.items() if name.startswith(("MEMSERVE_", "HF_"))}
-    router = _router_order(http, secret, env, node, port, cluster_port)
-    join = ("--join", with_port(node, cluster_port), "--link", cluster.link)
-    common = (*join, "--log-level", http.log_level, "--drain-s", str(http.drain_s))
-    members = {}
+    common = ("--join", join, "--link", cluster.link, "--log-level", http.log_level, "--drain-s", str(http.drain_s))
+    members, env = {}, _environment()
     for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
         own = dataclasses.replace(engine, caching=engine.caching and cluster.caches(role))
         words = ("instance", *common, "--role", role.value, *command_line_of(own))
@@ -132,11 +151,15 @@ def _plan(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions,
     members[Role.STORE.value] = ProcessOrder("", words, secret, http.drain_s, env=env)
     counts = {Role.PREFILL.value: cluster.prefill, Role.DECODE.value: cluster.decode}
     counts |= {Role.COLOCATED.value: cluster.colocated, Role.STORE.value: int(cluster.store.is_wanted)}
-    return ClusterPlan(router, members, counts, cluster.placement.by_role())
+    return ClusterPlan(None, members, counts, cluster.placement.by_role())
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("MEMSERVE_", "HF_"))}
 
 
 def _router_order(
-    http: opt.HttpOptions, secret: str, env: Mapping[str, str], node: str, port: int, cluster_port: int
+    http: opt.HttpOptions, cluster: ClusterOptions, secret: str, node: str, port: int, cluster_port: int
 ) -> ProcessOrder:
     """The driver's own command line, for a router without instances of its own. Keys travel in the environment."""
     from memserve.runtime.ray_actors import ROUTER, ProcessOrder
@@ -147,7 +170,8 @@ def _router_order(
     if http.metrics_key is not None:
         keys[credentials.METRICS_VARIABLE] = http.metrics_key
     words = (*without(sys.argv[1:], _DROPPED), *none, *at)
-    return ProcessOrder(ROUTER, words, secret, http.drain_s, cwd=os.getcwd(), env={**env, **keys})
+    scales = bool(cluster.placement.scaling.scale)
+    return ProcessOrder(ROUTER, words, secret, http.drain_s, os.getcwd(), scales, {**_environment(), **keys})
 
 
 def _connected(address: str | None) -> Any:
@@ -190,7 +214,8 @@ def _plain_errors(ray: Any) -> Iterator[None]:
         raise
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this host at which nothing listens now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -25,7 +25,7 @@ from memserve.errors import UserError
 from memserve.model.loading.adapter import read_adapters
 from memserve.runtime.links.devices import with_port
 from memserve.runtime.process import EndAsked, signals_raise
-from memserve.types import Admission, Role
+from memserve.types import Role
 
 if TYPE_CHECKING:
     from memserve.runtime.router import RouterEngine
@@ -102,11 +102,9 @@ def router(
 ) -> None:
     """Serve the API of a cluster beside its `memserve serve`: this router places requests by itself.
 
-    Give it the options of that command which requests depend on: model, --lora, --policy, --caching, keys.
+    Give it the options of that command which requests depend on: model, --lora, --policy, --caching, --admission, keys.
     """
-    if cluster.admission.mode is not Admission.NONE:
-        hint = "leave out --admission, or run one router"
-        raise UserError("admission counts what one router has admitted", hint=hint, param="admission")
+    cluster.admission.refuse_idle()
     cluster = one_instance_each(cluster)
     tls = credentials.tls_of(tls_cert, tls_key)
     names = tuple(served_model_name or ())
@@ -188,6 +186,7 @@ def _running_router(
     from memserve.model.loading.card import import_tokenizers
     from memserve.runtime.links.mailbox import ZmqMailbox
     from memserve.runtime.member import new_generation
+    from memserve.runtime.memory import objects_that_stay
     from memserve.runtime.meta_children import end_when_orphaned
     from memserve.runtime.router import RouterEngine
 
@@ -202,8 +201,9 @@ def _running_router(
     if place.outlive is not None:
         end_when_orphaned(place.outlive, lambda: machine.member.router)
     try:
-        import_tokenizers()
-        import memserve.api.app  # noqa: F401  # imported while the owner answers: later, clients would wait
+        with objects_that_stay():
+            import_tokenizers()
+            import memserve.api.app  # noqa: F401  # imported while the owner answers: later, clients would wait
 
         _wait_until_ready(router, place, say)
         yield router

@@ -10,15 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.cli import credentials
 from memserve.cli import options as opt
-from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, running_cluster, shape_text
+from memserve.cli.cluster import READS, Asked, ClusterOptions, running_cluster
 from memserve.cli.fleet import run_fleet
+from memserve.cli.shape import choose_counts, room_text, shape_text
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.fleet.words import FleetOptions
@@ -119,16 +120,16 @@ def serve(
     answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
     http = opt.HttpOptions(host, port, *secrets, *answers, drain_s, edge, log_level, api)
     if fleet.engines or fleet.admin_key_file is not None:
-        own = in_process or any(one is not None for one in (prefill, decode, colocated, cluster_port, placement.asked))
+        own = in_process or any(one is not None for one in (prefill, decode, colocated, cluster_port, placement.wanted))
         run_fleet(fleet, http, cluster, None if own else store)
         return
     if in_process:
         store.refuse("leave out --in-process")
-        cluster_options = (prefill, decode, colocated, cluster_port, placement.asked)
+        cluster_options = (prefill, decode, colocated, cluster_port, placement.wanted)
         run_server(_alone(engine, cluster.admission, *cluster_options), http, None)
         return
     config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
-    shape = choose_counts(prefill, decode, colocated, engine)
+    shape = choose_counts(prefill, decode, colocated, engine, placement.scaling)
     kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
     members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape), with_absolute_folders(store), placement)
@@ -153,9 +154,6 @@ def _for_routers(
     if engines:
         hint = "leave out --routers; start several servers with the same engines"
         raise UserError("--routers is for instances, not for --engine", hint=hint, param="routers")
-    if cluster.admission.mode is not Admission.NONE:
-        hint = "leave out --admission, or --routers"
-        raise UserError("admission counts what one router has admitted", hint=hint, param="routers")
     if store.is_used:
         hint = "leave out --routers, or the store"
         raise UserError("a store tells one router what it holds", hint=hint, param="routers")
@@ -199,6 +197,10 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
     """Bind, load, serve, drain. ``cluster`` None: one engine in this process.
 
     Raises :class:`UserError`: for wrong options before anything is loaded."""
+    reads = READS.get()
+    if reads is not None:
+        reads(Asked(engine_options, http, cluster))
+        return
     if cluster is not None and cluster.placement.asked is not None:
         from memserve.cli.on_ray import run_on_ray
 
@@ -309,27 +311,38 @@ def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) ->
         yield Served(running.engine, running.model, running.text, running.on_end)
 
 
-def serve_until_signal(
-    served: Served, source: str, adapters: tuple[Adapter, ...], listeners: list[socket.socket], http: opt.HttpOptions,
-    started: float,
-) -> None:  # fmt: skip
-    """Answer clients at ``listeners`` until a signal asks for the end; then let streams finish."""
+def app_of(
+    engine: ServingEngine, model: LoadedModel | RemoteModel, source: str, adapters: tuple[Adapter, ...],
+    http: opt.HttpOptions,
+) -> tuple[Any, LoadedModel | RemoteModel]:  # fmt: skip
+    """The application in front of ``engine``, and ``model`` as clients know it. ``source``: as it was configured."""
     from memserve.api.app import create_app
-    from memserve.api.edge import make_room_for_connections
-    from memserve.api.server import Server
 
-    model = served.model
     aliases = (source, model.name)  # as it was configured, and as it calls itself
     if http.served_model_names:
         model = dataclasses.replace(model, name=http.served_model_names[0])
     if not http.generation_config:
         model = dataclasses.replace(model, generation_defaults={})
     model = dataclasses.replace(model, default_max_tokens=http.default_max_tokens or None)
-    make_room_for_connections(http.limits.connections_max)
     app = create_app(
-        served.engine, model, aliases=aliases, further_names=http.served_model_names[1:], adapters=adapters,
+        engine, model, aliases=aliases, further_names=http.served_model_names[1:], adapters=adapters,
         api_keys=http.api_keys, metrics_key=http.metrics_key, limits=http.limits, config=http.api,
     )  # fmt: skip
+    return app, model
+
+
+def serve_until_signal(
+    served: Served, source: str, adapters: tuple[Adapter, ...], listeners: list[socket.socket], http: opt.HttpOptions,
+    started: float,
+) -> None:  # fmt: skip
+    """Answer clients at ``listeners`` until a signal asks for the end; then let streams finish."""
+    from memserve.api.edge import make_room_for_connections
+    from memserve.api.server import Server
+    from memserve.runtime.memory import collect_rarely
+
+    collect_rarely()
+    make_room_for_connections(http.limits.connections_max)
+    app, model = app_of(served.engine, served.model, source, adapters, http)
     port = listeners[0].getsockname()[1]
 
     def on_ready() -> None:

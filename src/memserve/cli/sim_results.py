@@ -90,6 +90,8 @@ def record_of(served: Served, setting: str, workload: str, seed: int) -> Request
         outcome, status = Outcome.OK, HTTP_OK
     elif served.end_ns is None:
         outcome, status = Outcome.STOPPED, None
+    elif served.is_cut_off:
+        outcome, status = Outcome.BROKEN, None
     else:
         outcome, status = Outcome.REFUSED, HTTP_BAD if served.retry_after_s is None else HTTP_BUSY
     return RequestRecord(

@@ -71,6 +71,8 @@ class Wanted:
 
     instances: str = option("prefill=1,decode=1")
     """Instances of each role, e.g. prefill=2,decode=6 or colocated=8."""
+    routers: int = option(1, least=1)
+    """Routers, over which connections are spread by chance, from the seed."""
     model: str = option("llama-3-8b")
     """A model by name, e.g. llama-3-8b."""
     device: str = option("h100")
@@ -86,7 +88,8 @@ class Wanted:
     stores: SimulatedStores = dataclasses.field(default_factory=SimulatedStores)
     """What keeps KV beside the instances."""
     faults: str = option("")
-    """KIND:INSTANCE@SECOND+SECONDS, e.g. kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3 (3 times as slow)."""
+    """KIND:INSTANCE@SECOND+SECONDS, e.g. kill:c0@60+10,pause:c1@5+2,slow:c2@20+5x3 (3 times as slow); of several
+    routers all but the first can be killed or paused, e.g. kill:router-2@60+10."""
     heartbeat_ms: int = option(MemberConfig().beat_ns // NS_PER_MS, least=1)
     """Milliseconds between two heartbeats of an instance."""
     scheduler: SchedulerConfig = GPU_SCHEDULER
@@ -108,7 +111,8 @@ class Wanted:
             self.cluster,
             self.scheduler,
             around=Surroundings(heartbeat_ns=self.heartbeat_ms * NS_PER_MS),
-            faults=parse_faults(self.faults, instances),
+            faults=parse_faults(self.faults, instances, self.routers),
+            routers=self.routers,
             stores=self.stores.setup(),
             lengths=self.lengths,
         )
@@ -133,6 +137,8 @@ class Wanted:
             parts.append(self.cluster.transfer.value)
         if self.stores.is_wanted:
             parts.append(self.stores.name())
+        if self.routers > 1:
+            parts.append(f"routers={self.routers}")
         return "/".join(parts) + (f" on {self.device}" if self.profile is None else "")
 
 
@@ -169,7 +175,7 @@ def run(
     from memserve.bench.results import describe
     from memserve.cli.sim_results import simulate, summed_up, write_folder
 
-    setup, made = wanted.setup(), build(workload.recipe())
+    setup, made = dataclasses.replace(wanted.setup(), seed=workload.seed), build(workload.recipe())
     head = what_comes(made, wanted, setup.machine)
     for line in () if as_json else head:
         typer.echo(line)
@@ -205,7 +211,8 @@ def what_comes(made: Workload, wanted: Wanted, machine: Machine) -> list[str]:
     return [
         f"workload: {made.kind} ({made.source}), {len(made.sessions)} sessions, {made.request_count} requests",
         f"arrivals: {when}",
-        f"cluster: {wanted.instances}, each {machine.name} ({origin})",
+        f"cluster: {wanted.instances}, each {machine.name} ({origin})"
+        + (f", {wanted.routers} routers" if wanted.routers > 1 else ""),
     ]
 
 

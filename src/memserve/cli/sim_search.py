@@ -40,7 +40,8 @@ def compare(
 ) -> None:
     """Compare two result folders (of sim or bench), or two settings on one workload, figure by figure.
 
-    A setting is INSTANCES, then any of a policy, caching level, transfer mode and device: prefill=1,decode=3/session.
+    A setting is INSTANCES, then any of a policy, caching level, transfer mode, device and number of routers:
+    prefill=1,decode=3/session, colocated=8/routers=2.
     """
     one, other = (_figures_of(text, workload, wanted) for text in (first, second))
     for name in [name for name in one if name in other] or [""]:
@@ -77,7 +78,7 @@ def read_figures(folder: Path) -> dict[str, Figures]:
 
 
 def parse_setting(text: str, wanted: sim.Wanted) -> sim.Wanted:
-    """``INSTANCES/word/word``: each word a policy, caching level or transfer mode, else a device."""
+    """``INSTANCES/word/word``: each word a policy, caching level, transfer mode or ``routers=N``, else a device."""
     instances, *words = text.split("/")
     chosen = dataclasses.replace(wanted, instances=instances)
     for word in words:
@@ -87,6 +88,8 @@ def parse_setting(text: str, wanted: sim.Wanted) -> sim.Wanted:
             chosen = with_values(chosen, {("cluster", "caching"): Caching(word)})
         elif word in list(TransferMode):
             chosen = with_values(chosen, {("cluster", "transfer"): TransferMode(word)})
+        elif (routers := word.removeprefix("routers=")) != word and routers.isdecimal():
+            chosen = dataclasses.replace(chosen, routers=int(routers))
         else:
             chosen = dataclasses.replace(chosen, device=word)
     return chosen

@@ -115,6 +115,9 @@ def _traffic(now: Samples, last: Samples | None) -> Iterator[str]:
         rates = [(now.total(name) - last.total(name)) * 1000 / (now.time_ms - last.time_ms) for name in names]
         line += f"; {rates[0]:,.0f} prompt tokens and {rates[1]:,.0f} generated a second"
     yield line
+    for labels, wanted in now.rows("scaling_wanted"):
+        more, fewer = (now.total("scaling_decisions_total", **labels, **{"for": way}) for way in ("more", "fewer"))
+        yield f"scaling: {wanted:.0f} {labels['role']} wanted; {more:.0f} times more, {fewer:.0f} times fewer so far"
     for objective in ("ttft", "tpot"):
         name = "instance_objectives_total" if now.has("instance_objectives_total") else "objectives_total"
         met = now.total(name, objective=objective, result="met")

@@ -12,10 +12,15 @@ behind small ones. One exception, with ``hold``: where an instance still holds w
 tenant continues, that request goes first, until the head has waited for half of the time that it may wait. Otherwise,
 with more chats than fit in memory, each would find its KV evicted by the others. Every admitted request is released
 exactly once, however it ends.
+
+With several routers the owner has the queue and the ledger: requests of followers are in it as well
+(``cluster.guests``).
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +28,7 @@ from memserve.cluster.loads import LoadTable
 from memserve.cluster.memory import MemoryBudget
 from memserve.cluster.registry import Registry
 from memserve.cluster.report import AdmissionStats
-from memserve.cluster.requests import RequestPhase, RequestState, RequestTable
+from memserve.cluster.requests import RequestPhase, RequestState
 from memserve.config import AdmissionConfig
 from memserve.errors import check
 from memserve.policy.admission import Crowd, ServiceTimes, bounded_retry_s, cost_tokens
@@ -53,7 +58,10 @@ class Rejection(NamedTuple):
 class AdmissionController:
     """Counts active requests and keeps waiting ones. Sends nothing: its answers say what is to be done."""
 
-    __slots__ = ("_active", "_config", "_queue", "_times", "_waits_since", "memory", "stats")
+    __slots__ = (
+        "_active", "_active_most", "_config", "_queue", "_returning", "_times", "_waits_since", "is_closed", "memory",
+        "stats",
+    )  # fmt: skip
 
     def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
         self._config = config
@@ -62,6 +70,12 @@ class AdmissionController:
         self._waits_since: dict[str, int] = {}
         #: since when, of all and only admitted requests that have not ended
         self._active: dict[str, int] = {}
+        #: what an earlier router had admitted counts, however much it is
+        self._active_most = config.active_max or 0
+        #: requests that were admitted before their follower was expelled: they go before the queue
+        self._returning: deque[RequestState] = deque()
+        #: nothing is admitted: what an earlier router has admitted is not known yet
+        self.is_closed = False
         self._times = ServiceTimes()
         self.stats = AdmissionStats()
         self.memory = MemoryBudget(config, policy, registry, loads)
@@ -85,7 +99,12 @@ class AdmissionController:
         To be called with every event; heartbeats are frequent enough to notice in time what has expired.
         """
         self.memory.expire(now)
-        req = self._queue.head() if self.memory.changed and not self._crowd().is_full else None
+        if self.is_closed:
+            return None
+        may_fit = self.memory.changed and not self._crowd().is_full
+        if self._returning and may_fit:
+            return self._readmit(now)
+        req = self._queue.head() if may_fit else None
         if req is not None and self.memory.fits(req, leaves_growth=True):
             self._queue.pop()
         elif req is not None:
@@ -94,10 +113,36 @@ class AdmissionController:
             self.memory.changed = False
             return None
         self.memory.admitted(req)
-        self._active[req.request_id] = now
-        self.stats.admitted += 1
+        self._activate(req, now)
         self.stats.waited_ns += now - self._waits_since.pop(req.request_id)
         return req
+
+    def may_place(self, req: RequestState, now: int) -> bool:
+        """Whether ``req``, which was admitted, may be dispatched now."""
+        return True
+
+    def _readmit(self, now: int) -> RequestState | None:
+        """The next one that returns. Where nothing runs it need not fit: it goes on somewhere, as after a failure."""
+        if self._active and not self.memory.fits(self._returning[0], gives_up_held=True):
+            self.memory.changed = False
+            return None
+        req = self._returning.popleft()
+        self._activate(req, now)
+        return req
+
+    def _activate(self, req: RequestState, now: int) -> None:
+        self._active[req.request_id] = now
+        self.stats.admitted += 1
+
+    def recover(self, req: RequestState, now: int) -> None:
+        """``req`` is active, as an earlier router has decided, be there room or not."""
+        self._activate(req, now)
+        self._active_most = max(self._active_most, len(self._active))
+
+    def let_return(self, req: RequestState) -> None:
+        """``req`` was admitted once, and counts no more: it is the next one."""
+        self._returning.append(req)
+        self.memory.changed = True
 
     def _follower(self, head: RequestState, now: int) -> RequestState | None:
         """A request behind ``head``, which has no room, that goes on where its KV still is, and takes the head's turn.
@@ -123,6 +168,8 @@ class AdmissionController:
         self.memory.changed = True
         if self._queue.remove(request_id):
             del self._waits_since[request_id]
+        elif req in self._returning:
+            self._returning.remove(req)
         since_ns = self._active.pop(request_id, None)
         if since_ns is not None:
             self.stats.left += 1
@@ -138,11 +185,20 @@ class AdmissionController:
         self.stats.queued += self.is_waiting(newcomer) and victim is not newcomer
         if victim is None:
             return None
+        return self._overflowing(victim, crowd)
+
+    def excess(self) -> Rejection | None:
+        """More wait than may, since admission was closed for a while."""
+        crowd = self._crowd()
+        victim = self._queue.most_crowded("") if crowd.overflows else None
+        return None if victim is None else self._overflowing(victim, crowd)
+
+    def _overflowing(self, victim: RequestState, crowd: Crowd) -> Rejection:
         return self._reject(victim, "queue", crowd.reason(self._no_room()), self._retry_after_s())
 
     def hopeless(self, now: int) -> Rejection | None:
         """The head of the queue has no room although no request is active: only time will make room for it."""
-        req = self._queue.head() if not self._active else None
+        req = self._queue.head() if not self._active and not self.is_closed else None
         if req is None or not self.memory.is_counting:
             return None
         retry_after_s = bounded_retry_s(self.memory.room_in_ns(req, now) / NS_PER_S)
@@ -168,6 +224,8 @@ class AdmissionController:
 
     def _no_room(self) -> str:
         """Why the head of the queue waits although fewer than ``active_max`` are active."""
+        if self.is_closed:
+            return "this router has just started, and asks the others what they run"
         if not self.memory.is_counting:
             return ""
         limit = self._config.evictions_max
@@ -184,6 +242,10 @@ class AdmissionController:
         """Whether ``req`` is in the queue."""
         return req.request_id in self._queue
 
+    def waiting(self) -> dict[str, int]:
+        """Requests in the queue, by tenant."""
+        return self._queue.waiting()
+
     def snapshot(self) -> AdmissionStats:
         """Totals and gauges."""
         stats = self.stats
@@ -191,13 +253,14 @@ class AdmissionController:
             stats,
             rejected=dict(stats.rejected),
             active=len(self._active),
-            waiting=self._queue.waiting(),
+            waiting=self.waiting(),
             evictions=self.memory.ledger.evictions,
         )
 
     def _crowd(self) -> Crowd:
         config = self._config
-        return Crowd(len(self._active), config.active_max, len(self._queue), config.waiting_max)
+        waiting_max = config.waiting_max + (config.active_max or FOLLOWERS_MAX if self.is_closed else 0)
+        return Crowd(len(self._active), config.active_max, len(self._queue), waiting_max)
 
     def _pressed(self, head: RequestState, now: int) -> RequestState | None:
         """``head``, if there is room for it without what is held for others, or without pins. It is out of the queue
@@ -209,16 +272,18 @@ class AdmissionController:
             return self._queue.pop()
         return None
 
-    def check_invariants(self, requests: RequestTable) -> None:
-        """Raise :class:`InvariantError` unless every live request is either queued or active, and the limits hold."""
+    def check_invariants(self, requests: Mapping[str, RequestState]) -> None:
+        """Raise :class:`InvariantError` unless every live request is either queued or active, and the limits hold.
+        ``requests``: all that are live, by name, guests included."""
         config = self._config
         self._queue.check_invariants()
-        queued = [name for name, req in requests.by_id.items() if req.phase is RequestPhase.QUEUED]
+        returning = {req.request_id for req in self._returning}
+        queued = [name for name, req in requests.items() if req.phase is RequestPhase.QUEUED and name not in returning]
         check(sorted(self._waits_since) == sorted(queued), "{} wait, not {}", self._waits_since, queued)
         check(all(name in self._queue for name in queued), "{} are not all in the queue", queued)
-        active = [name for name in requests.by_id if name not in self._waits_since]
+        active = [name for name in requests if name not in self._waits_since and name not in returning]
         check(sorted(self._active) == sorted(active), "{} are active, not {}", self._active, active)
-        check(config.active_max is None or len(self._active) <= config.active_max, "{} are active", len(self._active))
-        check(len(self._queue) == len(queued) <= config.waiting_max, "{} wait", len(self._queue))
+        check(config.active_max is None or len(self._active) <= self._active_most, "{} are active", len(self._active))
+        check(len(self._queue) == len(queued) <= self._crowd().waiting_max, "{} wait", len(self._queue))
         check(self.stats.admitted == self.stats.left + len(self._active), "an admitted request was not released once")
-        self.memory.check_invariants(requests.by_id)
+        self.memory.check_invariants(requests)

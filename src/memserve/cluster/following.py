@@ -12,11 +12,14 @@ of its requests until it is heard again. What the last owner said holds while th
 
 from __future__ import annotations
 
+from memserve.cluster.asking import AskingController
 from memserve.cluster.membership import Membership
 from memserve.cluster.registry import Member, MemberState
 from memserve.errors import check
 from memserve.messages import (
+    ROUTER,
     AnyMessage,
+    GuestGrants,
     Join,
     JoinAccepted,
     Leave,
@@ -26,24 +29,34 @@ from memserve.messages import (
     PeerJoined,
 )
 
+ANY_ROUTER = Peer(ROUTER, 0)
+
 
 class Following(Membership):
     """Keeps registry, trees and loads in step with what the owner says."""
 
-    __slots__ = ("_known",)
+    __slots__ = ("_asking", "_known")
 
     announces = False
 
-    def __init__(self, *parts: object) -> None:
+    def __init__(self, asking: AskingController | None, *parts: object) -> None:
+        """``asking`` None: there is no admission."""
         super().__init__(*parts)  # type: ignore[arg-type]  # those of Membership, in order
+        self._asking = asking
         self._known: dict[str, PeerInfo] = {}  # instances that are members, as the owner has said
 
     # -- what the owner says
 
-    def hear_owner(self, message: AnyMessage, now: int) -> None:
-        """The owner tells of members."""
+    def hear_owner(self, owner: Peer, message: AnyMessage, now: int) -> None:
+        """The owner tells of members, or which requests are admitted."""
         match message:
+            case GuestGrants() if self._asking is not None:
+                for rejection in self._asking.hear(owner, message, now):
+                    self._lifecycle.arrivals.turn_away(rejection, now)
+                self._lifecycle.place_waiting(now)
             case JoinAccepted(peers):
+                if self._asking is not None:
+                    self._asking.owner_accepts(owner)
                 infos = {info.peer.name: info for info in peers if info.role.has_model}
                 for name in [name for name, info in self._known.items() if infos.get(name) != info]:
                     self._forget(name, "the owner does not name it any more", now)
@@ -105,8 +118,16 @@ class Following(Membership):
 
     def all_gone(self, reason: str, now: int) -> None:
         """The owner has taken this follower to be dead: instances have let its attempts go."""
+        if self._asking is not None:
+            self._asking.expelled()
         for name in list(self._known):
             self._forget(name, reason, now)
+
+    def speak(self, now: int, *, beats: bool = False) -> None:
+        """The owner hears of the requests that it admits. ``beats``: a heartbeat goes to it."""
+        news = self._asking.news(now, beats=beats) if self._asking is not None else None
+        if news is not None:
+            self._outbox.send(ANY_ROUTER, news)
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if a member is not known."""

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from memserve.cluster.admission import AdmissionController, Rejection
+from memserve.cluster.admission import AdmissionController
 from memserve.cluster.answers import Answers
+from memserve.cluster.arrivals import Arrivals
+from memserve.cluster.guests import Guests
 from memserve.cluster.loads import Charge, LoadTable
 from memserve.cluster.outbox import Outbox, Timers
 from memserve.cluster.placement import Placement, Placer
@@ -60,59 +62,18 @@ class Lifecycle:
         self.admission, self.answers = admission, answers
         answers.cancel, answers.place_waiting = self._give_up, self.place_waiting
         self.tallies = Tallies(config, placer, outbox, counters)
-        self._attempts = 0
-
-    # -- admission
-
-    def arrive(self, req: RequestState, now: int) -> None:
-        """A new request: placed now, queued, or rejected."""
-        self.requests.enter(req)
-        if self.admission.memory.wants_identities:
-            self._placer.identities(req)
-        rejection = self.admission.enqueue(req, now)
-        if rejection is None:
-            self.admit_waiting(now)
-            rejection = self.admission.overflow(req)
-        if rejection is not None:
-            self._turn_away(rejection, now)
-        until_ns = self.admission.wait_until_ns(req)
-        if until_ns is not None:
-            self._timers.arm(until_ns, self._waited_in_queue, req.request_id)
-
-    def admit_waiting(self, now: int) -> None:
-        """Admit and place queued requests as long as there is room."""
-        while True:
-            while (req := self.admission.admit(now)) is not None:
-                req.move(Cause.ADMITTED)
-                self.place(req, now)
-            rejection = self.admission.hopeless(now)
-            if rejection is None:
-                return
-            self._turn_away(rejection, now)
-
-    def _waited_in_queue(self, request_id: str, now: int) -> None:
-        req = self.requests.by_id.get(request_id)
-        rejection = self.admission.waited(req, now) if req is not None else None
-        if rejection is not None:
-            self._turn_away(rejection, now)
-
-    def _turn_away(self, rejection: Rejection, now: int) -> None:
-        self._reject(rejection.req, rejection.reason, rejection.retry_after_s, now, overloaded=rejection.is_overload)
-
-    def _reject(
-        self, req: RequestState, reason: str, retry_after_s: float | None, now: int, *, overloaded: bool = False
-    ) -> None:
-        self._counters.requests_rejected += 1
-        self._outbox.reject(req.request_id, reason, retry_after_s, overloaded)
-        self.requests.leave(req, Cause.REJECTED)
-        self.admission.release(req, now)
-        if req.request.key:
-            self.answers.over(req.request_id, now)
+        self.guests = Guests(config, registry, self.requests, admission, placer, sessions, handles, timers, outbox)
+        self.arrivals = Arrivals(self.requests, admission, self.guests, placer, answers, timers, outbox, counters)
+        self.arrivals.place, self.arrivals.end = self.place, self.end
+        self.guests.admit_waiting = self.arrivals.admit_waiting
 
     # -- placing
 
     def place(self, req: RequestState, now: int) -> None:
         """Dispatch an unplaced request; else it waits, or ends when waiting cannot help."""
+        if not self.admission.may_place(req, now):
+            self._wait(req, None, now)
+            return
         if req.request.key and (self.answers.awaits(req) or self._goes_on(req, now)):
             return
         if req.tries >= self._config.attempts_max:
@@ -149,11 +110,11 @@ class Lifecycle:
         if self._spans.waits(req):
             self._wait(req, RETRY_S, now)
         elif not req.has_begun and busy:
-            self._reject(req, req.refusal, min(busy), now)
+            self.arrivals.reject(req, req.refusal, min(busy), now)
         elif not req.has_begun and longest:
             tokens = len(req.request.prompt)
             too_long = f"the prompt has {tokens} tokens; with one more to generate the most that fits is {longest}"
-            self._reject(req, req.refusal if asked else too_long, None, now)
+            self.arrivals.reject(req, req.refusal if asked else too_long, None, now)
         else:
             self._wait(req, min(busy, default=None), now)
 
@@ -174,7 +135,7 @@ class Lifecycle:
             self._counters.requests_failed += 1
             self.end(req, FinishReason.ERROR, now)
         else:
-            self._reject(req, req.refusal or "no instance is ready to take requests", RETRY_AFTER_S, now)
+            self.arrivals.reject(req, req.refusal or "no instance is ready to take requests", RETRY_AFTER_S, now)
 
     def _retry(self, request_id: str, now: int) -> None:
         """All instances were busy."""
@@ -186,12 +147,12 @@ class Lifecycle:
     # -- dispatching
 
     def _dispatch(self, req: RequestState, chosen: Placement, now: int) -> None:
-        self._attempts += 1
-        attempt_id = self.requests.name(req, self._attempts)
+        number = self.requests.next_number()
+        attempt_id = self.requests.name(req, number)
         first, decode_at, involved = chosen.first, chosen.decode_at, chosen.members
         self._counters.sequences_split += bool(chosen.parts)
         attempt = Attempt(
-            attempt_id, self._attempts, first, decode_at, chosen.holders, chosen.route, now, now, involved,
+            attempt_id, number, first, decode_at, chosen.holders, chosen.route, now, now, involved,
             self._charge(req, chosen), parts=chosen.parts,
         )  # fmt: skip
         self._begin(req, attempt, now)
@@ -239,14 +200,12 @@ class Lifecycle:
         return True
 
     def _adopt(self, req: RequestState, member: Member, attempt_id: str, now: int) -> None:
-        self._attempts += 1
+        number = self.requests.next_number()
         self._counters.attempts_adopted += 1
         there = Candidate(member.number, member.name, member.info.role, member.info.host_id)
         route = Route(there, None, "it ran there when this router came")
         chosen = Placement(route, member, None, (), len(req.request.prompt) + max(map(len, req.emitted)))
-        attempt = Attempt(
-            attempt_id, self._attempts, member, None, (), route, now, now, [member], self._charge(req, chosen)
-        )
+        attempt = Attempt(attempt_id, number, member, None, (), route, now, now, [member], self._charge(req, chosen))
         self._begin(req, attempt, now)
         if req.has_begun:
             self.prefilled(req, attempt)
@@ -355,15 +314,16 @@ class Lifecycle:
         return held_ns
 
     def _not_held_any_more(self, _: None, now: int) -> None:
-        self.admit_waiting(now)
+        self.arrivals.admit_waiting(now)
 
     def _cancel(self, attempt: Attempt, but: Member | None = None) -> None:
         for member in attempt.involved:
             if member is not but:
                 self._outbox.send(member.peer, Cancel(attempt.attempt_id))
 
-    def abandon_member(self, member: Member) -> list[RequestState]:
+    def abandon_member(self, member: Member, now: int) -> list[RequestState]:
         """``member`` is gone: attempts that depend on it have failed. Returns the requests to be placed again."""
+        self.guests.member_gone(member, now)
         failed = [self.requests.by_attempt[attempt_id] for attempt_id in member.attempts]
         for req in failed:
             self._abandon(req, "gone", but=member)

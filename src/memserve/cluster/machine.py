@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from memserve.cluster.admission import AdmissionController
 from memserve.cluster.answers import Answers
+from memserve.cluster.asking import asking_for
 from memserve.cluster.events import (
     ClockTicked,
     ClusterAction,
@@ -61,6 +62,7 @@ from memserve.messages import (
     AnyMessage,
     AttemptsUnknown,
     Drain,
+    GuestRequests,
     HandedOver,
     Heartbeat,
     Join,
@@ -103,7 +105,8 @@ class Cluster:
         self._timers, self._outbox = timers, outbox = Timers(), Outbox(remembers)
         self._registry, self._loads = registry, loads = Registry(), LoadTable()
         self._trees = trees = Trees(config, timers, counters, identity_key)
-        admission = AdmissionController(config.admission, config.policy, registry, loads)
+        asking = asking_for(config, registry, loads) if follows is not None else None
+        admission = asking or AdmissionController(config.admission, config.policy, registry, loads)
         memory = admission.memory
         self._handles = handles = Handles(registry, trees, loads, memory, timers, outbox, config)
         self._sessions = sessions = Sessions(registry, outbox)
@@ -114,7 +117,7 @@ class Cluster:
         )
         parts = config, registry, trees, loads, lifecycle, handles, timers, outbox, counters
         #: None: this is the owner
-        self.following = Following(*parts) if follows is not None else None
+        self.following = Following(asking, *parts) if follows is not None else None
         self._membership = self.following or Membership(*parts)
         if follows is not None:
             answers.asks, lifecycle.requests.mark = True, f"{follows.name}.{follows.generation}-"
@@ -159,7 +162,8 @@ class Cluster:
         elif not isinstance(event, ClockTicked):
             check(False, f"unknown event {event!r}")
         self._timers.run(now)
-        self._lifecycle.admit_waiting(now)
+        self._lifecycle.arrivals.admit_waiting(now)
+        self._membership.speak(now)
         return self._outbox.take()
 
     def _recover(self, event: StateRecovered, now: int) -> None:
@@ -201,7 +205,7 @@ class Cluster:
         req = RequestState(on_terms(request, self.config.admission), now)
         if request.deadline_ns is not None:
             self._timers.arm(request.deadline_ns, self._expire, request_id)
-        self._lifecycle.arrive(req, now)
+        self._lifecycle.arrivals.arrive(req, now)
 
     def _cancel(self, request_id: str, now: int) -> None:
         req = self._lifecycle.requests.by_id.get(self.answers.request_of(request_id))
@@ -230,9 +234,8 @@ class Cluster:
         reason = FinishReason.STOP
         req.finished[index], req.is_stopped = reason, True
         self._counters.finished[reason.value] += 1
-        self._outbox.emit(
-            TokenOutput(req.request_id, index, (), finish_reason=reason, story=req.told(), offset=len(emitted))
-        )
+        end = TokenOutput(req.request_id, index, (), finish_reason=reason, story=req.told(), offset=len(emitted))
+        self._outbox.emit(end)
         if all(req.finished):
             self._lifecycle.leave(req, now)
         elif req.attempt is not None:
@@ -246,7 +249,7 @@ class Cluster:
             self._membership.join(sender, message, now)
             return
         if self.following is not None and sender.name == ROUTER:
-            self.following.hear_owner(message, now)
+            self.following.hear_owner(sender, message, now)
             return
         member = self._registry.get(sender)
         if isinstance(message, Refused):
@@ -282,6 +285,8 @@ class Cluster:
             self._membership.answer(member, message, now)
         elif isinstance(message, SegmentHeld):
             self._lifecycle.segment_held(message.request_id, member, now)
+        elif isinstance(message, GuestRequests):
+            self._lifecycle.guests.hear(member, message, now)
         elif isinstance(message, Pinned):
             self._handles.pinned(member, message, now)
         elif isinstance(message, Drain):
@@ -323,7 +328,7 @@ class Cluster:
         admission = self._lifecycle.admission.snapshot()
         return ClusterStats(
             requests_live=len(requests.by_id),
-            requests_unplaced=len(requests.unplaced) - sum(admission.waiting.values()),
+            requests_unplaced=sum(req.phase is RequestPhase.UNPLACED for req in requests.unplaced.values()),
             instances=sum(member.has_model for member in self._registry),
             instances_draining=sum(member.state is MemberState.DRAINING for member in self._registry),
             stores=sum(member.is_store for member in self._registry),
@@ -380,7 +385,8 @@ class Cluster:
         self._handles.check_invariants()
         requests = self._lifecycle.requests
         requests.check_invariants(self._registry)
-        self._lifecycle.admission.check_invariants(requests)
+        self._lifecycle.guests.check_invariants()
+        self._lifecycle.admission.check_invariants(requests.by_id | self._lifecycle.guests.by_id)
         self.answers.check_invariants(requests.by_id)
         self._lifecycle.tallies.ceiling.check_invariants()
         charges = [c for req in requests.by_id.values() if req.attempt is not None for c in req.attempt.charges]

@@ -156,8 +156,10 @@ class Membership:
             self.expel(sender, "this incarnation was taken to be dead", newest, address=info.address)
             return
         reason = self._registry.why_not(info)
-        if info.role is Role.ROUTER and self._config.admission.mode is not Admission.NONE:
-            reason = "its owner has --admission, which one router decides: start it without, or without other routers"
+        admission = "" if self._config.admission.mode is Admission.NONE else self._config.admission.mode.value
+        if info.role is Role.ROUTER and info.admission != admission:
+            asked, here = (f"--admission {mode or 'none'}" for mode in (info.admission, admission))
+            reason = f"it was started with {asked}, and the owner with {here}"
         if reason is not None and all(member.state is MemberState.REJOINING for member in self._registry):
             for member in list(self._registry):  # recovered members of another model's cluster, none of which answered
                 self.gone(member, "a new cluster has begun", now, died=False)
@@ -229,6 +231,8 @@ class Membership:
             self._lifecycle.admission.memory.recover(member, known.used, now)
             if member.has_model:
                 self._lifecycle.answers.wait_for(member, now)
+            elif member.info.role is Role.ROUTER and self._config.admission.mode is not Admission.NONE:
+                self._lifecycle.guests.wait_for(member.peer)
             self.ask_to_rejoin(member)
 
     def ask_to_rejoin(self, member: Member) -> None:
@@ -300,7 +304,7 @@ class Membership:
             self._counters.members_left += 1
         change = MemberChange.DIED if died else MemberChange.LEFT
         self._outbox.report(change, member.peer, member.info.address, reason)
-        failed = self._lifecycle.abandon_member(member)
+        failed = self._lifecycle.abandon_member(member, now)
         self._registry.leave(member, is_final=self.announces)
         self._loads.leave(member.number)
         self._lifecycle.admission.memory.leave(member)
@@ -335,6 +339,10 @@ class Membership:
         self._outbox.send(sender, Expelled(reason, newest))
 
     # -- looking
+
+    def speak(self, now: int) -> None:
+        """Followers hear what was decided in this event."""
+        self._lifecycle.guests.speak()
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""

@@ -13,7 +13,7 @@ for as long as computing it again would take: a client that asks on at once find
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -353,7 +353,7 @@ class MemoryBudget:
         self._state += 1
         self.changed = True
 
-    def check_invariants(self, requests: dict[str, RequestState]) -> None:
+    def check_invariants(self, requests: Mapping[str, RequestState]) -> None:
         """Raise :class:`InvariantError` unless exactly the live attempts, kept blocks and reservations hold memory."""
         if not self.is_counting:
             return

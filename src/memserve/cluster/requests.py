@@ -205,6 +205,8 @@ class RequestState:
     """The client ended a sequence: instances may not have heard of it."""
     past: list[AttemptStory] = field(default_factory=list)
     """Attempts that have failed."""
+    is_guest: bool = False
+    """A follower's, of which this router keeps the ledger alone (``cluster.guests``)."""
 
     def __post_init__(self) -> None:
         self.request_id, n = self.request.request_id, self.request.n
@@ -279,15 +281,21 @@ class RequestState:
 class RequestTable:
     """All and only the requests that have not ended, in order of arrival, and their attempts by id."""
 
-    __slots__ = ("by_attempt", "by_id", "mark", "unplaced")
+    __slots__ = ("_numbers", "by_attempt", "by_id", "mark", "unplaced")
 
     def __init__(self) -> None:
+        self._numbers = 0
         self.by_id: dict[str, RequestState] = {}
         self.by_attempt: dict[str, RequestState] = {}
         #: requests without an attempt, queued ones included, in the order in which they arrived or lost it
         self.unplaced: dict[str, RequestState] = {}
         #: of this router, in the names of its attempts: no other has it
         self.mark = ""
+
+    def next_number(self) -> int:
+        """That of a new attempt."""
+        self._numbers += 1
+        return self._numbers
 
     def name(self, req: RequestState, number: int) -> str:
         """That of attempt ``number`` of this router."""

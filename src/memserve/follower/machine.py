@@ -25,7 +25,7 @@ from memserve.instance.member import MemberMachine
 from memserve.mempool.identity import DEFAULT_KEY
 from memserve.messages import ROUTER, Load, PeerInfo
 from memserve.serving import ClockTicked, MessageArrived
-from memserve.types import KVGeometry, Role
+from memserve.types import Admission, KVGeometry, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ class Follower:
         identity_key: bytes = DEFAULT_KEY,
     ) -> None:
         """``info``: what the owner and all members are told of it; ``owners``: the addresses where the owner may be."""
+        admission = config.admission.mode
+        info = structs.replace(info, admission="" if admission is Admission.NONE else admission.value)
         self.member = MemberMachine(follower_info(info), owners, member)
         config = replace(config, sequence_parallel="off")  # two routers could wait for memory that the other one holds
         self.cluster = Cluster(config, identity_key=identity_key, follows=info.peer)
@@ -95,6 +97,9 @@ class Follower:
                 case ReadLoad():
                     live = self.cluster.stats().requests_live
                     self._follow(self.member.handle(LoadRead(Load(requests_waiting=live), 0), now), now)
+                    if self.cluster.following is not None:
+                        self.cluster.following.speak(now, beats=True)
+                        self._actions += self.cluster.handle(ClockTicked(), now)
                 case BecomeNew():
                     if self.cluster.following is not None:
                         self.cluster.following.all_gone(f"this router was expelled: {action.reason}", now)

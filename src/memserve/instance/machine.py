@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import replace
 
+from msgspec import structs
+
 from memserve.config import InstanceConfig
 from memserve.errors import check
 from memserve.instance.batch import InflightPlan
@@ -49,7 +51,7 @@ from memserve.instance.stats import (
 )
 from memserve.kv_transfer.events import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
-from memserve.messages import Load, Peer
+from memserve.messages import Heartbeat, Load, Peer
 from memserve.policy.capacity import context_tokens, running_max
 from memserve.policy.layers import LINK_BYTES_S, TPOT_NS, LayerBudget, LayerPolicy
 from memserve.policy.reuse import PreemptionCosts, PreemptionModel
@@ -61,10 +63,11 @@ from memserve.serving import (
     PrefixUnpinned,
     RequestArrived,
     RequestCancelled,
+    Send,
     SequenceStopped,
 )
 from memserve.tiers import lower_page_bytes
-from memserve.types import KVGeometry, NamedPrefix, Request
+from memserve.types import KVGeometry, NamedPrefix, Request, TokenOutput
 from memserve.units import NS_PER_MS, ceil_div
 
 AHEAD_MAX_NS = 10 * NS_PER_MS
@@ -161,14 +164,20 @@ class Instance:
             actions += link.segments.take_dropped()
         self._plan(now, actions)
         actions += self.state.grammars.take_orders()
-        if self.state.outputs:
-            outputs, self.state.outputs = self.state.outputs, []
+        if outputs := self._take_outputs():
             actions += link.tell(outputs) if link is not None else [EmitTokens(outputs)]
         if link is not None:
             link.conclude(actions, now)
+            if others := link.orders.take_uninformed():
+                news = Heartbeat(structs.replace(self.load(), dispatches_heard=None), self.next_event)
+                actions += [Send(other, news) for other in others]
         else:
             self.pins.lost.clear()
         return actions
+
+    def _take_outputs(self) -> list[TokenOutput]:
+        outputs, self.state.outputs = self.state.outputs, []
+        return outputs
 
     @staticmethod
     def _hear(link: ClusterLink, event: Event, now: int) -> None:
@@ -292,7 +301,12 @@ class Instance:
         if link is None:
             return Load()
         counts = link.routers.counts(None)
-        return self.state.load(link.exchange.transfers_open, counts.dispatches_heard, counts.answers_told)
+        load = self.state.load(link.exchange.transfers_open, counts.dispatches_heard, counts.answers_told)
+        if not any(link.routers.followers):
+            return load
+        # the router of a prompt counts it until its first token: the others shall, too
+        under_way = sum([plan.prefill_tokens for plan in self.inflight])
+        return structs.replace(load, prefill_tokens_queued=load.prefill_tokens_queued + under_way)
 
     def reading(self) -> LoadRead:
         """What a heartbeat tells, to the owner and to each follower."""

@@ -50,6 +50,7 @@ class RouterOrders:
         self._state, self._intake, self._routers, self._changes = state, intake, routers, changes
         self._kept, self._sender, self._fetches, self._segments = kept, sender, fetches, segments
         self._feed, self._outbox = feed, outbox
+        self._placed_by: Peer | None = None  # the router whose order is the event under way
         self._orders: dict[type, Callable[[Any, Peer, int], None]] = {
             Dispatch: self._dispatch, Cancel: self._cancel, StopSequence: self._stop, AskEvents: self._ask_events,
             AskAttempts: self._ask_attempts, AskAnswers: self._ask_answers,
@@ -97,6 +98,12 @@ class RouterOrders:
         if rest is not None:
             self._outbox.append(Send(to, rest))
 
+    def take_uninformed(self) -> list[Peer]:
+        """Routers that are to hear at once how busy the instance is: all but the one that has placed something here in
+        this event. Until the next heartbeat each of them would choose the instance that was idle."""
+        router, self._placed_by = self._placed_by, None
+        return self._routers.others(router) if router is not None else []
+
     # -- what they ask for
 
     def _dispatch(self, order: Dispatch, sender: Peer, now: int) -> None:
@@ -118,6 +125,7 @@ class RouterOrders:
         self._sender.begin(group, len(order.generated[0]) if resumed and request.n == 1 else 0, resumed)
         cause = Cause.REMOTE_KV_EXPECTED if order.holders else Cause.ENQUEUED
         self._intake.enqueue(group, cause, order.generated if resumed else (), order.ended)
+        self._placed_by = sender
         if order.holders and group.sequences:
             self._fetches.begin(group, now)
 

@@ -185,7 +185,7 @@ class LLM:
         if adapter is None:
             hint = "LLM(lora=['NAME=FOLDER'])"
             raise UserError(f"no adapter is named {str(name)[:80]!r}", hint=hint, param="adapter")
-        return fields, replace(caller, adapter=adapter)
+        return fields, structs.replace(caller, adapter=adapter)
 
     def _new_id(self) -> str:
         return f"llm-{next(self._ids)}"

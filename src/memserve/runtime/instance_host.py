@@ -24,7 +24,6 @@ from memserve.runtime.lean_torch import leave_compiler_out
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
-from memserve.runtime.links.segments import SegmentPort
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.memory import keep_heap_small, objects_that_stay, trim_heap
 from memserve.runtime.meta_children import end_when_orphaned
@@ -33,6 +32,7 @@ from memserve.types import Role
 
 if TYPE_CHECKING:
     from memserve.model.device import ModelDevice
+    from memserve.runtime.links.segments import SegmentPort
 
 JOIN_TIMEOUT_S = 30.0
 """How long the router may take to answer, once the model is loaded."""
@@ -196,6 +196,8 @@ def _open_segments(parts: Parts, place: MemberOptions) -> SegmentPort | None:
     able = parts.model.attends_plainly and parts.config.scheduler.layerwise == "off"
     if not able or getattr(parts.device, "held_kv", None) is None:
         return None
+    from memserve.runtime.links.segments import SegmentPort
+
     device, dtype = cast("ModelDevice", parts.device), parts.model.geometry.dtype
     return SegmentPort(device, place.secret, place.host, dtype, place.advertise)
 

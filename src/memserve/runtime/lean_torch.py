@@ -1,4 +1,5 @@
-"""What a process of ours leaves out of torch and transformers: torch's compiler, its distributed tensors, and scipy.
+"""What a process of ours leaves out of torch and transformers: torch's compiler, its distributed tensors, scipy, and
+kernels from the hub.
 
 transformers imports them with every model: time at each start, and memory in each instance, for nothing that an
 instance runs. Only for processes of ours: other code of a library's user may compile.
@@ -8,9 +9,11 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _COMPILER = "torch._dynamo"
@@ -22,7 +25,8 @@ def leave_compiler_out(device: str) -> None:
 
     ``import triton`` fails from now on: 73 MB resident for kernels of a GPU. torch's compiler is imported when more of
     it is asked for than the marks that transformers puts on its functions. torch says that it was built without
-    ``torch.distributed``, and transformers that there is no scipy, which losses of training need.
+    ``torch.distributed``, and transformers that there is no scipy, which losses of training need, and no package of
+    kernels from the hub: to find its version it would look through all that is installed.
     """
     from memserve.runtime.process import set_thread_environment
 
@@ -34,7 +38,8 @@ def leave_compiler_out(device: str) -> None:
         if _COMPILER not in sys.modules and "transformers.modeling_utils" not in sys.modules:
             _put_off_compiler(torch)
             torch.distributed.is_available = lambda: False
-            _leave_scipy_out()
+            _leave_packages_out()
+            _read_models_once()
 
 
 def _put_off_compiler(torch: types.ModuleType) -> None:
@@ -46,11 +51,26 @@ def _put_off_compiler(torch: types.ModuleType) -> None:
     torch._dynamo = compiler  # type: ignore[attr-defined]  # torch imports it on demand
 
 
-def _leave_scipy_out() -> None:
+def _leave_packages_out() -> None:
     from transformers import utils
 
     for asked in (utils, utils.import_utils):
         setattr(asked, "is_scipy_available", lambda: False)  # noqa: B010  # its types hide the name
+        setattr(asked, "is_kernels_available", lambda *_: False)  # noqa: B010  # its types hide the name
+
+
+def _read_models_once() -> None:
+    """transformers reads the files of all its models for the names in them, a fifth of a second each time: for itself,
+    by the name of their folder, and for ``transformers.models``, by the name of a file there."""
+    from transformers.utils import import_utils
+
+    read: Any = getattr(import_utils, "create_import_structure_from_path", None)
+
+    def of_folder(path: Any) -> Any:
+        return read(Path(path).parent if os.path.isfile(path) else path)
+
+    if read is not None:  # it keeps what it has found by folder
+        setattr(import_utils, "create_import_structure_from_path", of_folder)  # noqa: B010  # its types hide the name
 
 
 def _mark(function: Any = None, *_: object, **__: object) -> Any:

@@ -110,7 +110,7 @@ class ChildrenFile:
             process = self._living(name)
             if process is not None:
                 process.end()
-            self._forget(name)
+            self.forget(name)
         for name in self._known:  # all that are left are wanted
             self.adopt(name, wanted[name])
 
@@ -129,10 +129,11 @@ class ChildrenFile:
             self._known[name] = _Started(pid, _start_of(pid), list(command))
             self._write()
 
-    def _forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
+        """Strike out a child that has ended for good, if it is written down."""
         with self._lock:
-            del self._known[name]
-            self._write()
+            if self._known.pop(name, None) is not None:
+                self._write()
 
     def _write(self) -> None:
         try:

@@ -13,6 +13,7 @@ with its actor. Which of them are members is memserve's own protocol: Ray is ask
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import secrets
 import signal
@@ -38,6 +39,9 @@ START_S = 600.0
 END_S = 30.0
 """Beyond its patience, until a process that drains is ended."""
 _LOOK_S = 0.2
+_ANSWER_S = 5.0
+_CALLS = 8
+"""Of a controller at once: one that scales takes its time."""
 ROUTER = "router"
 
 
@@ -52,6 +56,8 @@ class ProcessOrder:
     drain_s: float
     cwd: str | None = None
     """None: wherever the actor runs."""
+    scales: bool = False
+    """It decides how many instances there are to be."""
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -67,6 +73,9 @@ class ProcessActor:
         with os.fdopen(writable, "w") as pipe:
             pipe.write(order.secret)
         words = [*order.words, "--cluster-secret-file", f"/dev/fd/{readable}"]
+        self._decisions = Path(self._folder.name) / "scale.json"
+        if order.scales:
+            words += ["--scale-file", str(self._decisions)]
         if order.name != ROUTER:
             words += ["--name", _name_of_this_life(order), "--health-file", str(self._health)]
         worker_pid = os.getpid()
@@ -99,6 +108,14 @@ class ProcessActor:
         except OSError:
             return False
 
+    def decisions(self) -> dict[str, dict[str, Any]]:
+        """What its policy has decided last, by role, as ``--scale-file`` says."""
+        try:
+            told: dict[str, dict[str, Any]] = json.loads(self._decisions.read_text())
+            return told
+        except OSError:
+            return {}
+
     def pid(self) -> int:
         """The process's."""
         return self._process.pid
@@ -118,7 +135,8 @@ class ProcessActor:
 class ClusterPlan:
     """What a controller starts."""
 
-    router: ProcessOrder
+    router: ProcessOrder | None
+    """None: it runs elsewhere."""
     members: Mapping[str, ProcessOrder]
     """By role: the order of each, but for its name."""
     counts: Mapping[str, int]
@@ -127,10 +145,13 @@ class ClusterPlan:
 
 
 class Controller:
-    """Starts, scales and ends the actors of one cluster. An actor itself, so that ``memserve scale`` finds it."""
+    """Starts, scales and ends the actors of one cluster. An actor itself, so that ``memserve scale`` finds it; its
+    calls run in threads."""
 
     def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
+        self._lock, self._ends = threading.Lock(), threading.Event()
+        self._decided: dict[str, str] = {}
         self._actors: dict[str, dict[str, Any]] = {role: {} for role in plan.members}
         self._groups: dict[str, Any] = {}
         self._router: Any = None
@@ -139,24 +160,42 @@ class Controller:
         """Start the router, then all members; returns before they are ready. Raises :class:`UserError` without room."""
         import ray
 
-        self._router = ray.remote(ProcessActor).options(
-            num_cpus=0, max_restarts=-1, scheduling_strategy=on_this_node()
-        ).remote(self._plan.router)  # fmt: skip
-        for role, count in self._plan.counts.items():
-            self._add(role, count)
+        if self._plan.router is not None:
+            self._router = ray.remote(ProcessActor).options(
+                num_cpus=0, max_restarts=-1, scheduling_strategy=on_this_node()
+            ).remote(self._plan.router)  # fmt: skip
+        with self._lock:
+            for role, count in self._plan.counts.items():
+                self._add(role, count)
 
     def scale(self, counts: Mapping[str, int]) -> dict[str, list[str]]:
         """Come to ``counts`` members of each role named there: new ones are members when this returns, and those that
         are too many have drained. Returns all names by role. Raises :class:`UserError`."""
-        for role, count in counts.items():
+        for role in counts:
             if role not in self._actors:
                 known = ", ".join(self._actors)
                 raise UserError(f"this cluster has no {role}", hint=f"its roles: {known}", param="counts")
-            self._add(role, count - len(self._actors[role]))
-        self.wait_members()
-        for role, count in counts.items():
-            self._remove(role, len(self._actors[role]) - count)
-        return self.names()
+        with self._lock:
+            if self._ends.is_set():
+                return self.names()
+            for role, count in counts.items():
+                self._add(role, count - len(self._actors[role]))
+            self.wait_members()
+            for role, count in counts.items():
+                self._remove(role, len(self._actors[role]) - count)
+            return self.names()
+
+    def follow(self) -> dict[str, list[str]] | None:
+        """Carry out what the router's policy has decided since the last call, as :meth:`scale` does. None: nothing."""
+        import ray
+
+        try:
+            told = ray.get(self._router.decisions.remote(), timeout=_ANSWER_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return None  # it is being started again
+        new = {role: one for role, one in told.items() if self._decided.get(role) != one["decision"]}
+        self._decided |= {role: one["decision"] for role, one in new.items()}
+        return self.scale({role: one["instances"] for role, one in new.items()}) if new else None
 
     def names(self) -> dict[str, list[str]]:
         """All members by role."""
@@ -168,6 +207,8 @@ class Controller:
 
         deadline = time.monotonic() + timeout_s
         while missing := [name for name, actor in self._everyone() if not _answers(actor.is_member.remote(), ray)]:
+            if self._ends.is_set():
+                return
             if time.monotonic() > deadline:
                 hint = "Ray's dashboard, or `ray logs`, has what they print"
                 raise UserError(f"{', '.join(missing)}: no member after {timeout_s:.0f} s", hint=hint)
@@ -177,10 +218,14 @@ class Controller:
         """End all processes in good order, the router first; its exit status."""
         import ray
 
-        status = ray.get(self._router.drain.remote(self._plan.router.drain_s))
-        ray.kill(self._router)
-        for role, actors in self._actors.items():
-            self._remove(role, len(actors), patience_s=0.0)
+        self._ends.set()
+        status = 0
+        if self._plan.router is not None:
+            status = ray.get(self._router.drain.remote(self._plan.router.drain_s))
+            ray.kill(self._router)
+        with self._lock:
+            for role, actors in self._actors.items():
+                self._remove(role, len(actors), patience_s=0.0)
         return int(status)
 
     def _everyone(self) -> list[tuple[str, Any]]:
@@ -243,7 +288,7 @@ def _first(names: Any, count: int) -> list[str]:
 def _answers(asked: Any, ray: Any) -> bool:
     """Whether an actor says yes; one that is being started again says nothing."""
     try:
-        return bool(ray.get(asked, timeout=5.0))
+        return bool(ray.get(asked, timeout=_ANSWER_S))
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return False
 
@@ -254,3 +299,13 @@ def on_this_node() -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def new_controller(plan: ClusterPlan) -> Any:
+    """A controller on this node. It belongs to this process, and ends with it, however that ends."""
+    import ray
+
+    return ray.remote(Controller).options(
+        name=CONTROLLER, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_this_node(), max_restarts=0,
+        max_concurrency=_CALLS,
+    ).remote(plan)  # fmt: skip

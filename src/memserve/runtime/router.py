@@ -41,6 +41,7 @@ from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.cluster.prefix_map import PrefixNode
 from memserve.cluster.report import InstanceView
 from memserve.cluster.requests import RouteStory
+from memserve.cluster.scaling import RoleCount
 from memserve.errors import InvariantError
 from memserve.follower.machine import Follower, FollowerStarts
 from memserve.instance.events import BecomeNew, DialRouter, Left, MeetPeer, Notice, PartFromPeer, Reborn
@@ -88,6 +89,8 @@ class RouterEngine:
         self._log = MemberLog()
         self.children: Callable[[], Mapping[str, ChildStats]] = dict
         """Asked for what became of the processes of instances, by name; none runs under this router by default."""
+        self.scaling: tuple[RoleCount, ...] = ()
+        """Counts of instances that follow the load."""
         self.declined: ReportMember | None = None
         """Which store has last said that it does not join, and why."""
         self.owner_url: str | None = None
@@ -153,7 +156,8 @@ class RouterEngine:
         """
         told = self._loop.ask(lambda: RouterStats.of(self._machine.stats(), self._machine.instances(), self._handle_ns))
         durability = self._keeper.durability() if self._keeper is not None else Durability()
-        return replace(told, children=self.children(), letters=self._mailbox.counters, metadata=durability)
+        letters = self._mailbox.counters
+        return replace(told, children=self.children(), scaling=self.scaling, letters=letters, metadata=durability)
 
     @property
     def outstanding(self) -> int:

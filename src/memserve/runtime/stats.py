@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from memserve.cluster.report import ClusterStats, InstanceView
+from memserve.cluster.scaling import RoleCount
 from memserve.instance.stats import InstanceStats
 from memserve.runtime.links.outbox import MailboxCounters
 from memserve.runtime.memory import resident_bytes
@@ -117,6 +118,8 @@ class RouterStats(EngineStats):
     members: tuple[MemberStats, ...] = ()
     children: Mapping[str, ChildStats] = field(default_factory=dict)
     """Name -> what became of the process, for the instances that this host runs."""
+    scaling: tuple[RoleCount, ...] = ()
+    """Roles whose count follows the load."""
     letters: MailboxCounters = field(default_factory=MailboxCounters)
     metadata: Durability = field(default_factory=Durability)
 

@@ -95,6 +95,8 @@ class _Child:
         self.order = order
         self.process: subprocess.Popen[str] | AdoptedProcess | None = None
         self.thread: threading.Thread | None = None
+        self.leaves = False
+        """Its end was asked for, and no life follows."""
         self.lives = 0
         self.deaths = 0
         self.spawn_failures = 0
@@ -122,15 +124,18 @@ class Supervisor:
         *,
         offers: bool = False,
         keys: Mapping[str, object] | None = None,
+        spare: Sequence[ChildOrder] = (),
     ) -> None:
         """``secret`` goes to each child through a pipe: neither command lines nor environments show it. ``on_death``
         is called with the name of a child that has ended, and how it ended, from the child's thread. ``folder``: where
         started children are written down; they outlive this process then, unless it ends in good order. ``offers``:
         instances offer KV to a store until their end. ``keys``: what routers among the children are told with the
-        secret."""
+        secret. ``spare``: children that may be added later; those of them that live are taken over at the start."""
         self._on_death = on_death
-        self._children = [_Child(order) for order in orders]
+        self._orders = [*orders, *spare]
         self._file = ChildrenFile(folder) if folder is not None else None
+        living = self._file.living([order.name for order in spare]) if self._file is not None else []
+        self._children = [_Child(order) for order in self._orders if order in orders or order.name in living]
         outlive = {"folder": str(folder)} if folder is not None else {}
         # a store has what instances have offered to it before they leave
         patience = {"drain_s": OFFERS_S} if offers or any(order.is_store for order in orders) else {}
@@ -138,7 +143,7 @@ class Supervisor:
         self._greetings = {role: greeting | (dict(keys or {}) if role is Role.ROUTER else {}) for role in Role}
         self._environment = dict(os.environ)
         if (
-            sum(order.role.has_model for order in orders) > 1
+            sum(order.role.has_model for order in self._orders) > 1
         ):  # they share cores: a worker of one that spins between steps takes them from another
             self._environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         self._retiring = threading.Event()
@@ -162,10 +167,48 @@ class Supervisor:
         if self._file is not None:
             self._file.end_useless({child.order.name: child.order.command for child in self._children})
         for child in self._children:
-            child.thread = threading.Thread(
-                target=self._tend, args=(child,), name=f"memserve-tend-{child.order.name}", daemon=True
-            )
-            child.thread.start()
+            self._begin(child)
+
+    def _begin(self, child: _Child) -> None:
+        child.thread = threading.Thread(
+            target=self._tend, args=(child,), name=f"memserve-tend-{child.order.name}", daemon=True
+        )
+        child.thread.start()
+
+    # -- more and fewer children
+
+    def names_of(self, role: Role) -> list[str]:
+        """The children of ``role`` that are to go on, in the order in which they were added."""
+        return [child.order.name for child in self._children if child.order.role is role and not child.leaves]
+
+    def add(self, role: Role) -> str | None:
+        """Start one more child of ``role``, and keep it alive; its name. None: all spare ones are there, or the end has
+        begun."""
+        with self._lock:
+            known = {child.order.name: child for child in self._children}
+            free = [order for order in self._orders if order.role is role and order.name not in known]
+            if not free or self._retiring.is_set():
+                return None
+            child = _Child(free[0])
+            self._children = [*self._children, child]
+            self._begin(child)
+            return child.order.name
+
+    def let_go(self, name: str) -> None:
+        """The child ``name`` will end: it is not started again, and its end is no death."""
+        for child in self._children:
+            if child.order.name == name:
+                child.leaves = True
+
+    def remove(self, name: str, patience_s: float) -> None:
+        """Wait up to ``patience_s`` for the end of a child that was let go, then end it."""
+        gone = [child for child in self._children if child.order.name == name]
+        _wait_for(gone, patience_s)
+        self._end_all(gone, TERMINATE_S)
+        with self._lock:
+            self._children = [child for child in self._children if child not in gone]
+            if self._file is not None:
+                self._file.forget(name)
 
     def check(self) -> None:
         """Raise the :class:`UserError` of a child that could not start."""
@@ -233,7 +276,7 @@ class Supervisor:
             except Exception as error:  # also what no line of this module expects
                 story = UserError(f"{child.order.title} cannot be looked after: {error!r}")
                 self._end(child)
-            if story is None or self._retiring.is_set():
+            if story is None or self._retiring.is_set() or child.leaves:
                 return
             if not self._settled:
                 self._failure = self._failure or story
@@ -259,6 +302,8 @@ class Supervisor:
         if self._closing.is_set():
             return None
         how = _how(process)
+        if child.leaves:
+            return None
         if self._settled:  # else the whole start fails
             child.deaths += 1
             self._on_death(name, how)
@@ -266,7 +311,7 @@ class Supervisor:
 
     def _spawn(self, child: _Child) -> subprocess.Popen[str] | AdoptedProcess | None:
         with self._lock:
-            if self._closing.is_set():
+            if self._closing.is_set() or child.leaves:
                 return None
             if self._file is not None and child.process is None:
                 child.process = self._file.adopt(child.order.name, child.order.command)

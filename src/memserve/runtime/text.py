@@ -10,9 +10,9 @@ Both stages hold something back; ``finish`` lets it go.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
+import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -106,8 +106,7 @@ class Stops:
         return StopFinder(self._automaton)
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """News of one sequence as text."""
 
     text: str

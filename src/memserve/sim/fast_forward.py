@@ -17,7 +17,7 @@ from msgspec import structs
 
 from memserve.errors import check
 from memserve.instance.batch import InflightPlan
-from memserve.instance.events import Action, Event
+from memserve.instance.events import Action
 from memserve.instance.machine import Instance
 from memserve.instance.results import StepResults
 from memserve.instance.scheduler_state import SchedulerState
@@ -58,27 +58,17 @@ class FastForwardInstance(Instance):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._emitted: _Emitted = {}
+        self._preemptions = 0  # when outputs were told last
         self.results = _LateResults(self.state, self._emitted)
 
-    def handle(self, event: Event, now: int) -> list[Action]:
-        preemptions = self._preemptions
-        actions = super().handle(event, now)
-        outputs = next((action.outputs for action in actions if isinstance(action, EmitTokens)), None)
-        if outputs is not None:
-            outputs[:] = map(self._completed, outputs)
-        if self._preemptions != preemptions:  # further tokens may take long
-            held = self._take_held((Phase.PREEMPTED, Phase.WAITING, Phase.PARKED))
-            if outputs is not None:
-                outputs += held
-            elif held:
-                actions.append(EmitTokens(held))
-                self._count_answer()
-        return actions
-
-    @property
-    def _preemptions(self) -> int:
+    def _take_outputs(self) -> list[TokenOutput]:
+        outputs = [self._completed(output) for output in super()._take_outputs()]
         counters = self.state.counters
-        return counters.preempted_by_swap + counters.preempted_by_recompute
+        preemptions = counters.preempted_by_swap + counters.preempted_by_recompute
+        if preemptions != self._preemptions:  # further tokens may take long
+            self._preemptions = preemptions
+            outputs += self._take_held((Phase.PREEMPTED, Phase.WAITING, Phase.PARKED))
+        return outputs
 
     def _completed(self, output: TokenOutput) -> TokenOutput:
         """``output``, with the tokens before it that were not emitted yet."""
@@ -94,14 +84,14 @@ class FastForwardInstance(Instance):
             return output
         return structs.replace(output, tokens=(*sequence.out[emitted:offset], *output.tokens), offset=emitted)
 
-    def take_held_tokens(self) -> list[TokenOutput]:
-        """All tokens that are not emitted yet, one output for each sequence, for one message."""
+    def take_held_tokens(self) -> list[Action]:
+        """All tokens that are not emitted yet, one output for each sequence, as they are told to the routers."""
         outputs = self._take_held(
             (Phase.DECODING, Phase.IDLE, Phase.PREFILLING, Phase.PREEMPTED, Phase.WAITING, Phase.PARKED)
         )
-        if outputs:
-            self._count_answer()
-        return outputs
+        if not outputs:
+            return []
+        return self.link.tell(outputs) if self.link is not None else [EmitTokens(outputs)]
 
     def _take_held(self, phases: tuple[Phase, ...]) -> list[TokenOutput]:
         outputs = []
@@ -112,10 +102,6 @@ class FastForwardInstance(Instance):
                 outputs.append(TokenOutput(*key, tuple(sequence.out[emitted:]), offset=emitted))
                 self._emitted[key] = sequence, len(sequence.out)
         return outputs
-
-    def _count_answer(self) -> None:
-        if self.link is not None:
-            self.link.routers.counts(None).answers_told += 1
 
     # -- many steps at once
 

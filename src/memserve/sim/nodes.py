@@ -12,7 +12,7 @@ from memserve.cluster.events import ClusterAction, ReportMember
 from memserve.cluster.machine import Cluster
 from memserve.config import MemberConfig
 from memserve.errors import check
-from memserve.follower.machine import Follower, FollowerAction, FollowerStarts
+from memserve.follower.machine import NO_KV, Follower, FollowerAction, FollowerStarts
 from memserve.instance.events import (
     Action,
     BecomeNew,
@@ -262,10 +262,16 @@ class FollowerNode(MemberNode):
     def boot(self) -> None:
         """A new process under the same name, with nothing in memory, which asks to join."""
         self.begin_life()
+        #: why the owner does not accept it; empty: it does, or has not answered
+        self.refusal = ""
         self.peer = Peer(self.peer.name, self.peer.generation + 1)
         self.forget_lines()
         self.machine = self.host.new_follower(self)
         self.post(FollowerStarts(f"virtual://{self.peer.name}"))
+
+    def info(self) -> PeerInfo:
+        """What the owner and all members are told of it."""
+        return PeerInfo(self.peer, Role.ROUTER, f"virtual://{self.peer.name}", "", NO_KV, 0, 0, 0, False)
 
     def hear(self, sender: Peer, message: AnyMessage) -> None:
         if self.host.tells:
@@ -295,8 +301,9 @@ class FollowerNode(MemberNode):
                 case BecomeNew(generation_min=generation):
                     self.peer = Peer(self.peer.name, generation)
                     self.post(Reborn(structs.replace(self.machine.member.info, peer=self.peer)))
-                case Left():
+                case Left(refused):
                     self.kill()
+                    self.refusal = refused
                 case _:
                     pass  # for operators
 

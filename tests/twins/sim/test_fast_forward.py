@@ -59,7 +59,8 @@ class Engine:
 
     def take_held(self) -> None:
         """All held tokens, and then no more."""
-        self.take(self.machine.take_held_tokens())
+        for action in self.machine.take_held_tokens():
+            self.take(action.outputs)
         assert self.machine.take_held_tokens() == []
         self.machine.check_invariants()
 

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from memserve.cli import cluster
-from memserve.cli.cluster import ClusterOptions, choose_counts, room_text, shape_text
+from memserve.cli import shape as shape_module
+from memserve.cli.cluster import ClusterOptions
 from memserve.cli.main import command_line
 from memserve.cli.options import split_address
+from memserve.cli.shape import choose_counts, room_text, shape_text
 from memserve.config import ClusterConfig, EngineOptions, SchedulerConfig
 from memserve.errors import UserError
 from memserve.model.loading.sources import weight_bytes
@@ -38,8 +40,8 @@ def test_a_shape_that_nobody_asks_for_suits_the_machine(monkeypatch: pytest.Monk
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     here = EngineOptions(model=str(tmp_path), device="cpu")
     for cores, memory_bytes, apart in ((2, 64 * GIB, False), (16, 64 * GIB, True), (16, 2 * GIB, False)):
-        monkeypatch.setattr(cluster, "usable_cores", lambda cores=cores: cores)
-        monkeypatch.setattr(cluster, "available_memory_bytes", lambda size=memory_bytes: size)
+        monkeypatch.setattr(shape_module, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(shape_module, "available_memory_bytes", lambda size=memory_bytes: size)
         shape = choose_counts(None, None, None, here)
         assert (shape.prefill, shape.decode, shape.colocated) == ((1, 1, 0) if apart else (0, 0, 1))
         other = "--colocated 1" if apart else "--prefill 1 --decode 1"

@@ -39,6 +39,19 @@ print(double(torch.ones(1)).item(), torch._dynamo.utils.__name__, torch.compiler
     assert said == "2.0 torch._dynamo.utils False"
 
 
+def test_a_family_reads_neither_the_other_families_again_nor_what_is_installed() -> None:
+    said = said_by("""
+import importlib.metadata
+from transformers.utils import import_utils
+read, fetch = [], import_utils.fetch__all__
+import_utils.fetch__all__ = lambda text: read.append(0) or fetch(text)
+importlib.metadata.packages_distributions = None
+import transformers.models.llama.modeling_llama
+print(len(read) < 50, import_utils.is_kernels_available(), transformers.LlamaForCausalLM.__name__)
+""")
+    assert said == "True False LlamaForCausalLM"
+
+
 def test_masks_of_transformers_are_made_in_the_real_mode() -> None:
     said = said_by("""
 from transformers import masking_utils

@@ -99,6 +99,22 @@ print([name for name, found in sys.modules.items() if name.startswith("triton") 
     assert done.stdout.split() == ["[]", "False"], done.stdout
 
 
+@pytest.mark.parametrize(
+    "imported",
+    [
+        "memserve.cli.cluster, memserve.runtime.router, memserve.runtime.member, memserve.runtime.supervisor",
+        "memserve.api.app, memserve.model.loading.card; memserve.model.loading.card.import_tokenizers()",
+        "memserve.cli.router, memserve.cli.store, memserve.runtime.store_host",
+        "memserve.cli.instance, memserve.runtime.instance_host",  # OpenMP and oneDNN are set up before it
+    ],
+)
+def test_what_computes_nothing_imports_no_torch(imported: str) -> None:
+    """A second of a core at each start, and 200 MB."""
+    program = f"import sys, {imported}\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"
+
+
 FROZEN = """
 from memserve import _core
 from memserve.runtime.memory import objects_that_stay

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from memserve.api.edge import TENANT_KEY, ClientGone, json_body
 from memserve.api.endpoints import ChatPlanner, Shared, addressed, keep_session
 from memserve.api.errors import ApiError, bad_request
+from memserve.api.exchange import new_id
 from memserve.api.guard import REPLY_KEY
 from memserve.api.hub import Call
 from memserve.api.plan import Caller, Generation
@@ -129,7 +130,7 @@ class ResponsesRoutes:
         if body.background and self._store.running(tenant) >= BACKGROUND_MAX:
             raise bad_request(f"{BACKGROUND_MAX} responses of this key run in the background: wait", "background")
         before = self._store.get(tenant, body.previous_response_id) if body.previous_response_id is not None else None
-        response_id = f"resp_{uuid.uuid4().hex}"
+        response_id = f"resp_{new_id()}"
         messages = [*(before.messages if before is not None else []), *messages_of(body.input)]
         told = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
         session = before.session if before is not None else response_id
@@ -141,7 +142,7 @@ class ResponsesRoutes:
         nbytes = work_of(chat, len(data)) + (before.nbytes if before is not None else 0)
         plan = await workers.run(tenant, nbytes, planned)
         if before is not None and body.store is not False:
-            plan = replace(plan, session_ttl_ns=ns_from_s(SESSION_TTL_S))
+            plan = structs.replace(plan, session_ttl_ns=ns_from_s(SESSION_TTL_S))
         return _Asked(body, plan, messages, session, _begun(body, plan, response_id, plan.model or self._names.served))
 
     def _begin(self, asked: _Asked, reply: Reply, items: Items, tenant: str) -> Json:

@@ -24,6 +24,9 @@ from memserve.model import adapting, crew
 from memserve.model.attention.context import attending, current_attention
 
 
+aten = torch.ops.aten
+
+
 class CaptureRefused(Exception):
     """This forward cannot be recorded as one graph; the message says why."""
 
@@ -56,13 +59,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self._alive: list[Any] = []
         self._paused = False
         self._constants = 0
+        self._fixed: set[fx.Node] = set()  # they do not depend on the inputs
+        self._random = torch.Generator().manual_seed(0)
         self.inputs = tuple(self._learn(self.graph.placeholder(name), value) for name, value in inputs.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func is aten.linear.default and not self._is_fixed(args[0]):
+            result = self._linear(*args)
+        else:
+            result = func(*args, **(kwargs or {}))
         if not self._paused:
             self._record(func, args, kwargs or {}, result)
         return result
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Stands in for the product, most of a forward's time: random numbers, because only shapes matter here."""
+        shape = *x.shape[:-1], weight.shape[0]
+        return torch.randn(shape, generator=self._random).to(x.dtype)
+
+    def _is_fixed(self, value: Tensor) -> bool:
+        node = self._nodes.get(id(value))
+        return node is None or node.op == "get_attr" or node in self._fixed
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Stands in for the step's attention: one node, and zeros, because only shapes matter here."""
@@ -116,16 +133,22 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return node
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        node = self.graph.call_function(func, tree_map(self.node_of, args), tree_map(self.node_of, kwargs))
+        node = self._call(func, tree_map(self.node_of, args), tree_map(self.node_of, kwargs))
         node.meta["value"] = result
         if isinstance(result, Tensor):
             self._learn(node, result)
         elif isinstance(result, tuple | list) and all(isinstance(part, Tensor) for part in result):
             for index, part in enumerate(result):
-                self._learn(self.graph.call_function(_item, (node, index)), part)
+                self._learn(self._call(_item, (node, index), {}), part)
             self._alive.append(result)
         elif result is not None:
             raise CaptureRefused(f"{func} turns tensor values into Python values, and what follows may depend on them")
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(func, args, kwargs)
+        if all(origin.op == "get_attr" or origin in self._fixed for origin in node.all_input_nodes):
+            self._fixed.add(node)
+        return node
 
 
 def _item(values: tuple[Tensor, ...], index: int) -> Tensor:

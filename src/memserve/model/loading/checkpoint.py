@@ -156,13 +156,14 @@ def _check_config(folder: Path, name: str) -> None:
 
 
 def _described_weights(folder: Path) -> int:
-    """How many values the model of ``config.json`` has; nothing of it is allocated."""
+    """How many values the model of ``config.json`` has, tied ones twice; nothing of it is allocated."""
     import torch
     import transformers
+    from transformers.initialization import no_init_weights
 
     auto_model: Any = transformers.AutoModelForCausalLM
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():
         return sum(value.numel() for value in auto_model.from_config(config).parameters())
 
 

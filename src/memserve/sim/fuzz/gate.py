@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from memserve.cluster.events import (
     ClusterAction,
     EmitTokens,
+    MessageArrived,
     RejectRequest,
     RequestArrived,
     RequestCancelled,
@@ -22,6 +25,7 @@ from memserve.cluster.events import (
 )
 from memserve.cluster.machine import Cluster
 from memserve.config import AdmissionConfig
+from memserve.grants import GuestAsk, GuestGrants, GuestRequests
 from memserve.messages import Dispatch, Peer
 from memserve.policy.admission import cost_tokens
 from memserve.policy.ledger import IDENTITY_BYTES
@@ -35,6 +39,8 @@ CAUSES = {
     "most allowed": "queue",
     "others are before it": "queue",
     "enough free KV memory": "queue",
+    "has just started": "queue",
+    "wait for the owner": "queue",
     "not admitted within": "wait",
     "and no request is running": "pressure",
     "no instance has more than": "memory",
@@ -64,6 +70,11 @@ def draw_kept_ns(random: Random) -> int:
     return random.choice([NS_PER_S // 5, 5 * NS_PER_S, 20 * NS_PER_S])
 
 
+def guest_name(follower: Peer, number: int) -> str:
+    """That of a follower's request at the owner."""
+    return f"{follower.name}.{follower.generation}/{number}"
+
+
 def cause_of(action: RejectRequest) -> str:
     """Why admission has rejected a request; "": it was rejected elsewhere, for another reason."""
     causes = [cause for words, cause in CAUSES.items() if words in action.reason]
@@ -79,6 +90,8 @@ class Waiter:
     reader: str
     """The connection that gets the answer; empty: none, and its client may ask again with the key."""
     waits: bool = True
+    returns: bool = False
+    """A guest that was admitted once, and is to be admitted again before all that wait."""
     left: int = 0
     """How often it may have left KV where it no longer runs: failed attempts, a prompt handed over."""
     ended: set[int] = field(default_factory=set)
@@ -91,6 +104,9 @@ class Before(NamedTuple):
     ran: list[str]
     let_in: bool
     """The event admitted a request: fewer wait than before."""
+    at_once: bool
+    """Requests came that were looked at one after the other, or waited for the end of the time in which none is
+    admitted: who waited when one of them was rejected is not known."""
 
 
 class GateJudge:
@@ -101,12 +117,15 @@ class GateJudge:
         self.refused: dict[str, str] = {}
         #: rejected requests, and after how many seconds they may retry
         self.told: dict[str, float] = {}
+        self._reasons: set[str] = set()
+        """Those that the owner has given to followers."""
         self._cluster: Cluster | None = None
         self._config = AdmissionConfig()
         self._here: dict[str, Waiter] = {}
         self._served: dict[tuple[str, str], int] = {}
         """Tokens admitted for the first tenant while the second one waited, since both wait."""
         self._cost_most = 0
+        self._was_closed = False
         #: (time, request) of ended requests, once for each time that they may have left KV behind
         self._gone: list[tuple[int, Request]] = []
         #: blocks that an earlier router's requests may have left at each member, and since when this router knows of
@@ -120,24 +139,40 @@ class GateJudge:
             self._gone, self._recovered = [], (0, {})
         if isinstance(event, StateRecovered):
             self._recovered = now, {m.info.peer: len(m.hbm) // IDENTITY_BYTES for m in event.recovered.members}
-        here = self._here
+        here, was_closed = self._here, self._was_closed
+        self._was_closed = cluster._lifecycle.admission.is_closed
         if isinstance(event, RequestArrived):
             self._arrives(event.request, now)
+        elif isinstance(event, MessageArrived) and isinstance(event.message, GuestRequests):
+            for ask in event.message.asks:
+                self._guest_arrives(guest_name(event.sender, ask.number), ask, now)
         elif isinstance(event, RequestCancelled):
             self._goes_on_unread(event.request_id)
+        before_opening = was_closed and not cluster._lifecycle.admission.is_closed
+        at_once = before_opening or sum(waiter.arrived_ns == now for waiter in here.values()) > 1
         read = {waiter.reader: name for name, waiter in here.items()}
         waited = {name: waiter for name, waiter in here.items() if waiter.waits}
-        ran = [name for name, waiter in here.items() if not waiter.waits]
+        ran = [name for name, waiter in here.items() if not (waiter.waits or waiter.returns)]
         for action in actions:
             if isinstance(action, Send) and isinstance(action.message, Dispatch):
                 waiter = here.get(action.message.request.request_id.rpartition("#")[0])
                 if waiter is not None:  # it may be admitted, and end, in one event
                     waiter.waits = False
+        told = [
+            (guest_name(action.to, grant.number), grant)
+            for action in actions
+            if isinstance(action, Send) and isinstance(action.message, GuestGrants)
+            for grant in action.message.grants
+        ]
+        for name, grant in told:
+            if name in here and not grant.cause:
+                here[name].waits = here[name].returns = False
         for action in actions:
             self._ended(action, read, now)
         admission = cluster._lifecycle.admission
+        live = cluster._lifecycle.requests.by_id | cluster._lifecycle.guests.by_id
         for name, waiter in list(here.items()):
-            req = cluster._lifecycle.requests.by_id.get(name)
+            req = live.get(name)
             if req is None:
                 require(not waiter.reader, f"{name} has ended, and its client was not told")
                 self._leaves(name, now)
@@ -145,6 +180,7 @@ class GateJudge:
             attempt = req.attempt
             handed_over = attempt is not None and attempt.first not in attempt.involved
             waiter.waits, waiter.left = waiter.waits and admission.is_waiting(req), len(req.past) + handed_over
+            waiter.returns = req in admission._returning
         let_in = [name for name in waited if name in here and not here[name].waits]
         for action in actions:
             if isinstance(action, RejectRequest) and (cause := cause_of(action)):
@@ -152,9 +188,27 @@ class GateJudge:
                 if action.retry_after_s is not None:
                     self.told[action.request_id] = action.retry_after_s
                 name = read.get(action.request_id, action.request_id)
-                self._judge_refusal(cluster, name, action, cause, Before(waited, ran, bool(let_in)), now)
+                self._judge_refusal(cluster, name, action, cause, Before(waited, ran, bool(let_in), at_once), now)
+        for name, grant in told:
+            if grant.cause:
+                late = RejectRequest(name, grant.reason, grant.retry_after_s, grant.cause in ("wait", "pressure"))
+                require(cause_of(late) == grant.cause, f"{name}: {grant}")
+                self._reasons.add(grant.reason)
+                self._judge_refusal(cluster, name, late, grant.cause, Before(waited, ran, bool(let_in), at_once), now)
         self._judge_waiting(cluster, now)
         self._judge_turns([waited[name].request for name in let_in])
+
+    def follower_said(self, actions: Sequence[object]) -> None:
+        """A follower rejects what the owner has rejected; or what it has not answered, by the words of the follower."""
+        for action in actions:
+            if not isinstance(action, RejectRequest) or not (cause := cause_of(action)):
+                continue
+            its_own = "wait for the owner" in action.reason or "the owner, which decides that" in action.reason
+            require(its_own or action.reason in self._reasons, f"the owner has not said {action}")
+            require(action.overloaded == (cause in ("wait", "pressure")), f"{action} is not the right answer")
+            self.refused[action.request_id] = cause
+            if action.retry_after_s is not None:
+                self.told[action.request_id] = action.retry_after_s
 
     def _arrives(self, request: Request, now: int) -> None:
         """A request, or another connection for one that is there already. An answer that is complete is a request that
@@ -165,6 +219,14 @@ class GateJudge:
                 return
         self._here[request.request_id] = Waiter(request, now, request.request_id)
         self._cost_most = max(self._cost_most, self._cost(request))
+
+    def _guest_arrives(self, name: str, ask: GuestAsk, now: int) -> None:
+        """A follower asks for a request, or asks again."""
+        if name not in self._here:
+            is_new = not (ask.is_admitted or ask.returns)
+            request = structs.replace(ask.request, request_id=name, key="")
+            self._here[name] = Waiter(request, now, "", waits=is_new, returns=ask.returns and not ask.is_admitted)
+            self._cost_most = max(self._cost_most, self._cost(request))
 
     def _goes_on_unread(self, connection: str) -> None:
         """A connection is closed: a request with a key goes on without, unless it still waits; others end."""
@@ -235,7 +297,7 @@ class GateJudge:
         if config.mode is Admission.BOUNDED:
             crowd, room = waiting + len(before.ran), config.waiting_max + (config.active_max or 0)
             require(crowd > room, f"{name}: {crowd} are there, and there is room for {room}: {action.reason}")
-        if not before.let_in:
+        if not (before.let_in or before.at_once):
             self._judge_victim(before.waited[name].request.tenant, before.waited)
 
     def _judge_victim(self, victim: str, waited: dict[str, Waiter]) -> None:
@@ -252,19 +314,23 @@ class GateJudge:
     def _judge_waiting(self, cluster: Cluster, now: int) -> None:
         """No request waits without a reason, for too long, or in too long a queue."""
         config, here = self._config, self._here
+        admission = cluster._lifecycle.admission
         waiting = [name for name, waiter in here.items() if waiter.waits]
-        active = len(here) - len(waiting)
+        returning = sum(waiter.returns for waiter in here.values())
+        active = len(here) - len(waiting) - returning
         require(config.active_max is None or active <= config.active_max, f"{active} are active: {config}")
-        require(len(waiting) <= config.waiting_max, f"{waiting} wait: {config}")
+        require(admission.is_closed or len(waiting) <= config.waiting_max, f"{waiting} wait: {config}")
         if not waiting:
             return
         spent_ns = now - min(here[name].arrived_ns for name in waiting)
         require(spent_ns < config.wait_ns, f"{waiting}: the first waits for {spent_ns} ns: {config}")
+        if admission.is_closed:
+            return
         require(active > 0, f"{waiting} wait, and none is active: {config}")
-        if active == config.active_max:
+        if active == config.active_max or returning:
             return
         require(config.mode is not Admission.BOUNDED, f"{waiting} wait, and only {active} are active: {config}")
-        head = cluster._lifecycle.admission._queue.head()
+        head = admission._queue.head()
         if head is not None:
             fits = fits_surely(cluster, head.request, **self._room(now))
             require(not fits, f"{head.request_id} waits, and there is room for it")

@@ -18,6 +18,7 @@ FOLLOWED_SHARE = 0.08
 """Of all scenarios, those with several routers at once."""
 DEATHS = (1, 1, 2, 3)
 """Of routers, in scenarios with faults."""
+FOLLOWER_FAULTS = ("follower-kill", "follower-kill", "follower-pause", "follower-cut")
 LONG, SLOW_STEP_NS = (24, 40), (3 * NS_PER_MS, 10 * NS_PER_MS)
 """Tokens of answers, and steps, that take long enough for a router to die, and its client to come again, while they are
 written."""
@@ -35,8 +36,8 @@ class Drawn(Protocol):
     followers: int
     store: Any
     shared: Any
-    admission: AdmissionConfig
     step_ns: tuple[int, int]
+    admission: AdmissionConfig
 
 
 def put_keys(scenario: Drawn) -> list[int]:
@@ -52,10 +53,15 @@ def put_keys(scenario: Drawn) -> list[int]:
         scenario.faults = []
     scenario.remembers = random.random() < 0.85
     if random.random() < 0.5:
-        scenario.step_ns = SLOW_STEP_NS
-        for turn in turns:
-            turn.max_tokens = turn.max_tokens if turn.beam_width else random.choice(LONG)
+        _slow_down(random, scenario, turns)
     return [random.randint(0, random.choice([60, 400])) for _ in range(random.choice(DEATHS))]
+
+
+def _slow_down(random: Random, scenario: Drawn, turns: list[Turn]) -> None:
+    """Requests run for so long that something happens to their router meanwhile."""
+    scenario.step_ns = SLOW_STEP_NS
+    for turn in turns:
+        turn.max_tokens = turn.max_tokens if turn.beam_width else random.choice(LONG)
 
 
 def _name_all(scenario: Drawn) -> list[Turn]:
@@ -72,16 +78,18 @@ def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, 
     Drawn from a stream of its own. Returns faults of followers: kind, when and for how long (ms), which."""
     random = Random(f"{scenario.seed}/{scenario.setting}/followers")
     drawn = random.random() < FOLLOWED_SHARE
-    unfit = scenario.shared is not None or scenario.store is not None or scenario.admission.mode is not Admission.NONE
+    unfit = scenario.shared is not None or scenario.store is not None
     unfit = unfit or any(conversation.tenant == FLOOD for conversation in scenario.conversations)
     unfit = unfit or any(fault.kind == "row" for fault in scenario.faults)
     if unfit or routers == 1 or not (drawn or routers):
         return []
     scenario.followers = routers - 1 if routers else random.choice([1, 2])
-    _name_all(scenario)
+    turns = _name_all(scenario)
     if scenario.setting.weather == "healthy":
         return []
     if random.random() < 0.5:  # else they die beside all that goes wrong anyway
         scenario.faults = [fault for fault in scenario.faults if fault.kind == "router-restart"]
-    kinds = random.choices(["follower-kill", "follower-kill", "follower-pause"], k=random.choice([1, 2, 3]))
+    kinds = random.choices(FOLLOWER_FAULTS, k=random.choice([1, 2, 3]))
+    if scenario.admission.mode is not Admission.NONE and random.random() < 0.6:
+        _slow_down(random, scenario, turns)
     return [(kind, random.randint(0, 400), random.choice([5, 300, 1500]), random.randrange(2)) for kind in kinds]

@@ -15,6 +15,7 @@ from msgspec.structs import replace as replace_struct
 from memserve.answers import AnswerHeld, AnswerLog
 from memserve.cluster.answer_phases import Answer
 from memserve.cluster.answers import Answers
+from memserve.cluster.asking import AskingController
 from memserve.cluster.events import ClusterAction
 from memserve.cluster.outbox import DurabilityGate, Write
 from memserve.cluster.registry import Member, Registry
@@ -344,6 +345,15 @@ def _worker_late() -> list[Swap]:
     return [(Workers, "_meet", _first_through)]
 
 
+def _for_ever(self: AskingController, now: int) -> bool:
+    return True
+
+
+def _stale_ledger() -> list[Swap]:
+    """A follower goes on dispatching what was granted to it, though the owner may count it no more."""
+    return [(AskingController, "_has_lease", _for_ever)]
+
+
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "generation-check": _generation_check,
     "lease-sweep": _lease_sweep,
@@ -369,6 +379,7 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "worker-late": _worker_late,
     "two-routers": _two_routers,
     "attempt-router": _attempt_router,
+    "stale-ledger": _stale_ledger,
 }
 
 

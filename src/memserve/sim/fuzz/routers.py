@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 from typing import Protocol
 
+from memserve.cluster.asking import AskingController
 from memserve.config import ClusterConfig, MemberConfig
-from memserve.follower.machine import NO_KV, Follower
-from memserve.messages import PeerInfo
-from memserve.serving import RequestArrived, RequestCancelled, SequenceStopped
+from memserve.follower.machine import Follower
+from memserve.messages import Dispatch
+from memserve.serving import RequestArrived, RequestCancelled, Send, SequenceStopped
 from memserve.sim.fuzz import checks
 from memserve.sim.fuzz.clients import Ask, Referee
+from memserve.sim.fuzz.gate import guest_name
 from memserve.sim.fuzz.instances import FuzzedInstance, FuzzHost
 from memserve.sim.fuzz.keyed import KeyedClients
 from memserve.sim.fuzz.router import FuzzedRouter
 from memserve.sim.fuzz.scenario import MS, Scenario
 from memserve.sim.fuzz.truth import require
 from memserve.sim.nodes import FollowedHost, FollowerNode
-from memserve.types import Role
 from memserve.units import NS_PER_S
 
 ANSWER_NS = 1500 * MS
@@ -45,8 +47,7 @@ def cluster_config(scenario: Scenario) -> ClusterConfig:
 
 def new_follower(scenario: Scenario, node: FollowerNode, owners: tuple[str, ...], member: MemberConfig) -> Follower:
     """The production machine of a follower."""
-    info = PeerInfo(node.peer, Role.ROUTER, f"virtual://{node.peer.name}", "", NO_KV, 0, 0, 0, False)
-    return Follower(info, owners, cluster_config(scenario), member)
+    return Follower(node.info(), owners, cluster_config(scenario), member)
 
 
 class Host(FuzzHost, FollowedHost, Protocol):
@@ -136,11 +137,16 @@ class Routers:
             counters = node.machine.cluster.stats().counters
             done.update({"followers: dispatches": counters.dispatches, "followers: adopted": counters.attempts_adopted})
             done.update({"followers: finished": counters.requests_finished})
+            admission = node.machine.cluster.stats().admission
+            done.update({"followers: admitted": admission.admitted})
+            done.update({f"followers: {cause} rejected": count for cause, count in admission.rejected.items()})
         return done
 
     def check_at_rest(self, has_events: bool) -> None:
         """Followers know exactly what instances cache, and keep nothing of requests that have ended."""
         host = self._host
+        guests = host.router.machine._lifecycle.guests.by_id
+        require(not guests, f"the owner counts requests of followers that have ended: {guests}")
         for node in self.followers:
             name = node.peer.name
             require(node.alive and not node.paused, f"{name} was not put right")
@@ -153,3 +159,25 @@ class Routers:
         for instance in host.instances:
             link = instance.machine.link
             require(link is None or not link.routers.alone, f"{instance.peer.name} has requests that no router wants")
+
+
+def check_dispatches(host: Host, node: FollowerNode, actions: Sequence[object]) -> None:
+    """The owner counts what a follower dispatches, as granted: no other request has got its place meanwhile.
+
+    A new owner that has no records, or none of this follower, does not know what it admits beside. Nor does one
+    whose clock goes forward: monotonic clocks do not.
+    """
+    lifecycle, happened = host.router.machine._lifecycle, host.happened
+    admission, guests = lifecycle.admission, lifecycle.guests.by_id
+    asking = node.machine.cluster._lifecycle.admission
+    forgets = not host.scenario.remembers and (happened["router-restart"] or happened["router-power"])
+    excused = forgets or happened["router-clock-jump"] or happened["disk-full"]
+    if not isinstance(asking, AskingController) or admission.is_closed or excused:
+        return
+    for action in actions:
+        if isinstance(action, Send) and isinstance(action.message, Dispatch):
+            name = action.message.request.request_id.partition("#")[0]
+            numbers = [one.number for one in asking._by_number.values() if one.req.request_id == name]
+            known = [guests.get(guest_name(node.peer, number)) for number in numbers]
+            counted = [req for req in known if req is not None and req.request_id in admission._active]
+            require(bool(counted), f"{node.peer.name} dispatches {name}, which the owner does not count")

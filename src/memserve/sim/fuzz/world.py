@@ -28,7 +28,7 @@ from memserve.sim.fuzz.instances import FIRST_GENERATION, FuzzedDevice, FuzzedIn
 from memserve.sim.fuzz.keyed import KeyedClients, client_of
 from memserve.sim.fuzz.network import FaultyNetwork
 from memserve.sim.fuzz.router import FuzzedRouter
-from memserve.sim.fuzz.routers import ANSWER_NS, Routers, cluster_config, new_follower
+from memserve.sim.fuzz.routers import ANSWER_NS, Routers, check_dispatches, cluster_config, new_follower
 from memserve.sim.fuzz.scenario import ALL_MIXES, BLOCK_TOKENS, LEASE_NS, MS, NAMESPACE, Scenario
 from memserve.sim.fuzz.stores import FuzzedStore
 from memserve.sim.fuzz.truth import Violation, require
@@ -264,6 +264,9 @@ class World:
             node.machine.check_invariants()
         if isinstance(event, MessageArrived) and isinstance(event.message, RequestRefused):
             self.referee.attempt_refused(client_of(event.message.request_id))
+        if isinstance(node, FollowerNode):
+            check_dispatches(self, node, actions)
+            self.gate_judge.follower_said(actions)
         if isinstance(node, RouterNode) and node.machine.config.admission.mode is not Admission.NONE:
             self.gate_judge.judge(node.machine, event, cast("Sequence[ClusterAction]", actions), node.now)
 

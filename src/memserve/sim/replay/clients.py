@@ -7,7 +7,7 @@ Open loop: a turn is sent when it is due, even if other turns are late; only its
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from memserve.serving import RequestArrived
@@ -49,6 +49,8 @@ class Served:
     finish: str = ""
     """The finish reason. Empty: under way, or rejected."""
     error: str = ""
+    is_cut_off: bool = False
+    """Its connection broke."""
     retry_after_s: float | None = None
 
     @property
@@ -82,7 +84,7 @@ class Clients:
         workload: Workload,
         make_script: MakeScript = Script,
     ) -> None:
-        """``moments``: when tokens were drawn; ``submit``: the way to the router."""
+        """``moments``: when tokens were drawn; ``submit``: the way to a router."""
         self._clock, self._around, self._moments, self._submit = clock, around, moments, submit
         self._workload, self._make_script = workload, make_script
         self.served: list[Served] = []
@@ -182,6 +184,14 @@ class Clients:
             self._ask_at(talk, end_ns + ns_from_s(retry_after_s))
             return
         self._end(request_id, talk, end_ns)
+
+    def cut_off(self, request_ids: Iterable[str]) -> None:
+        """The router of these requests is gone: their clients get an error from the network, if they still wait."""
+        for request_id in request_ids:
+            talk = self._talks.get(request_id)
+            if talk is not None and talk.served is not None:
+                talk.served.error, talk.served.is_cut_off = "its router is gone", True
+                self._end(request_id, talk, self._clock.now - self._start_ns)
 
     def _end(self, request_id: str, talk: _Talk, end_ns: int) -> None:
         served, session = talk.served, talk.session

@@ -1,15 +1,19 @@
-"""Instances whose devices only know how long steps take, and the world that hosts them."""
+"""Instances whose devices only know how long steps take, the world that hosts them, and the way to its routers."""
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
+from collections.abc import Sequence
+from random import Random
 from typing import Protocol
 
-from memserve.messages import ROUTER, AnyMessage, Dispatch, Peer, Tokens
+from memserve.messages import ROUTER, AnyMessage, Dispatch, Peer
+from memserve.serving import RequestArrived
 from memserve.sim.cores import Cores
 from memserve.sim.fast_forward import FastForwardInstance
 from memserve.sim.nodes import Host, InstanceNode
+from memserve.sim.process import Process
 from memserve.sim.replay.setup import Setup
 from memserve.sim.timed_device import Moments, TimedDevice
 from memserve.types import Role
@@ -28,6 +32,26 @@ class ReplayHost(Host, Protocol):
     @property
     def moments(self) -> Moments:
         """When each token was drawn."""
+
+
+class Balancer:
+    """Leads each connection to a router that lives, as a TCP balancer does: by chance. A paused one still gets some."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(f"balancer {seed}")
+        self._at: dict[str, Process] = {}  # by the request of a connection
+        self.routers: Sequence[Process] = ()
+        """All of a cluster."""
+
+    def submit(self, event: RequestArrived) -> None:
+        """A client opens a connection, and asks."""
+        router = self._random.choice([router for router in self.routers if router.alive])
+        self._at[event.request.request_id] = router
+        router.submit(event)
+
+    def at(self, router: Process) -> list[str]:
+        """All requests that came to ``router``."""
+        return [request_id for request_id, at in self._at.items() if at is router]
 
 
 class ReplayNode(InstanceNode):
@@ -94,9 +118,13 @@ class ReplayNode(InstanceNode):
             self._finish_step()
 
     def hear(self, sender: Peer, message: AnyMessage) -> None:
-        if sender.name == ROUTER and not isinstance(message, Dispatch):
+        if not isinstance(message, Dispatch) and self._is_router(sender):
             self.send_tokens()  # the message may make the machine drop them
         super().hear(sender, message)
+
+    def _is_router(self, sender: Peer) -> bool:
+        link = self.machine.link
+        return sender.name == ROUTER or (link is not None and link.routers.is_follower(sender))
 
     def post(self, event: object) -> None:
         self.catch_up()
@@ -114,13 +142,12 @@ class ReplayNode(InstanceNode):
         self._look_ahead()
 
     def send_tokens(self) -> None:
-        """Send the router all tokens drawn by now."""
+        """Send the routers all tokens drawn by now."""
         self.catch_up()
         self._sent_ns = self.host.clock.now
         machine = self._fast_forward
-        outputs = machine.take_held_tokens() if machine is not None else None
-        if outputs:
-            self._tell_router(Tokens(tuple(outputs)))
+        for action in machine.take_held_tokens() if machine is not None else ():
+            self._perform(action)
 
     # -- many steps at once
 

@@ -43,10 +43,11 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of one instance, for a time."""
+    """A fault of one instance, or of a router that is not the owner, for a time."""
 
     kind: str
-    """``kill`` (it starts again afterwards), ``pause``, or ``slow`` (its steps take ``factor`` times as long)."""
+    """``kill`` (it starts again afterwards), ``pause``, or ``slow`` (an instance's steps take ``factor`` times as
+    long)."""
     name: str
     at_s: float
     for_s: float
@@ -88,6 +89,10 @@ class Setup:
     scheduler: SchedulerConfig = GPU_SCHEDULER
     around: Surroundings = field(default_factory=Surroundings)
     faults: tuple[Fault, ...] = ()
+    routers: int = 1
+    """Routers, over which connections are spread: the owner, and followers (``follower_names``)."""
+    seed: int = 0
+    """Decides which router each connection comes to."""
     stores: StoreSetup | None = None
     """None: instances keep KV alone."""
     lengths: LengthStudy = field(default_factory=LengthStudy)
@@ -100,6 +105,8 @@ class Setup:
     def __post_init__(self) -> None:
         if not sum(self.instances.values()):
             raise UserError("a cluster needs instances", hint="for example --instances prefill=2,decode=6")
+        if self.routers < 1:
+            raise UserError(f"{self.routers} routers", hint="a cluster has at least one", param="routers")
         if self.stores is not None:
             self._check_stores(self.stores)
         if self.around.beside is not None and self.cluster.transfer is TransferMode.BY_LAYER:
@@ -109,6 +116,9 @@ class Setup:
 
     def _check_stores(self, stores: StoreSetup) -> None:
         stores.blocks(self.machine.geometry.block_bytes)
+        if self.routers > 1:
+            hint = "leave out --routers, or the store"
+            raise UserError("a store tells one router what it holds", hint=hint, param="routers")
         hosts = ceil_div(sum(self.instances.values()), self.around.instances_per_host)
         if not 1 <= stores.count <= hosts:
             raise UserError(f"{stores.count} stores on {hosts} hosts", hint=f"one a host: --stores 1 to {hosts}")
@@ -142,12 +152,13 @@ def parse_instances(text: str) -> dict[Role, int]:
 _FAULT = re.compile(r"(kill|pause|slow):([\w-]+)@([\d.]+)\+([\d.]+)(?:x([\d.]+))?")
 
 
-def parse_faults(text: str, instances: dict[Role, int]) -> tuple[Fault, ...]:
-    """``kill:d0@60+10,slow:p1@20+5x3``: kind, instance, start and duration in seconds, slowdown.
+def parse_faults(text: str, instances: dict[Role, int], routers: int = 1) -> tuple[Fault, ...]:
+    """``kill:d0@60+10,slow:p1@20+5x3``: kind, instance or follower, start and duration in seconds, slowdown.
 
-    Raises :class:`UserError`, also for instances that do not exist.
+    Raises :class:`UserError`, also for those that do not exist.
     """
-    names, faults = [name for name, _ in names_of(instances)], []
+    followers = follower_names(routers)
+    names, faults = [*(name for name, _ in names_of(instances)), *followers], []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _FAULT.fullmatch(part)
         if match is None:
@@ -155,9 +166,17 @@ def parse_faults(text: str, instances: dict[Role, int]) -> tuple[Fault, ...]:
             raise UserError(f"cannot read {part!r} as a fault", hint=hint)
         kind, name, at_s, for_s, factor = match.groups()
         if name not in names:
-            raise UserError(f"no instance {name!r}", hint=f"they are called {', '.join(names[:8])} ...")
+            hint = f"they are called {', '.join([*names[:8], *followers])} ..."
+            raise UserError(f"no instance, and no router beside the owner, is called {name!r}", hint=hint)
+        if kind == "slow" and name in followers:
+            raise UserError(f"{name} takes no steps", hint="a router can be killed or paused")
         faults.append(Fault(kind, name, float(at_s), float(for_s), float(factor or 2.0)))
     return tuple(faults)
+
+
+def follower_names(routers: int) -> list[str]:
+    """``router-2``, ``router-3``, ...: all of ``routers`` but the owner."""
+    return [f"router-{number}" for number in range(2, routers + 1)]
 
 
 def names_of(instances: dict[Role, int]) -> list[tuple[str, Role]]:

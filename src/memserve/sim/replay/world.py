@@ -10,6 +10,7 @@ from functools import partial
 from memserve.cluster.machine import Cluster
 from memserve.config import ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig
 from memserve.errors import UserError
+from memserve.follower.machine import Follower
 from memserve.instance.machine import Instance
 from memserve.messages import Peer, PeerInfo
 from memserve.policy.reuse import PreemptionCosts
@@ -19,13 +20,13 @@ from memserve.sim.fast_forward import FastForwardInstance
 from memserve.sim.links import Fabric, Link, LinkTotals, TimedPort
 from memserve.sim.member_node import MemberNode
 from memserve.sim.network import Network
-from memserve.sim.nodes import ROUTER_ADDRESS, InstanceNode, RouterNode
+from memserve.sim.nodes import ROUTER_ADDRESS, FollowerNode, InstanceNode, RouterNode
 from memserve.sim.process import Process
 from memserve.sim.replay.clients import Clients, MakeScript
 from memserve.sim.replay.lengths import StudiedObjectives
-from memserve.sim.replay.nodes import ReplayNode
+from memserve.sim.replay.nodes import Balancer, ReplayNode
 from memserve.sim.replay.scripts import Script
-from memserve.sim.replay.setup import Fault, Setup, StoreSetup, names_of
+from memserve.sim.replay.setup import Fault, Setup, StoreSetup, follower_names, names_of
 from memserve.sim.replay.stores import HitTokens, ReplayStore, StoreUsage, hit_tokens, store_info, store_usage
 from memserve.sim.replay.timeline import Timeline
 from memserve.sim.timed_device import Moments, TimedDevice, step_times
@@ -63,7 +64,7 @@ class Usage:
 
 
 class ReplayWorld:
-    """Builds a setup, and runs a workload on it. Deterministic: it draws nothing at random."""
+    """Builds a setup, and runs a workload on it. Deterministic: only the balancer draws at random, from a seed."""
 
     tells = False
     router_addresses = (ROUTER_ADDRESS,)
@@ -80,7 +81,9 @@ class ReplayWorld:
         self._cores: dict[str, Cores] = {}
         self._hosts: dict[str, str] = {}  # of each instance and store, by name
         self.router = RouterNode(self)
-        self.clients = Clients(self.clock, setup.around, self.moments, self.router.submit, workload, make_script)
+        self.balancer = Balancer(setup.seed)
+        submit = self.router.submit if setup.routers == 1 else self.balancer.submit
+        self.clients = Clients(self.clock, setup.around, self.moments, submit, workload, make_script)
         self.network.nodes[self.router.peer.name] = self.router
         self.instances: list[ReplayNode] = []
         for place, (name, role) in enumerate(names_of(setup.instances)):
@@ -89,6 +92,10 @@ class ReplayWorld:
             self.instances.append(node)
             self.network.nodes[name] = node
         self.stores = [self._new_store(setup.stores, n) for n in range(setup.stores.count)] if setup.stores else []
+        self.followers = [FollowerNode(self, name) for name in follower_names(setup.routers)]
+        for follower in self.followers:
+            self.network.nodes[follower.peer.name] = follower
+        self.balancer.routers = [self.router, *self.followers]
         every_ns = max(NS_PER_S, ns_from_s(_last_due_s(workload) / LOOKS))
         self.timeline = Timeline(self.clock, self.instances, lambda: self.clients.answered, every_ns)
         self.start_ns = 0
@@ -106,6 +113,10 @@ class ReplayWorld:
     def new_cluster(self) -> Cluster:
         """The router's machine."""
         return Cluster(self.setup.cluster)
+
+    def new_follower(self, node: FollowerNode) -> Follower:
+        """The machine of a router that is not the owner."""
+        return Follower(node.info(), self.router_addresses, self.setup.cluster, self.member_config)
 
     def new_instance(self, node: InstanceNode) -> Instance:
         """An instance's machine."""
@@ -185,7 +196,7 @@ class ReplayWorld:
 
     def run(self, limit_s: float | None = None) -> None:
         """From the first join to the last answer, or for ``limit_s`` of virtual time from the workload's start."""
-        while len(self.router.machine.instances()) < len(self.instances) + len(self.stores):
+        while not self._is_ready():
             if self.clock.now > JOINED_BY_NS:
                 raise UserError("the instances do not get ready", hint="try fewer, or a larger --heartbeat-ms")
             self.clock.run_until(self.clock.now + self.member_config.beat_ns)
@@ -202,6 +213,16 @@ class ReplayWorld:
             self._break_off(end_ns)
         self.timeline.look()
 
+    def _is_ready(self) -> bool:
+        """All are members, and each router hears every instance."""
+        for node in self.followers:
+            if node.refusal:
+                raise UserError(f"{node.peer.name} is refused: {node.refusal}", param="routers")
+        members = len(self.instances) + len(self.stores)
+        return len(self.router.machine.instances()) == members + len(self.followers) and all(
+            len(node.machine.cluster.instances()) == members for node in self.followers
+        )
+
     def _break_off(self, end_ns: int) -> None:
         """Time is up: clients get all tokens drawn so far, even those that no message has carried yet."""
         self.clock.now = end_ns
@@ -215,12 +236,14 @@ class ReplayWorld:
         return (self.clock.now - self.start_ns) / NS_PER_S
 
     def _strike(self, fault: Fault) -> None:
-        node = next(node for node in self.instances if node.peer.name == fault.name)
+        nodes: list[ReplayNode | FollowerNode] = [*self.instances, *self.followers]
+        node = next(node for node in nodes if node.peer.name == fault.name)
         heal: Callable[[], None]
         match fault.kind:
             case "kill":
                 node.kill()
                 heal = node.boot
+                self.clients.cut_off(self.balancer.at(node))
             case "pause":
                 node.pause()
                 heal = node.resume
@@ -230,9 +253,10 @@ class ReplayWorld:
         self.clock.after(ns_from_s(fault.for_s), heal)
 
     @staticmethod
-    def _set_slowness(node: ReplayNode, factor: float) -> None:
-        node.catch_up()
-        node.device.slowness = factor
+    def _set_slowness(node: Process, factor: float) -> None:
+        if isinstance(node, ReplayNode):  # a router takes no steps
+            node.catch_up()
+            node.device.slowness = factor
 
 
 def _last_due_s(workload: Workload) -> float:

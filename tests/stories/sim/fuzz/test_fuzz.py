@@ -187,7 +187,7 @@ def test_the_verdicts_of_two_processes_are_those_of_one() -> None:
 
 
 def test_every_kind_of_fault_can_be_drawn_and_struck() -> None:
-    assert set(KINDS) == {*SWARM, ROW, *STORE_FAULTS, "follower-kill", "follower-pause"}
+    assert set(KINDS) == {*SWARM, ROW, *STORE_FAULTS, "follower-kill", "follower-pause", "follower-cut"}
     drawn = {fault.kind for seed in range(200) for fault in draw(seed, setting_of(seed, "swarm")).faults}
     assert drawn >= {*SWARM, ROW} and drawn <= {*KINDS}
 

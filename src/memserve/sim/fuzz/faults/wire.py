@@ -25,6 +25,19 @@ def _partition(world: World, fault: Fault, node: FuzzedInstance, random: Random)
     return lambda: world.network.heal(ways, mode)
 
 
+def _follower_cut(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
+    """A router that is not the owner is cut off from the owner, from an instance, or from all."""
+    followers = world.routers.followers
+    if not followers:
+        return None
+    name, owner = followers[fault.seed % len(followers)].peer.name, world.router.peer.name
+    instances = [one.peer.name for one in world.instances]
+    mode, both_ways = random.choice(["lose", "hold"]), random.random() < 0.7
+    ends = random.choice([[owner], [owner], [node.peer.name], [owner, *instances]])
+    ways = [way for end in ends for way in world.network.part(name, end, mode, both_ways)]
+    return lambda: world.network.heal(ways, mode)
+
+
 def _share(network: FaultyNetwork, knob: str, share: float) -> Undo:
     """Raise the share of messages that suffer a fault, for a time."""
     setattr(network, knob, getattr(network, knob) + share)
@@ -61,6 +74,7 @@ def _delay(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> 
 
 
 KINDS: dict[str, Kind] = {
+    "follower-cut": _follower_cut,
     "partition": _partition,
     "lose": _lose,
     "repeat": _repeat,

@@ -1,0 +1,76 @@
+"""How many instances this machine gets where the options do not say so, and what fits into them."""
+
+from __future__ import annotations
+
+from memserve.config import EngineOptions
+from memserve.placement import ScalingOptions
+from memserve.policy.capacity import (
+    APART_CORES_MIN,
+    CLIENT_TOKENS,
+    Machine,
+    Shape,
+    choose_shape,
+    clients_that_fit,
+    instance_bytes,
+)
+from memserve.runtime.gpus import device_here
+from memserve.runtime.memory import available_memory_bytes, usable_cores
+from memserve.types import Role
+
+FIXED = ScalingOptions()
+
+
+def choose_counts(
+    prefill: int | None,
+    decode: int | None,
+    colocated: int | None,
+    engine: EngineOptions,
+    scaling: ScalingOptions = FIXED,
+) -> Shape:
+    """Instances of each role, as the options set them; ``prefill`` or ``decode`` alone adds one of the other, and a
+    role whose count ``scaling`` changes begins with the least that is allowed.
+
+    All None: what suits this machine (:func:`memserve.policy.capacity.choose_shape`), with the reason.
+    """
+    if not scaling.told_in:
+        roles = (Role.PREFILL, prefill), (Role.DECODE, decode), (Role.COLOCATED, colocated)
+        prefill, decode, colocated = (scaling.first(role, count) for role, count in roles)
+    if prefill is decode is colocated is None:
+        return shape_here(engine)
+    pairs = prefill is not None or decode is not None
+    return Shape(
+        prefill if prefill is not None else int(pairs),
+        decode if decode is not None else int(pairs),
+        colocated or 0,
+    )
+
+
+def shape_here(engine: EngineOptions) -> Shape:
+    """The shape that suits this machine, for engines with these options."""
+    from memserve.model.loading.sources import weight_bytes
+
+    machine = Machine(usable_cores(), available_memory_bytes(), len(device_here(engine.device).gpus))
+    weights = weight_bytes(engine.model) if machine.cores >= APART_CORES_MIN and not machine.gpus else None
+    kv_bytes = engine.kv_memory_bytes + engine.dram_memory_bytes
+    return choose_shape(machine, None if weights is None else instance_bytes(kv_bytes, weights))
+
+
+def shape_text(shape: Shape) -> str:
+    """The chosen shape, the reason, and the flags for the other shape; empty where nothing was chosen."""
+    if not shape.reason:
+        return ""
+    if shape.colocated > 1:
+        return f"shape: {shape.colocated} colocated instances ({shape.reason}); for one: --colocated 1"
+    if shape.colocated:
+        return f"shape: one colocated instance ({shape.reason}); for the other shape: --prefill 1 --decode 1"
+    return f"shape: one prefill and one decode instance ({shape.reason}); for the other shape: --colocated 1"
+
+
+def room_text(kv_tokens: int, context_tokens: int, running_max: int) -> str:
+    """A line: tokens of KV, the longest context, and about how many clients fit."""
+    clients = clients_that_fit(kv_tokens, context_tokens, running_max)
+    each = min(CLIENT_TOKENS, context_tokens)
+    return (
+        f"memory: {kv_tokens:,} tokens of KV, contexts up to {context_tokens:,}:"
+        f" about {clients:,} client{'s' if clients != 1 else ''} at once with {each:,} tokens each"
+    )

@@ -1,0 +1,182 @@
+"""memserve as an application of Ray Serve: its proxies in front, the router in a replica, instances in Ray's actors.
+
+::
+
+    serve run memserve.integrations.ray_serve:app model=smollm2-135m-instruct prefill=1 decode=1
+
+    client -- Ray Serve's proxy -- replica: ASGI application, router -- members of a cluster: one actor each, any node
+
+The arguments are the options of ``memserve serve`` without their dashes. The replica and everything that it has started
+end together; Ray Serve starts a new replica in its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from memserve.cli.cluster import READS, Asked, ClusterOptions, running_cluster
+from memserve.cli.main import command_line
+from memserve.cli.on_ray import free_port, members_plan
+from memserve.cli.serve import app_of
+from memserve.errors import InvariantError, UserError
+from memserve.model.loading.adapter import read_adapters
+from memserve.placement import PlacementOptions
+from memserve.runtime.links.devices import with_port
+from memserve.store_options import StoreOptions
+
+if TYPE_CHECKING:
+    from memserve.types import Role
+
+log = logging.getLogger(__name__)
+
+ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
+NAME = "memserve"
+_NAME_S = 60.0
+"""How long the controller of a replica before this one may take to end."""
+_OWN = (
+    "host", "port", "tls_cert", "tls_key", "on", "address", "routers", "cluster_host", "metadata", "scale_file",
+    "in_process", "engine", "engine_admin_key_file",
+)  # fmt: skip
+"""Options that Ray Serve has of its own, that say where processes run, or that mean no cluster of memserve."""
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """The application, for ``serve run`` and for ``import_path`` in a configuration.
+
+    Raises :class:`UserError` for options that ``memserve serve`` does not have, or cannot have here.
+    """
+    from ray import serve
+
+    words = words_of(args)
+    asked, _ = read(words)
+
+    def build() -> ASGIApp:
+        return open_app(words)
+
+    deployment = serve.deployment(
+        name=NAME,
+        num_replicas=1,  # all requests of a cluster pass its one router
+        max_ongoing_requests=asked.http.limits.connections_max,
+        graceful_shutdown_timeout_s=asked.http.drain_s,
+        ray_actor_options={"num_cpus": 1},
+    )
+    return deployment(serve.ingress(build)()).bind()
+
+
+def words_of(args: Mapping[str, Any]) -> tuple[str, ...]:
+    """The command line of ``memserve serve`` for options by name: ``{"kv_memory": "4GiB", "no_cache": True}``. Raises
+    :class:`UserError`."""
+    words: list[str] = ["--on", "ray"]
+    for name, value in args.items():
+        plain = name.replace("-", "_")
+        if plain in _OWN:
+            hint = "leave it out: Ray Serve decides that, or it means no cluster of memserve"
+            raise UserError(f"{name} cannot be set here", hint=hint, param=name)
+        flag = "--" + plain.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+            continue
+        for one in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
+            words += [flag, str(one)]
+    return tuple(words)
+
+
+def read(words: Sequence[str]) -> tuple[Asked, ClusterOptions]:
+    """What ``memserve serve`` with these ``words`` would run. Raises :class:`UserError` for wrong ones."""
+    found: list[Asked] = []
+    token = READS.set(found.append)
+    try:
+        command_line("serve")(["serve", *words], standalone_mode=False)
+    except UserError:
+        raise
+    except Exception as error:  # of the library that typer bundles, under no public name
+        message = getattr(error, "message", None) or str(error)
+        raise UserError(message, hint="memserve serve --help lists all options") from None
+    finally:
+        READS.reset(token)
+    cluster = found[0].cluster
+    if cluster is None:
+        raise InvariantError("one engine alone was asked for, and refused")
+    return found[0], cluster
+
+
+def open_app(words: Sequence[str]) -> ASGIApp:
+    """Start the cluster from this replica, and wait until it is ready. It ends with the application's lifespan.
+
+    Raises :class:`UserError` when Ray has no room for it.
+    """
+    with ThreadPoolExecutor(1) as apart:  # a replica's own thread has a running loop, in which nothing may wait
+        return apart.submit(_open, words).result()
+
+
+def _open(words: Sequence[str]) -> ASGIApp:
+    stack = ExitStack()
+    try:
+        served = stack.enter_context(_cluster(*read(words)))
+    except BaseException:
+        stack.close()
+        raise
+    return Ending(served, stack.close)
+
+
+class Ending:
+    """An application, and what is to be closed behind its lifespan."""
+
+    def __init__(self, served: ASGIApp, close: Callable[[], None]) -> None:
+        self._served, self._close = served, close
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """As ASGI has it."""
+        await self._served(scope, receive, send)
+        if scope["type"] == "lifespan":
+            self._close()
+
+
+@contextmanager
+def _cluster(asked: Asked, options: ClusterOptions) -> Iterator[ASGIApp]:
+    import ray
+
+    from memserve.runtime.ray_actors import new_controller
+
+    http = asked.http
+    node, secret = ray.util.get_node_ip_address(), options.secret or secrets.token_urlsafe(32)
+    port = options.port or free_port()
+    plan = members_plan(asked.engine, http, options, secret, with_port(node, port))
+    controller = _once_free(lambda: new_controller(plan))
+    router = dataclasses.replace(
+        options, prefill=0, decode=0, colocated=0, host=node, port=port, secret=secret, store=StoreOptions(),
+        placement=PlacementOptions(scaling=options.placement.scaling),
+    )  # fmt: skip
+
+    def scale(counts: Mapping[Role, int]) -> object:
+        return ray.get(controller.scale.remote({role.value: count for role, count in counts.items()}))
+
+    try:
+        ray.get(controller.start.remote())
+        with running_cluster(asked.engine, router, http.log_level, log.info, scale) as running:
+            ray.get(controller.wait_members.remote())
+            adapters = read_adapters(asked.engine.lora)
+            yield app_of(running.engine, running.model, asked.engine.model, adapters, http)[0]
+    finally:
+        ray.get(controller.stop.remote())
+        ray.kill(controller)
+
+
+def _once_free(make: Callable[[], Any]) -> Any:
+    """``make()``, when the actor of that name has ended: a replica may still be ending that was there before."""
+    deadline = time.monotonic() + _NAME_S
+    while True:
+        try:
+            return make()
+        except ValueError as error:
+            if time.monotonic() > deadline:
+                hint = "one cluster of memserve runs on a Ray at a time"
+                raise UserError(f"another cluster of memserve runs on this Ray: {error}", hint=hint) from None
+            time.sleep(1.0)

@@ -1,0 +1,199 @@
+"""How many instances of a role there should be: what they have to do in, a count and its reason out.
+
+::
+
+    too much for n instances, for up_ns        -> n + 1; 2 n where it is twice too much
+    little enough for n - 1, for down_ns       -> n - 1
+    a change                                   -> both times begin again when its instances are there
+
+What is too much is said by several signals, some of which do not say how much fewer instances could carry: the time
+that a prompt waits may double with one instance less, or grow without limit. So the count that was too small is
+remembered together with the tokens a second that were served then: it is not tried again until clearly less is asked
+for. Under a constant load a count that has failed never comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memserve.placement import Range
+from memserve.units import NS_PER_S
+
+HIGH, LOW = 0.85, 0.6
+"""Share of KV memory, or of device time, above which there is too much to do, and below which fewer can do it."""
+WAITING_MAX = 2
+"""Requests that may wait for each instance."""
+WAIT_NS = NS_PER_S
+"""Time that a prompt may wait to be computed, where its first token has no objective."""
+LATE_MAX, LATE_FEW = 0.05, 0.01
+"""Share of answers that may miss an objective, and the share that counts as none."""
+LOST_MAX, LOST_FEW = 0.2, 0.1
+"""Share of prompt tokens whose KV was there once, and had to be computed again because memory is full."""
+SAMPLE_MIN, TOKENS_MIN = 5.0, 2000.0
+"""Answers, and prompt tokens, on which a share is based."""
+FADES = 0.9
+"""What is left of a look's counts at the next one."""
+MARGIN = 0.7
+"""Share of the load at which a count was too small, up to which it is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleLoad:
+    """One look at all instances of a role that take requests."""
+
+    instances: int
+    waiting: int = 0
+    """Requests that wait, at the instances or for one of them."""
+    prompt_wait_ns: int = 0
+    """Estimate of the time until an instance has computed the prompts that it has; the mean over instances."""
+    wait_max_ns: int = WAIT_NS
+    """What of it is allowed."""
+    busy: float = 0.0
+    """Device time since the last look, in instances: 0 to ``instances``. 0 where a device that is never idle may
+    still have room, as in decoding."""
+    kv_held: float = 0.0
+    """KV memory that running requests hold, in instances: 0 to ``instances``."""
+    served_tokens: float = 0.0
+    """Prompt and generated tokens since the last look."""
+    answers: int = 0
+    """Tokens or requests with an objective since the last look."""
+    late: int = 0
+    """Of them: missed it."""
+    prompt_tokens: float = 0.0
+    """Since the last look."""
+    lost_tokens: float = 0.0
+    """Of them: an unlimited cache would have had their KV, and these instances did not."""
+    is_full: bool = False
+    """Whether the memory of the instances is full of KV, that of finished requests included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A decision: another count."""
+
+    instances: int
+    """Counted when it was made."""
+    wanted: int
+    why: str
+    """A reason in words, with its numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Excess:
+    """A signal above its limit."""
+
+    times: float
+    """The limit; at least 1."""
+    why: str
+
+
+class RoleScaling:
+    """Decides for one role, look by look."""
+
+    __slots__ = (
+        "_answers", "_asked", "_asked_ns", "_calm_ns", "_down_ns", "_failed", "_full_ns", "_last_ns", "_late", "_lost",
+        "_prompts", "_range", "_settle_ns", "_tokens_s", "_up_ns",
+    )  # fmt: skip
+
+    def __init__(self, allowed: Range, up_ns: int, down_ns: int, settle_ns: int) -> None:
+        """``settle_ns``: how long instances that were asked for may take to come, or to go; then the decision counts
+        as not carried out."""
+        self._range, self._up_ns, self._down_ns, self._settle_ns = allowed, up_ns, down_ns, settle_ns
+        self._asked: int | None = None
+        self._asked_ns = 0
+        self._full_ns: int | None = None  # since when there is too much to do
+        self._calm_ns: int | None = None  # since when fewer could do it
+        #: counts that were too small, with the tokens a second that were served then
+        self._failed: dict[int, float] = {}
+        self._last_ns: int | None = None
+        self._tokens_s = self._answers = self._late = self._prompts = self._lost = 0.0
+
+    def look(self, load: RoleLoad, now: int) -> Wanted | None:
+        """Take a look into account. None: the count stays."""
+        self._count(load, now)
+        count = load.instances
+        if self._asked is not None:
+            if count != self._asked and now - self._asked_ns < self._settle_ns:
+                return None
+            self._asked = self._full_ns = self._calm_ns = None
+            self._answers = self._late = self._prompts = self._lost = 0.0  # what fewer or more instances did
+        if count > self._range.most:
+            return self._ask(count, self._range.most, f"at most {self._range.most} are allowed", now)
+        if count < self._range.least:  # what has died is started again by its supervisor
+            return None
+        worst = max(self._excesses(load), key=lambda one: one.times, default=None)
+        if worst is not None and count < self._range.most:
+            return self._grow(count, worst, now)
+        self._full_ns = None
+        return self._shrink(load, now) if worst is None else None
+
+    def _count(self, load: RoleLoad, now: int) -> None:
+        if self._last_ns is not None and now > self._last_ns:
+            rate = load.served_tokens * NS_PER_S / (now - self._last_ns)
+            self._tokens_s += (rate - self._tokens_s) * (1 - FADES)
+        self._last_ns = now
+        self._answers, self._late = FADES * self._answers + load.answers, FADES * self._late + load.late
+        self._prompts, self._lost = FADES * self._prompts + load.prompt_tokens, FADES * self._lost + load.lost_tokens
+
+    def _grow(self, count: int, worst: _Excess, now: int) -> Wanted | None:
+        self._calm_ns = None
+        self._full_ns = now if self._full_ns is None else self._full_ns
+        if now - self._full_ns < self._up_ns:
+            return None
+        wanted = min(self._range.most, count * 2 if worst.times >= 2 else count + 1)
+        self._failed[count] = self._tokens_s
+        return self._ask(count, wanted, worst.why, now)
+
+    def _shrink(self, load: RoleLoad, now: int) -> Wanted | None:
+        if load.instances <= self._range.least or not self._could_be_fewer(load):
+            self._calm_ns = None
+            return None
+        self._calm_ns = now if self._calm_ns is None else self._calm_ns
+        if now - self._calm_ns < self._down_ns:
+            return None
+        count = load.instances
+        seconds = f"{self._down_ns / NS_PER_S:g} s"
+        return self._ask(count, count - 1, f"{count - 1} could have done what came in the last {seconds}", now)
+
+    def _ask(self, count: int, wanted: int, why: str, now: int) -> Wanted:
+        self._asked, self._asked_ns = wanted, now
+        self._full_ns = self._calm_ns = None
+        return Wanted(count, wanted, why)
+
+    def _excesses(self, load: RoleLoad) -> Iterator[_Excess]:
+        count = load.instances
+        waiting = load.waiting / (WAITING_MAX * max(1, count))
+        yield from _above(waiting, f"{load.waiting} requests wait, {WAITING_MAX} for each instance are allowed")
+        wait_s, most_s = load.prompt_wait_ns / NS_PER_S, load.wait_max_ns / NS_PER_S
+        yield from _above(wait_s / most_s, f"prompts wait for {wait_s:.2f} s, {most_s:.2f} s are allowed")
+        if count:
+            yield from _above(load.busy / count / HIGH, f"the devices work {load.busy / count:.0%} of the time")
+            yield from _above(load.kv_held / count / HIGH, f"requests hold {load.kv_held / count:.0%} of KV memory")
+        late, lost = self._late_share, self._lost_share
+        yield from _above(late / LATE_MAX, f"{late:.0%} of answers miss their objective")
+        if load.is_full:
+            yield from _above(lost / LOST_MAX, f"{lost:.0%} of prompt tokens were cached once, and memory is full")
+
+    @property
+    def _late_share(self) -> float:
+        return self._late / self._answers if self._answers >= SAMPLE_MIN else 0.0
+
+    @property
+    def _lost_share(self) -> float:
+        return self._lost / self._prompts if self._prompts >= TOKENS_MIN else 0.0
+
+    def _could_be_fewer(self, load: RoleLoad) -> bool:
+        fewer = load.instances - 1
+        if load.waiting or max(load.busy, load.kv_held) > LOW * fewer:
+            return False
+        if load.prompt_wait_ns * load.instances > load.wait_max_ns // 2 * fewer:
+            return False
+        if self._late_share > LATE_FEW or (load.is_full and self._lost_share > LOST_FEW):
+            return False
+        return all(self._tokens_s <= MARGIN * failed for count, failed in self._failed.items() if count >= fewer)
+
+
+def _above(times: float, why: str) -> Iterator[_Excess]:
+    if times > 1:
+        yield _Excess(times, why)

@@ -1,0 +1,130 @@
+"""memserve as an application of Ray Serve: deployed by a configuration as in the guide, asked by OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from memserve.errors import UserError
+from memserve.integrations.ray_serve import app, read, words_of
+from on_ray import COUNT, QUESTIONS, WAIT_S, Raylets, question, truth_of
+from ports import free_port
+from served_cluster import eventually
+from tiny_models import save_folder, tiny_module
+
+pytest.importorskip("ray.serve", reason="Ray Serve (extra: ray) is not installed")
+pytestmark = pytest.mark.timeout(900)  # three raylets and two instances share the machine with other tests
+
+
+class Served:
+    """``serve run FILE`` on a head without room for instances, and a node with room for four."""
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.ray, port = Raylets(1), free_port()
+        arguments = {
+            "model": str(model), "dtype": "float32", "kv-memory": "4MiB", "threads": 1, "block_tokens": 8,
+            "prefill": 1, "decode": 1, "served_model_name": "tiny",
+        }  # fmt: skip
+        application = {"name": "chat", "route_prefix": "/", "args": arguments}
+        application["import_path"] = "memserve.integrations.ray_serve:app"
+        config = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
+        file = folder / "serve.yaml"
+        file.write_text(json.dumps(config))  # which is YAML
+        run = "from ray.serve.scripts import cli; cli()"
+        self.log = folder / "log"
+        with self.log.open("w") as log:
+            command = [sys.executable, "-c", run, "run", str(file), "--address", self.ray.address]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+        eventually(self.is_ready)
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()[-2000:]
+        try:
+            return httpx.get(f"{self.url}/health", timeout=30).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        try:
+            self.process.wait(WAIT_S)
+        finally:
+            self.process.kill()
+            self.ray.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_folder(tiny_module("llama"), tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(model, tmp_path_factory.mktemp("serve"))
+    yield served
+    served.close()
+
+
+def test_the_official_client_streams_the_answers_of_one_engine(served: Served, model: Path) -> None:
+    truth = truth_of(model)
+    assert [card.id for card in served.client.models.list()] == ["tiny"]
+    for seed in range(QUESTIONS):
+        asked = {"model": "tiny", "prompt": question(seed), "max_tokens": COUNT, "temperature": 0}
+        pieces = [
+            event.choices[0].text
+            for event in served.client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True})
+            if event.choices
+        ]
+        assert "".join(pieces) == truth[seed] and len(pieces) > 2, "it came in pieces"
+    page = httpx.get(f"{served.url}/metrics", timeout=30).text
+    assert "memserve_router_members_joined_total 2.0" in page, "a prefill and a decode instance"
+
+
+def test_a_wrong_request_and_one_that_is_cancelled(served: Served) -> None:
+    with pytest.raises(openai.NotFoundError):
+        served.client.completions.create(model="other", prompt="x")
+    asked = {"model": "tiny", "prompt": question(0), "max_tokens": 100, "extra_body": {"ignore_eos": True}}
+    with served.client.completions.create(**asked, stream=True) as stream:
+        next(iter(stream))
+    eventually(lambda: "memserve_router_requests_live 0.0" in httpx.get(f"{served.url}/metrics", timeout=30).text)
+
+
+def test_scaled_by_hand(served: Served) -> None:
+    """``memserve scale`` finds the cluster of the replica."""
+    command = [sys.executable, "-m", "memserve", "scale", "decode=2", "--address", served.ray.address]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.split("\n")[:2] == ["prefill: p1", "decode: d1, d2"]
+    assert "memserve_router_instances 3.0" in httpx.get(f"{served.url}/metrics", timeout=30).text
+
+
+def test_options_are_those_of_serve() -> None:
+    words = words_of({"prefill": "2", "kv_memory": "4MiB", "no_cache": True, "tenant-weight": ["a=2", "b=1"]})
+    asked, cluster = read(words)
+    assert (cluster.prefill, cluster.decode, asked.engine.kv_memory_bytes) == (2, 1, 4 << 20)
+    assert not asked.engine.caching and cluster.config.admission.weights == (("a", 2), ("b", 1))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"port": 1}, "port cannot be set here"),
+        ({"in-process": True}, "in-process cannot be set here"),
+        ({"modle": "x"}, "No such option: --modle"),
+        ({"engine": "http://127.0.0.1:1"}, "engine cannot be set here"),
+        ({"prefill": 0, "decode": 0}, "a cluster without instances cannot serve"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_deployed(args: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        app(args)

@@ -1,0 +1,139 @@
+"""Counts that follow the load: a real ``memserve serve`` starts instances under load, and drains them after it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from memserve import LLM
+from memserve.types import SamplingParams
+from served_cluster import WAIT_S, Server, eventually
+from tiny_models import prompt, save_folder, tiny_module
+
+pytestmark = pytest.mark.timeout(600)
+COUNT, QUESTIONS, CLIENTS = 24, 6, 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_folder(tiny_module("llama"), tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def truth(folder: Path) -> list[str]:
+    """What one engine without a cache answers, greedily."""
+    with LLM(str(folder), dtype="float32", kv_memory="4MiB", threads=1, enable_prefix_caching=False) as llm:
+        greedy, asked = SamplingParams(temperature=0), [question(seed) for seed in range(QUESTIONS)]
+        answers = (llm.generate([tokens], greedy, max_tokens=COUNT, ignore_eos=True) for tokens in asked)
+        return [answer[0].text for answer in answers]
+
+
+def question(seed: int) -> list[int]:
+    return [int(token) for token in prompt(60 + 8 * seed, seed)]
+
+
+class Load:
+    """Clients that ask, and compare; ``pause_s`` between two requests. What fails or differs is kept."""
+
+    def __init__(self, server: Server, truth: list[str], clients: int, pause_s: float = 0.0) -> None:
+        self._pause_s = pause_s
+        self._server, self._truth, self._stop = server, truth, threading.Event()
+        self.answers, self.wrong = 0, []
+        self._clients = [threading.Thread(target=self._ask, args=(at,)) for at in range(clients)]
+
+    def _ask(self, seed: int) -> None:
+        while not self._stop.wait(self._pause_s):
+            seed = (seed + 1) % QUESTIONS
+            try:
+                told: object = self._server.complete(question(seed), COUNT)
+            except Exception as error:  # any failure of a request is what this is about
+                told = error
+            if told != self._truth[seed]:
+                self.wrong.append((seed, told))
+            self.answers += 1
+
+    def __enter__(self) -> Load:
+        for client in self._clients:
+            client.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        for client in self._clients:
+            client.join(WAIT_S)
+
+
+@pytest.fixture
+def server(folder: Path, tmp_path: Path) -> Iterator[Server]:
+    """One sequence at a time on each instance, so that the others of eight clients wait."""
+    flags = ["--scale", "colocated=1..2", "--scale-up-after", "1", "--scale-down-after", "3", "--max-running", "1"]
+    with (tmp_path / "log").open("w") as stderr:
+        served = Server(folder, *flags, "--metadata", str(tmp_path / "state"), stderr=stderr)
+    yield served
+    served.process.kill()
+    served.process.wait(WAIT_S)
+
+
+def test_instances_come_with_the_load_and_go_after_it(server: Server, truth: list[str], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert server.members() == {"c1"} == set(server.children())
+    with Load(server, truth, CLIENTS) as load:
+        eventually(lambda: server.members() == {"c1", "c2"})
+        before = load.answers
+        eventually(lambda: load.answers > before + 2 * CLIENTS)
+    assert "colocated: 1 -> 2, because " in log.read_text()
+    with Load(server, truth, 1, 0.5) as light:  # asks on while an instance drains
+        eventually(lambda: server.members() == {"c1"} == set(server.children()))
+    assert load.wrong == [] == light.wrong and light.answers
+    assert "colocated: 2 -> 1, because 1 could have done what came in the last 3 s" in log.read_text()
+    page = httpx.get(server.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
+    assert 'memserve_scaling_wanted{role="colocated"} 1.0' in page
+    assert 'memserve_scaling_decisions_total{for="more",role="colocated"} 1.0' in page
+    assert "memserve_router_members_left_total 1.0" in page, "it said goodbye"
+    assert "memserve_router_members_died_total 0.0" in page
+    assert 'memserve_instance_process_up{instance="c2"}' not in page, "no process is expected any more"
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(WAIT_S) == 0
+
+
+def test_the_next_router_takes_over_what_the_load_has_started(
+    server: Server, folder: Path, truth: list[str], tmp_path: Path
+) -> None:
+    """Killed while two instances run: its successor begins with both."""
+    with Load(server, truth, CLIENTS):
+        eventually(lambda: server.members() == {"c1", "c2"})
+        pids = server.children()
+        server.process.kill()
+        server.process.wait(WAIT_S)
+    flags = ["--scale", "colocated=1..2", "--scale-down-after", "60", "--max-running", "1"]
+    after = Server(folder, *flags, "--metadata", str(tmp_path / "state"))
+    try:
+        eventually(lambda: after.members() == {"c1", "c2"})
+        assert all(Path(f"/proc/{pid}").exists() for pid in pids.values()), "neither was started anew"
+        assert after.complete(question(1), COUNT) == truth[1]
+    finally:
+        after.process.send_signal(signal.SIGTERM)
+        assert after.process.wait(WAIT_S) == 0
+
+
+def test_decisions_are_told_in_a_file(folder: Path, truth: list[str], tmp_path: Path) -> None:
+    """``--scale-file``: another supervisor starts the instances; this one runs what it was told to."""
+    told = tmp_path / "scale.json"
+    flags = ["--scale", "colocated=1..3", "--scale-up-after", "1", "--scale-file", str(told), "--max-running", "1"]
+    server = Server(folder, *flags, "--colocated", "1", "--metadata", "none")
+    try:
+        assert json.loads(told.read_text()) == {}, "nothing is decided yet"
+        with Load(server, truth, CLIENTS) as load:
+            eventually(lambda: json.loads(told.read_text()))
+        ((role, decided),) = json.loads(told.read_text()).items()
+        assert role == "colocated" and decided["instances"] in (2, 3) and decided["decision"]
+        assert server.members() == {"c1"} and load.wrong == []
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(WAIT_S) == 0
