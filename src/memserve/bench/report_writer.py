@@ -109,6 +109,7 @@ def draw_all(drawings: Mapping[str, Drawing], results: object, folder: Path) -> 
         if figure is not None:
             for ending in FORMATS:
                 figure.savefig(folder / f"{name}.{ending}", bbox_inches="tight", dpi=120)
+                figure.set_layout_engine("none")  # it is laid out once for all formats
             pyplot.close(figure)
             drawn.append(name)
     return drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -85,6 +86,13 @@ def decoded(driver: Driver, rng: random.Random, lengths: Sequence[int], count: i
     return drawn
 
 
+@cache
+def whole(family: str, lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Greedy tokens of prompts of these lengths, by the family's own eager path, which knows no blocks."""
+    module = tiny_module(family)
+    return [greedy_tokens(module, prompt(length, seed), count) for seed, length in enumerate(lengths)]
+
+
 @pytest.fixture
 def rng() -> random.Random:
     return random.Random(7)
@@ -97,17 +105,15 @@ def device(module: object, **options: object) -> Driver:
 @pytest.mark.parametrize("kept", [[], [0], [1], [2], [0, 2], [0, 1, 2], None])
 def test_tokens_do_not_depend_on_where_layers_lie(kept: list[int] | None, rng: random.Random) -> None:
     """Prompts of one block to seven, some of which lie whole; every set of kept layers, or another one in each step."""
-    lengths = [200, 40, 131, 20, 65]
-    expected = [greedy_tokens(tiny_module("llama"), prompt(length, seed), 6) for seed, length in enumerate(lengths)]
-    assert decoded(device(tiny_module("llama")), rng, lengths, 6, kept) == expected
+    lengths = (200, 40, 131, 20, 65)
+    assert decoded(device(tiny_module("llama")), rng, lengths, 6, kept) == whole("llama", lengths, 6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_reads_its_layers_from_anywhere(family: str, rng: random.Random) -> None:
     """Windows, caps and sinks are a layer's own: they must meet the right pages."""
-    lengths = [150, 70]
-    expected = [greedy_tokens(tiny_module(family), prompt(length, seed), 4) for seed, length in enumerate(lengths)]
-    assert decoded(device(tiny_module(family)), rng, lengths, 4, None) == expected
+    lengths = (150, 70)
+    assert decoded(device(tiny_module(family)), rng, lengths, 4, None) == whole(family, lengths, 4)
 
 
 def rounded_whole(driver: Driver, lengths: Sequence[int], count: int, kept: Sequence[int]) -> list[list[int]]:
@@ -170,9 +176,8 @@ def computed_by_layer(driver: Driver, rng: random.Random, lengths: Sequence[int]
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(4))
 def test_prompts_are_computed_where_they_lie(family: str, seed: int) -> None:
-    lengths = [200, 64, 131, 20, 65]
-    expected = [greedy_tokens(tiny_module(family), prompt(length, slot), 4) for slot, length in enumerate(lengths)]
-    assert computed_by_layer(device(tiny_module(family)), random.Random(seed), lengths, 4) == expected
+    lengths = (200, 64, 131, 20, 65)
+    assert computed_by_layer(device(tiny_module(family)), random.Random(seed), lengths, 4) == whole(family, lengths, 4)
 
 
 def test_places_must_exist(rng: random.Random) -> None:
