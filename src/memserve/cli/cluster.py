@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memserve.cli.progress import shown
 from memserve.config import ClusterConfig, EngineOptions
@@ -169,7 +169,7 @@ def running_cluster(
 
     Raises :class:`UserError` when an instance cannot start.
     """
-    from memserve.model.loading.card import import_tokenizers
+    from memserve.model.loading.card import early_tokenizer, import_tokenizers
     from memserve.model.loading.sources import resolve_source
     from memserve.runtime.meta_children import ChildrenFile
     from memserve.runtime.supervisor import Supervisor
@@ -197,12 +197,12 @@ def running_cluster(
             if named is not None:
                 engine.call_store(f"tcp://{named.address}")
             supervisor.start()
-            import_tokenizers()
-            import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
+            tokenizer = early_tokenizer(folder)  # while the instances load: later, clients would wait
+            import memserve.api.app  # noqa: F401  # the same
 
             with shown("loading" if supervisor.names else "waiting"):
                 infos = _wait_until_ready(engine, supervisor, named, options, say)
-            model = model_of(infos, folder, options.config.sequence_instances_max)
+            model = model_of(infos, folder, options.config.sequence_instances_max, tokenizer)
             supervisor.settle()
             yield RunningCluster(engine, model, _describe(infos, options, engine_options, model), supervisor.retire)
         finally:
@@ -341,8 +341,9 @@ def with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
     return {name: info for name, info in members.items() if info.role.has_model}
 
 
-def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int) -> RemoteModel:
-    """What the edge must know of the model that ``infos`` serve, at most ``instances_max`` of them one sequence."""
+def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int, early: Any = None) -> RemoteModel:
+    """What the edge must know of the model that ``infos`` serve, at most ``instances_max`` of them one sequence.
+    ``early``: the folder's :func:`~memserve.model.loading.card.early_tokenizer`."""
     from memserve.cluster.spans import longest
     from memserve.model.loading.card import ModelCard, remote_model
 
@@ -352,7 +353,7 @@ def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int) -> 
     if shared > card.max_model_tokens:
         note = "" if shared == largest.sequence_tokens else card.context_note
         card = dataclasses.replace(card, max_model_tokens=shared, context_note=note)
-    return remote_model(card, folder)
+    return remote_model(card, folder, early)
 
 
 def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: EngineOptions, model: RemoteModel) -> str:
