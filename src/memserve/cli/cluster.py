@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memserve.cli.progress import shown
 from memserve.cli.shape import room_text
@@ -164,7 +164,7 @@ def running_cluster(
 
     Raises :class:`UserError` when an instance cannot start.
     """
-    from memserve.model.loading.card import import_tokenizers
+    from memserve.model.loading.card import early_tokenizer, import_tokenizers
     from memserve.model.loading.sources import resolve_source
     from memserve.runtime.meta_children import ChildrenFile
     from memserve.runtime.scaling import LocalInstances
@@ -196,12 +196,12 @@ def running_cluster(
                 engine.call_store(f"tcp://{named.address}")
             supervisor.start()
             with objects_that_stay():
-                import_tokenizers()
-                import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
+                tokenizer = early_tokenizer(folder)  # while the instances load: later, clients would wait
+                import memserve.api.app  # noqa: F401  # the same
 
             with shown("loading" if supervisor.names else "waiting"):
                 infos = _wait_until_ready(engine, supervisor, named, options, say)
-            model = model_of(infos, folder, options.config.sequence_instances_max)
+            model = model_of(infos, folder, options.config.sequence_instances_max, tokenizer)
             supervisor.settle()
             text = _describe(infos, options, engine_options, model)
             with _scaled(engine, options, engine_options, elsewhere or LocalInstances(supervisor, engine).scale):
@@ -353,8 +353,9 @@ def with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
     return {name: info for name, info in members.items() if info.role.has_model}
 
 
-def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int) -> RemoteModel:
-    """What the edge must know of the model that ``infos`` serve, at most ``instances_max`` of them one sequence."""
+def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int, early: Any = None) -> RemoteModel:
+    """What the edge must know of the model that ``infos`` serve, at most ``instances_max`` of them one sequence.
+    ``early``: the folder's :func:`~memserve.model.loading.card.early_tokenizer`."""
     from memserve.cluster.spans import longest
     from memserve.model.loading.card import ModelCard, remote_model
 
@@ -364,7 +365,7 @@ def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int) -> 
     if shared > card.max_model_tokens:
         note = "" if shared == largest.sequence_tokens else card.context_note
         card = dataclasses.replace(card, max_model_tokens=shared, context_note=note)
-    return remote_model(card, folder)
+    return remote_model(card, folder, early)
 
 
 def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: EngineOptions, model: RemoteModel) -> str:

@@ -6,7 +6,8 @@
 
 A mask takes microseconds where a step takes milliseconds, so a step hardly ever waits; a slot with a mask that is late
 by :data:`WAIT_S` fails alone. Building holds the interpreter's lock for moments only, except once: reading the
-vocabulary takes most of a second, which servers spend before they are ready (:meth:`Grammars.read_vocabulary`).
+vocabulary takes a quarter of a second, which instances spend as soon as they have joined
+(:meth:`Grammars.read_vocabulary`).
 Masks change logits only; KV and prefix cache know nothing of them.
 """
 

@@ -8,7 +8,6 @@ import itertools
 import signal
 import time
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -93,7 +92,6 @@ def run_instance(
     with objects_that_stay():
         leave_compiler_out(options.device)
         parts = build_parts(options, me=me, role=place.role, identity_key=identity_key(place.secret))
-        _read_vocabulary(parts)
     member = _open_member(parts, place, me)
     members.append(member)
     _forget_tokenizer(parts)
@@ -116,6 +114,7 @@ def run_instance(
     try:
         member.start()
         if wait_joined(member, place, say):
+            _read_vocabulary(parts)
             on_ready()
             tell_health()
             member.wait(tell_health)
@@ -185,10 +184,11 @@ def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:
 
 
 def _read_vocabulary(parts: Parts) -> None:
-    """Grammars need it, and to read it holds the interpreter's lock for most of a second: before there are requests."""
+    """Grammars need it, and to read it holds the interpreter's lock for a quarter of a second: beside the last steps of
+    the router's start, not when a request waits for it."""
     grammars = parts.device.grammars
     if grammars is not None and importlib.util.find_spec("llguidance") is not None:
-        futures.wait([grammars.read_vocabulary()])
+        grammars.read_vocabulary().add_done_callback(lambda _: trim_heap())  # of the tokenizer
 
 
 def _open_segments(parts: Parts, place: MemberOptions) -> SegmentPort | None:

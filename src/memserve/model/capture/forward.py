@@ -226,7 +226,7 @@ def _expected(forward: Callable[..., Tensor], trials: list[Inputs]) -> list[Tens
     """The logits of each trial. All trials are beginnings of the last one, so the module runs once."""
     rows = torch.cat([trial["logits_rows"] for trial in trials])
     logits = _logits(forward, trials[-1] | {"logits_rows": rows})
-    return list(torch.split(logits, [len(trial["logits_rows"]) for trial in trials]))
+    return list(logits.split_with_sizes([len(trial["logits_rows"]) for trial in trials]))
 
 
 def _compare(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

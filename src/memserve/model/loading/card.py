@@ -84,8 +84,9 @@ class RemoteModel:
     kv_lower_dtype: str = AS_COMPUTED
 
 
-def remote_model(card: ModelCard, folder: ModelFolder) -> RemoteModel:
-    """The model of ``card`` with the tokenizer from ``folder``, exactly as an instance has loaded it.
+def remote_model(card: ModelCard, folder: ModelFolder, early: Any = None) -> RemoteModel:
+    """The model of ``card`` with the tokenizer from ``folder``, exactly as an instance has loaded it. ``early``: what
+    :func:`early_tokenizer` has found there.
 
     Raises :class:`UserError` when the instances serve another model than the router was told.
     """
@@ -95,7 +96,8 @@ def remote_model(card: ModelCard, folder: ModelFolder) -> RemoteModel:
             hint="start router and instances with the same --model",
             param="model",
         )
-    tokenizer = _load_tokenizer(folder, card.tokenizer_class)
+    is_plain = card.tokenizer_class == _PLAIN_TOKENIZER
+    tokenizer = early if is_plain and early is not None else _load_tokenizer(folder, card.tokenizer_class)
     return RemoteModel(
         card.name,
         tokenizer,
@@ -113,11 +115,26 @@ def import_tokenizers() -> None:
     import transformers.tokenization_utils_tokenizers  # noqa: F401  # importing is what takes the time
 
 
-def _load_tokenizer(folder: ModelFolder, tokenizer_class: str) -> Any:
-    if tokenizer_class != _PLAIN_TOKENIZER:  # transformers chooses by the model's config, which needs torch
-        from memserve.model.loading.loader import load_tokenizer
+def early_tokenizer(folder: ModelFolder) -> Any:
+    """The tokenizer in ``folder`` if it is of no family, loaded before the instances say whether it is. ``None``: there
+    is none to be loaded so; :func:`remote_model` loads another, or says what is wrong."""
+    if not (folder.path / "tokenizer.json").is_file():
+        return None
+    try:
+        return _load_plain(folder)
+    except UserError:
+        return None
 
-        return load_tokenizer(folder)
+
+def _load_tokenizer(folder: ModelFolder, tokenizer_class: str) -> Any:
+    if tokenizer_class == _PLAIN_TOKENIZER:
+        return _load_plain(folder)
+    from memserve.model.loading.loader import load_tokenizer  # by the model's config, which needs torch
+
+    return load_tokenizer(folder)
+
+
+def _load_plain(folder: ModelFolder) -> Any:
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     from memserve.model.loading.checkpoint import errors_named
