@@ -205,6 +205,9 @@ def siphash128(key: bytes, data: bytes) -> bytes:
 def block_identities(key: bytes, namespace: bytes, tokens: Ids, block_tokens: int) -> bytes:
     """16 bytes a whole block: ``identity[i] = siphash128(key, identity[i-1] + tokens of block i)``."""
 
+def fits_vocabulary(tokens: Ids, vocab_size: int) -> bool:
+    """Whether each of ``tokens`` is in ``[0, vocab_size)``; ``vocab_size`` is less than 2 ** 32."""
+
 def value_keys(secret: bytes, scope: bytes, keys: list[bytes]) -> bytes:
     """16 bytes a key: ``siphash128(secret, scope's length as 8 bytes, little-endian, + scope + key)``."""
 

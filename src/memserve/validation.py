@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from memserve._core import fits_vocabulary
 from memserve.errors import UserError
 from memserve.types import Request, SamplingParams, StopParams, TokenArray
 
@@ -62,8 +63,8 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, param: str = "prompt") -> 
     """Raise :class:`UserError` unless each of ``tokens [n]``, integers, is in ``[0, vocab_size)``."""
     if not len(tokens):
         return
-    if tokens.dtype == np.int32:  # as unsigned, a negative id exceeds any vocabulary: one comparison instead of two
-        fits = np.maximum.reduce(tokens.view(np.uint32)) < min(vocab_size, 1 << 31)
+    if tokens.dtype == np.int32 and tokens.ndim == 1:
+        fits = fits_vocabulary(tokens, min(vocab_size, 1 << 31))
     else:
         fits = tokens.min() >= 0 and tokens.max() < vocab_size
     if not fits:

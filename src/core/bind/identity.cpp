@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <string>
 
 #include "identity/identity.h"
@@ -60,12 +61,21 @@ nb::bytes value_keys(nb::bytes secret, nb::bytes scope, nb::list keys) {
   return out;
 }
 
+// As unsigned, a negative id exceeds any vocabulary. The GIL stays: a prompt takes less time than passing it on.
+bool fits_vocabulary(nb::handle tokens, uint32_t vocab_size) {
+  const IntSpan span(tokens);
+  uint32_t most = 0;
+  for (const int32_t token : span.span()) most = std::max(most, static_cast<uint32_t>(token));
+  return span.size() == 0 || most < vocab_size;
+}
+
 }  // namespace
 
 void bind_identity(nb::module_& m) {
   m.def("siphash128", &siphash, nb::arg("key"), nb::arg("data"));
   m.def("block_identities", &block_identities, nb::arg("key"), nb::arg("namespace"), nb::arg("tokens"),
         nb::arg("block_tokens"));
+  m.def("fits_vocabulary", &fits_vocabulary, nb::arg("tokens"), nb::arg("vocab_size"));
   m.def("value_keys", &value_keys, nb::arg("secret"), nb::arg("scope"), nb::arg("keys"));
 }
 

@@ -28,7 +28,7 @@ from memserve.policy.capacity import (
 from memserve.runtime.gpu_build import check_gpu_shares, on_gpus
 from memserve.runtime.gpus import device_here
 from memserve.runtime.links.devices import own_address
-from memserve.runtime.memory import available_memory_bytes, usable_cores
+from memserve.runtime.memory import available_memory_bytes, objects_that_stay, usable_cores
 from memserve.runtime.meta_keeper import Metadata, MetadataPlace, open_metadata
 from memserve.runtime.store_secret import store_secret, stored_secret
 from memserve.store_options import StoreOptions
@@ -197,8 +197,9 @@ def running_cluster(
             if named is not None:
                 engine.call_store(f"tcp://{named.address}")
             supervisor.start()
-            import_tokenizers()
-            import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
+            with objects_that_stay():
+                import_tokenizers()
+                import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
 
             with shown("loading" if supervisor.names else "waiting"):
                 infos = _wait_until_ready(engine, supervisor, named, options, say)

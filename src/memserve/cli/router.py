@@ -188,6 +188,7 @@ def _running_router(
     from memserve.model.loading.card import import_tokenizers
     from memserve.runtime.links.mailbox import ZmqMailbox
     from memserve.runtime.member import new_generation
+    from memserve.runtime.memory import objects_that_stay
     from memserve.runtime.meta_children import end_when_orphaned
     from memserve.runtime.router import RouterEngine
 
@@ -202,8 +203,9 @@ def _running_router(
     if place.outlive is not None:
         end_when_orphaned(place.outlive, lambda: machine.member.router)
     try:
-        import_tokenizers()
-        import memserve.api.app  # noqa: F401  # imported while the owner answers: later, clients would wait
+        with objects_that_stay():
+            import_tokenizers()
+            import memserve.api.app  # noqa: F401  # imported while the owner answers: later, clients would wait
 
         _wait_until_ready(router, place, say)
         yield router

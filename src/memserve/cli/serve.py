@@ -317,7 +317,9 @@ def serve_until_signal(
     from memserve.api.app import create_app
     from memserve.api.edge import make_room_for_connections
     from memserve.api.server import Server
+    from memserve.runtime.memory import collect_rarely
 
+    collect_rarely()
     model = served.model
     aliases = (source, model.name)  # as it was configured, and as it calls itself
     if http.served_model_names:

@@ -145,6 +145,16 @@ def objects_that_stay() -> Iterator[None]:
         gc.enable()
 
 
+YOUNG_OBJECTS_MAX = 10_000
+"""More than what the requests that a server answers at once consist of: most are gone when they would be looked at."""
+
+
+def collect_rarely() -> None:
+    """For a process of ours that answers requests, which leave no reference cycles: look for garbage among young
+    objects every :data:`YOUNG_OBJECTS_MAX`. Python does it every 700, most of which are still in use."""
+    gc.set_threshold(YOUNG_OBJECTS_MAX, 20, 50)
+
+
 def trim_heap() -> None:
     """Give free heap pages back to the system. glibc keeps those below the highest one in use: 300 MB after packing a
     small model, and tens of MB for each thread that allocates under mixed load."""
