@@ -10,6 +10,7 @@ what that batch brought that was new.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,16 +36,21 @@ class DistinctBlocks:
         self.total = 0.0
         """Estimate of the different identities so far."""
 
-    def add(self, identities: bytes) -> float:
-        """Estimate of how many of ``identities``, 16 uniformly distributed bytes each, are new."""
-        words = np.frombuffer(identities, "<u8").reshape(-1, 2)
+    def add(self, identities: bytes, counted: int = sys.maxsize) -> float:
+        """Add ``identities``, 16 uniformly distributed bytes each. Returns the estimate of how many of the first
+        ``counted`` are new."""
+        if not identities:
+            return 0.0
+        words = np.frombuffer(identities, "<u8").reshape(-1, IDENTITY_BYTES // 8)
         at = (words[:, 1] & np.uint64(REGISTERS - 1)).astype(np.int64)
         # of the upper half, which a double holds exactly: frexp gives the position of its first one
         ranks = 33 - np.frexp((words[:, 0] >> np.uint64(32)).astype(np.float64))[1]
-        before = self.total
-        for place in np.flatnonzero(ranks > self._registers[at]):
+        before, after = self.total, None
+        for place in np.flatnonzero(ranks > self._registers[at]).tolist():
+            if after is None and place >= counted:
+                after = self.total
             self._raise(int(at[place]), int(ranks[place]))
-        return self.total - before
+        return (self.total if after is None else after) - before
 
     def _raise(self, register: int, rank: int) -> None:
         known = int(self._registers[register])
@@ -96,10 +102,8 @@ class ReuseCeiling:
         block that ends with the prompt is not reused."""
         sketch, count = self._of(tenant)
         blocks = (tokens - 1) // block_tokens
-        end = blocks * IDENTITY_BYTES
         count.seen += tokens
-        count.new += tokens - blocks * block_tokens + sketch.add(identities[:end]) * block_tokens
-        sketch.add(identities[end:])
+        count.new += tokens - blocks * block_tokens + sketch.add(identities, blocks) * block_tokens
 
     def answer(self, tenant: str, identities: bytes) -> None:
         """Whole blocks that an answer has filled: later prompts may begin with them."""

@@ -146,12 +146,12 @@ def objects_that_stay() -> Iterator[None]:
 
 
 YOUNG_OBJECTS_MAX = 10_000
-"""More than the requests that a server answers at once have made so far: the next one finds most of them gone."""
+"""More than what the requests that a server answers at once consist of: most are gone when they would be looked at."""
 
 
 def collect_rarely() -> None:
     """For a process of ours that answers requests, which leave no reference cycles: look for garbage among young
-    objects every :data:`YOUNG_OBJECTS_MAX` instead of every 700, each of which would be looked at while in use."""
+    objects every :data:`YOUNG_OBJECTS_MAX`. Python does it every 700, most of which are still in use."""
     gc.set_threshold(YOUNG_OBJECTS_MAX, 20, 50)
 
 

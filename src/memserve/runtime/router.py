@@ -1,6 +1,6 @@
 """The router's engine: a whole cluster behind the interface that the API knows from one engine.
 
-client threads --submit--> inbox --> [router thread: Cluster.handle] --Send--> mailbox --> instances
+client threads --submit--> inbox --> [one at a time: Cluster.handle] --Send--> mailbox --> instances
                              ^                     |                                          |
                              |                     +--> sinks (new tokens)                    |
                              +------------- MessageArrived <---- mailbox <--------------------+
@@ -48,7 +48,7 @@ from memserve.instance.events import BecomeNew, DialRouter, Left, MeetPeer, Noti
 from memserve.messages import AnyMessage, Join, JoinAccepted, Peer, PeerInfo
 from memserve.metadata import DocumentDropped, DocumentPut
 from memserve.runtime.engine import Clients, Sink
-from memserve.runtime.loop import MachineLoop
+from memserve.runtime.loop import SharedLoop
 from memserve.runtime.meta_keeper import Durability, MetaKeeper
 from memserve.runtime.ports import Mailbox, OnMessage
 from memserve.runtime.rated import MemberLog
@@ -65,7 +65,8 @@ MEMBERS_LOOK_S = 1.0
 
 
 class RouterEngine:
-    """Runs requests on the members of a cluster; thread-safe, answers through sinks that the router thread calls."""
+    """Runs requests on the members of a cluster; thread-safe, answers through sinks. Those are called in any thread,
+    never two at a time, and must not wait for the router."""
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class RouterEngine:
         self._closed = False
         self._keeper = keeper
         self._is_listening = keeper is None  # before the machine has recovered, members would be strangers to it
-        self._loop: MachineLoop[Any] = MachineLoop(
+        self._loop: SharedLoop[Any] = SharedLoop(
             machine, self._perform, on_broken=self._clients.fail_all, name="memserve-router", clock_ns=clock_ns
         )
         self._gate = DurabilityGate() if keeper is not None else None
@@ -119,7 +120,8 @@ class RouterEngine:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Run ``request`` somewhere. ``sink`` gets every :class:`TokenOutput`, or one :class:`Rejected`."""
-        self._clients.submit(request, sink, lambda request: self._loop.post(RequestArrived(request)))
+        self._clients.submit(request, sink, lambda request: self._loop.put(RequestArrived(request)))
+        self._loop.see_to_it()
 
     def cancel(self, request_id: str) -> None:
         """End every sequence of the request; unknown ids are ignored (it may just have ended)."""
@@ -249,7 +251,7 @@ class RouterEngine:
         if self._is_listening:
             self._loop.post(MessageArrived(sender, message))
 
-    # -- the router's thread
+    # -- the thread that has the loop's turn
 
     def _perform(self, event: Any, actions: list[Any], spent_ns: int) -> None:
         self._handle_ns += spent_ns
