@@ -26,14 +26,14 @@ def test_the_owner_numbers_members_as_they_come() -> None:
 
 
 def test_routers_begin_with_different_members() -> None:
-    """Four routers and a hundred members that all hear in one order: of their first four none is another's."""
+    """Four routers and 128 members that all hear in one order: of their first eight none is another's."""
     routers = [Registry(), *(Registry(order_of(f"router-{number}")) for number in (2, 3, 4))]
     for registry in routers:
-        for at in range(100):
+        for at in range(128):
             registry.enter(info(f"c{at}"), 0)
         registry.check_invariants()
-    first = [name for registry in routers for name in lowest(registry, 4)]
-    assert len(set(first)) == len(first) == 16
+    first = [name for registry in routers for name in lowest(registry, 8)]
+    assert len(set(first)) == len(first) == 32
 
 
 def test_numbers_are_given_again_in_any_order() -> None:
