@@ -3,9 +3,13 @@
     python bench/sim_routers.py --data DATA [--only 1000] [--routers 1,2,4] [--seeds 3]      prints a Markdown table
 
 Every request comes to a router by chance, as behind a TCP balancer. A router knows its own dispatches at once, those of
-the others from heartbeats. Each load is run with all numbers of routers; of several seeds of the balancer the table has
-the mean, and the range of P99. The trace's rate suits some 16 instances of Llama-3-8B on H100: ``x6`` is the trace
-played six times as fast on 100 instances, ``x60`` on 1,000, and ``x1`` as recorded, where most instances are idle.
+the others from what instances tell. Each case is run with all numbers of routers; of several seeds of the balancer the
+table has the mean, and the range of P99.
+
+The trace's rate suits some 16 instances of Llama-3-8B on H100: ``x1`` is the trace as recorded, where most instances
+are idle; ``x6`` on 100 instances and ``x60`` on 1,000 play it so many times as fast. Its times are multiples of 3 s, so
+that 10 requests on average come in the same nanosecond, where no router can know of the others' choices; *spread*: they
+come at random within those 3 s.
 Every run is a process of its own, for its peak memory.
 """
 
@@ -18,29 +22,62 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 from sim_scale import cluster, summary
 
 from memserve.bench.catalogue import Recipe, build
 from memserve.cli.sim_results import simulate
+from memserve.workloads.words import Turn, Workload
+
+STAMP_S = 3.0
+"""Distance of the trace's times."""
+
+
+class Case(NamedTuple):
+    """A cluster and its load."""
+
+    instances: str
+    speed: float = 1.0
+    spread: bool = False
+    beat_ms: int = 500
+    requests: int | None = None
+    """The beginning of the trace. None: all of its half hour."""
+
 
 CASES = {
-    "100 instances x1": ("100", 1.0, 500),
-    "100 instances x6": ("100", 6.0, 500),
-    "1000 instances x1": ("1000", 1.0, 2000),
-    "1000 instances x60": ("1000", 60.0, 500),
+    "100 instances x1": Case("100"),
+    "1000 instances x1, 5 min, spread": Case("1000", spread=True, requests=950, beat_ms=2000),
+    "100 instances x6": Case("100", 6.0),
+    "100 instances x6, spread": Case("100", 6.0, spread=True),
+    "1000 instances x60": Case("1000", 60.0),
+    "1000 instances x60, spread": Case("1000", 60.0, spread=True),
 }
-"""Instances, how many times as fast as recorded, and milliseconds between heartbeats. With 1,000 mostly idle instances
-most of the time goes into heartbeats: the case has fewer, as in ``sim_scale.py``, so loads are four times as old."""
+"""With 1,000 mostly idle instances most of the time goes into heartbeats: that case has fewer, as in
+``sim_scale.py``."""
+
+
+def load(case: Case, data: Path) -> Workload:
+    """The workload of a case."""
+    made = build(Recipe(kind="trace", data=data, speed=case.speed, sessions=case.requests))
+    if not case.spread:
+        return made
+    random = Random("spread")
+
+    def later(turn: Turn) -> Turn:
+        return dataclasses.replace(turn, due_s=(turn.due_s or 0.0) + random.random() * STAMP_S / case.speed)
+
+    sessions = tuple(dataclasses.replace(one, turns=tuple(map(later, one.turns))) for one in made.sessions)
+    return dataclasses.replace(made, sessions=sessions)
 
 
 def run(name: str, routers: int, seed: int, data: Path, policy: str, beat_ms: int | None) -> dict[str, Any]:
     """Run one case in this process."""
-    instances, speed, usual_ms = CASES[name]
-    workload = build(Recipe(kind="trace", data=data, speed=speed))
+    case = CASES[name]
+    workload = load(case, data)
     setup = dataclasses.replace(
-        cluster(instances, policy=policy, beat_ms=beat_ms or usual_ms), routers=routers, seed=seed
+        cluster(case.instances, policy=policy, beat_ms=beat_ms or case.beat_ms), routers=routers, seed=seed
     )
     done = simulate(setup, workload, name, workload.kind)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -46,7 +46,7 @@ from memserve.cluster.outbox import Outbox, Timers
 from memserve.cluster.outputs import OutputMerger
 from memserve.cluster.placement import Placer
 from memserve.cluster.prefix_map import PrefixNode
-from memserve.cluster.registry import Member, MemberState, Registry
+from memserve.cluster.registry import Member, MemberState, Registry, order_of
 from memserve.cluster.report import ClusterStats, Counters, InstanceView
 from memserve.cluster.requests import RequestPhase, RequestState, RouteStory
 from memserve.cluster.sessions import Handles, HandleView, Sessions
@@ -103,7 +103,8 @@ class Cluster:
         self.config = config
         self._counters = counters = Counters()
         self._timers, self._outbox = timers, outbox = Timers(), Outbox(remembers)
-        self._registry, self._loads = registry, loads = Registry(), LoadTable()
+        order = order_of(follows.name) if follows is not None else 0
+        self._registry, self._loads = registry, loads = Registry(order), LoadTable()
         self._trees = trees = Trees(config, timers, counters, identity_key)
         asking = asking_for(config, registry, loads) if follows is not None else None
         admission = asking or AdmissionController(config.admission, config.policy, registry, loads)

@@ -15,6 +15,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from memserve.errors import InvariantError, UserError, check
 from memserve.messages import Load, Peer, PeerInfo, members_digest
@@ -107,9 +108,23 @@ class Member:
         return f"<Member {self.number} {self.name}:{self.peer.generation} {self.info.role} {self.state.value}>"
 
 
+ORDERS = 1024
+"""Orders in which routers number their members."""
+
+
+def order_of(follower: str) -> int:
+    """An order for the follower of that name. Knuth's factor spreads names that differ in one digit."""
+    return (crc32(follower.encode()) * 2_654_435_761 >> 20) % ORDERS
+
+
 class Registry:
     """Members by name, by number and in order of joining. Namespace and geometry of the first one with a model hold for
-    all; a store and a router have none of their own."""
+    all; a store and a router have none of their own.
+
+    Of instances that are equally good, the one with the lowest number is chosen. Where several routers place requests
+    in the same moment they shall not all choose the same, so each gives its numbers in another order: the n-th member,
+    from 0 on, has the number ``n ^ order``.
+    """
 
     __slots__ = (
         "_by_number",
@@ -118,16 +133,19 @@ class Registry:
         "_free",
         "_members",
         "_newest_dead",
+        "_order",
         "awaited",
         "geometry",
         "members_digest",
         "namespace",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, order: int = 0) -> None:
+        """``order``: below ``ORDERS``, different for each router of a cluster; 0: the owner."""
+        self._order = order
         self._members: dict[str, Member] = {}
-        self._by_number: list[Member | None] = []
-        self._free: list[int] = []
+        self._by_number: dict[int, Member] = {}
+        self._free: list[int] = []  # places below the highest one that are free again
         self._dead: dict[Peer, None] = {}
         self._dead_order: deque[Peer] = deque()
         self._newest_dead: dict[str, int] = {}
@@ -156,14 +174,14 @@ class Registry:
 
     def numbered(self, number: int) -> Member:
         """The member with this number."""
-        member = self._by_number[number]
+        member = self._by_number.get(number)
         if member is None:
             raise InvariantError(f"no member has the number {number}")
         return member
 
     def has_number(self, number: int) -> bool:
         """Whether a member has this number."""
-        return number < len(self._by_number) and self._by_number[number] is not None
+        return number in self._by_number
 
     def is_dead(self, peer: Peer) -> bool:
         """Whether ``peer`` was a member, and is no more."""
@@ -198,12 +216,9 @@ class Registry:
     def enter(self, info: PeerInfo, now: int) -> Member:
         """A new member. Its name must be free, and :meth:`why_not` content."""
         check(info.peer.name not in self._members, "{} is a member already", info.peer.name)
-        number = heapq.heappop(self._free) if self._free else len(self._by_number)
-        member = Member(info, number, joined_ns=now, heard_ns=now)
-        if number == len(self._by_number):
-            self._by_number.append(member)
-        else:
-            self._by_number[number] = member
+        place = heapq.heappop(self._free) if self._free else len(self._members)
+        member = Member(info, place ^ self._order, joined_ns=now, heard_ns=now)
+        self._by_number[member.number] = member
         if member.has_model and not any(other.has_model for other in self):
             self.namespace, self.geometry = info.namespace, info.geometry
         self._members[member.name] = member
@@ -214,8 +229,8 @@ class Registry:
         """``member`` is gone; its number may be given to another. ``is_final``: this incarnation never comes again."""
         check(self._members.pop(member.name, None) is member, "{} is not a member", member)
         check(not member.attempts, "{} left while attempts depend on it", member)
-        self._by_number[member.number] = None
-        heapq.heappush(self._free, member.number)
+        del self._by_number[member.number]
+        heapq.heappush(self._free, member.number ^ self._order)
         self.members_digest ^= members_digest([member.peer])
         if is_final:
             self._bury(member.peer)
@@ -244,14 +259,14 @@ class Registry:
         """Raise :class:`InvariantError` if names, numbers and the digest do not agree."""
         for name, member in self._members.items():
             check(member.name == name, "{} is listed as {}", member, name)
-            check(self._by_number[member.number] is member, "{} has not its own number", member)
+            check(self._by_number.get(member.number) is member, "{} has not its own number", member)
             check(not self.is_dead(member.peer), "{} is dead", member)
             check(not member.has_model or member.info.namespace == self.namespace, "{} has another namespace", member)
         check(
             self.members_digest == members_digest(member.peer for member in self),
             "the digest is not that of the members",
         )
-        used = sum(member is not None for member in self._by_number)
+        used = len(self._by_number)
         check(used == len(self._members), "{} numbers are in use for {} members", used, len(self))
-        free = sorted(n for n, member in enumerate(self._by_number) if member is None)
-        check(sorted(self._free) == free, "free numbers {} are not {}", sorted(self._free), free)
+        places = sorted([*self._free, *(number ^ self._order for number in self._by_number)])
+        check(places == list(range(len(places))), "free and used places are {}", places)
