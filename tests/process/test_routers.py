@@ -111,16 +111,85 @@ def test_a_killed_router_costs_its_clients_nothing(balanced: Balanced) -> None:
     eventually(lambda: not balanced.server.held())
 
 
+@pytest.fixture
+def gated(tmp_path: Path):
+    """Three requests may be active at both routers together, and none waits."""
+    flags = "--admission", "memory", "--max-active", "3", "--admission-queue", "0"
+    gated = Balanced(tmp_path, "--colocated", "1", *flags)
+    yield gated
+    gated.server.process.terminate()
+    assert gated.server.process.wait(60) == 0
+
+
+def at_once(gated: Balanced, count: int, tokens: int) -> list[httpx.Response]:
+    """As many requests, each by a connection of its own."""
+    found: list[httpx.Response] = []
+
+    def ask(number: int) -> None:
+        with gated.http as http:
+            found.append(http.post(f"{gated.url}/completions", json=question(number, tokens)))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    return found
+
+
+def test_admission_counts_the_requests_of_all_routers(gated: Balanced) -> None:
+    eventually(lambda: listeners(gated) == 2)
+    answers = at_once(gated, 16, 1500)
+    served = [answer for answer in answers if answer.status_code == 200]
+    rejected = [answer for answer in answers if answer.status_code == 429]
+    assert (len(served), len(rejected)) == (3, 13), [answer.text for answer in answers]
+    for answer in rejected:
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "3 requests are active, the most allowed" in answer.json()["error"]["message"]
+
+
+def test_what_a_killed_router_had_admitted_is_free_for_others(gated: Balanced) -> None:
+    eventually(lambda: listeners(gated) == 2)
+    ends = threading.Event()
+    found: list[httpx.Response] = []
+
+    def ask(number: int) -> None:
+        """Until it is admitted, and then no more: it would run for minutes."""
+        while not ends.is_set():
+            with gated.http as http, http.stream("POST", f"{gated.url}/completions", json=body(number)) as answer:
+                if answer.status_code == 200:
+                    found.append(answer)
+                    try:
+                        for _ in answer.iter_lines():
+                            if ends.is_set():
+                                return
+                    except httpx.TransportError:
+                        return  # its router was killed
+
+    def body(number: int) -> dict:
+        return question(number, 3900, stream=True)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: len(found) >= 3)
+    os.kill(gated.follower(), signal.SIGKILL)
+    ends.set()
+    for thread in threads:
+        thread.join(120)
+    eventually(lambda: listeners(gated) == 2)
+    eventually(lambda: [answer.status_code for answer in at_once(gated, 3, 5)] == [200] * 3)
+
+
 def test_what_one_router_alone_can_do_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, says in (
-        (["--admission", "bounded", "--max-active", "4"], "admission counts what one router has admitted"),
         (["--dram-memory", "1MiB", "--ssd", "/tmp/kv=1GiB"], "a store tells one router what it holds"),
         (["--in-process"], "without a router"),
     ):
         assert run(["serve", "--routers", "2", *flags]) == 1
         assert says in capsys.readouterr().err
-    assert run(["router", "--join", "127.0.0.1:1", "--admission", "bounded", "--max-active", "4"]) == 1
-    assert "admission" in capsys.readouterr().err
+    assert run(["router", "--join", "127.0.0.1:1", "--sequence-parallel", "2"]) == 1
+    assert "one router alone shares sequences" in capsys.readouterr().err
 
 
 def test_a_router_says_which_owner_does_not_answer(tmp_path: Path) -> None:

@@ -90,6 +90,8 @@ def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, 
     if random.random() < 0.5:  # else they die beside all that goes wrong anyway
         scenario.faults = [fault for fault in scenario.faults if fault.kind == "router-restart"]
     kinds = random.choices(FOLLOWER_FAULTS, k=random.choice([1, 2, 3]))
-    if scenario.admission.mode is not Admission.NONE and random.random() < 0.6:
+    at_ms, spans_ms = 400, (5, 300, 1500)
+    if scenario.admission.mode is not Admission.NONE and random.random() < 0.6:  # many are gone with what they had
         _slow_down(random, scenario, turns)
-    return [(kind, random.randint(0, 400), random.choice([5, 300, 1500]), random.randrange(2)) for kind in kinds]
+        at_ms, spans_ms = 120, (300, 1500, 2500)
+    return [(kind, random.randint(0, at_ms), random.choice(spans_ms), random.randrange(2)) for kind in kinds]

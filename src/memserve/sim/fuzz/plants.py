@@ -349,9 +349,13 @@ def _for_ever(self: AskingController, now: int) -> bool:
     return True
 
 
+def _keeps_grants(self: AskingController) -> None:
+    return
+
+
 def _stale_ledger() -> list[Swap]:
-    """A follower goes on dispatching what was granted to it, though the owner may count it no more."""
-    return [(AskingController, "_has_lease", _for_ever)]
+    """A follower goes on dispatching what was granted to it, after its lease and after it was expelled."""
+    return [(AskingController, "_has_lease", _for_ever), (AskingController, "expelled", _keeps_grants)]
 
 
 PLANTS: dict[str, Callable[[], list[Swap]]] = {
