@@ -163,7 +163,6 @@ def running_cluster(
 
     Raises :class:`UserError` when an instance cannot start.
     """
-    from memserve.cluster.scaling import Scaling
     from memserve.model.loading.card import import_tokenizers
     from memserve.model.loading.sources import resolve_source
     from memserve.runtime.meta_children import ChildrenFile
@@ -203,11 +202,10 @@ def running_cluster(
             model = model_of(infos, folder, options.config.sequence_instances_max)
             supervisor.settle()
             text = _describe(infos, options, engine_options, model)
-            asked, gate = options.placement.scaling, options.config.admission.mode
-            scaling = Scaling(asked, engine_options.scheduler.slo_ttft_ns)
-            by_memory = gate in (Admission.MEMORY, Admission.CACHE)
+            by_memory = options.config.admission.mode in (Admission.MEMORY, Admission.CACHE)
             perform = elsewhere or LocalInstances(supervisor, engine).scale
-            with scaled(engine, asked, scaling, perform, counts_gate=by_memory):
+            aim_ns = engine_options.scheduler.slo_ttft_ns
+            with scaled(engine, options.placement.scaling, aim_ns, perform, counts_gate=by_memory):
                 yield RunningCluster(engine, model, text, supervisor.retire)
         finally:
             supervisor.close()

@@ -112,7 +112,7 @@ class DecisionFile:
 
 @contextmanager
 def scaled(
-    engine: RouterEngine, options: ScalingOptions, scaling: Scaling, perform: Perform, *, counts_gate: bool
+    engine: RouterEngine, options: ScalingOptions, slo_ttft_ns: int | None, perform: Perform, *, counts_gate: bool
 ) -> Iterator[None]:
     """Follow the load while the context is open. ``perform`` carries decisions out, one after the other, in a thread of
     its own; with ``--scale-file`` they are written there instead. ``counts_gate``: more instances would admit what
@@ -120,6 +120,7 @@ def scaled(
     if not options.scale:
         yield
         return
+    scaling = Scaling(options, slo_ttft_ns)
     perform = DecisionFile(Path(options.told_in)).tell if options.told_in else perform
     ended, orders = threading.Event(), queue.SimpleQueue[ScaleRole | None]()
 
