@@ -78,7 +78,7 @@ class OnRay:
         own = ("--model", str(model), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1")
         self.process = self._memserve("serve", "--on", "ray", *shape, *own, "--block-tokens", "8", *flags)
         assert self.process.stdout is not None
-        self.lines = [self.process.stdout.readline() for _ in range(3)]
+        self.lines = [self.process.stdout.readline() for _ in range(2)]
 
     def _memserve(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "memserve", *words, "--address", self.ray.address]

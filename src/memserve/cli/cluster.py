@@ -214,12 +214,11 @@ def running_cluster(
 def _scaled(
     engine: RouterEngine, options: ClusterOptions, engine_options: EngineOptions, perform: Perform
 ) -> AbstractContextManager[None]:
-    from memserve.cluster.scaling import Scaling
     from memserve.runtime.scaling import scaled
 
-    asked, gate = options.placement.scaling, options.config.admission.mode
-    scaling = Scaling(asked, engine_options.scheduler.slo_ttft_ns)
-    return scaled(engine, asked, scaling, perform, counts_gate=gate in (Admission.MEMORY, Admission.CACHE))
+    by_memory = options.config.admission.mode in (Admission.MEMORY, Admission.CACHE)
+    aim_ns = engine_options.scheduler.slo_ttft_ns
+    return scaled(engine, options.placement.scaling, aim_ns, perform, counts_gate=by_memory)
 
 
 def _find_store(options: ClusterOptions, say: Callable[[str], None]) -> NamedStore | None:

@@ -55,7 +55,7 @@ def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOpt
     try:
         with signals_raise():
             controller = new_controller(plan)
-            with _plain_errors(ray):
+            with plain_errors(ray):
                 try:
                     ray.get(controller.start.remote())
                     ray.get(controller.wait_members.remote())
@@ -75,7 +75,7 @@ def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOpt
 def _follow(ray: Any, controller: Any) -> None:
     """Have the decisions of the router's policy carried out. Where there is no room, everything stays as it is."""
     try:
-        with _plain_errors(ray):
+        with plain_errors(ray):
             names = ray.get(controller.follow.remote())
     except UserError as error:
         typer.echo(f"{error.message}; {error.hint}", err=True)
@@ -101,7 +101,7 @@ def scale(
     from memserve.runtime.ray_actors import CONTROLLER
 
     try:
-        with _plain_errors(ray):
+        with plain_errors(ray):
             try:
                 controller = ray.get_actor(CONTROLLER)
             except ValueError:
@@ -204,7 +204,7 @@ def _check_answers(address: str | None) -> None:
 
 
 @contextmanager
-def _plain_errors(ray: Any) -> Iterator[None]:
+def plain_errors(ray: Any) -> Iterator[None]:
     """An error of ours that was raised in an actor is ours here."""
     try:
         yield

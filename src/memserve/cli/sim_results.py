@@ -23,7 +23,7 @@ from memserve.sim.replay.clients import MakeScript, Served
 from memserve.sim.replay.scripts import Script
 from memserve.sim.replay.setup import Setup
 from memserve.sim.replay.stores import StoreUsage
-from memserve.sim.replay.timeline import Look
+from memserve.sim.replay.timeline import Look, padded
 from memserve.sim.replay.world import ReplayWorld, Usage, usage
 from memserve.types import Role
 from memserve.units import human_bytes
@@ -48,6 +48,8 @@ class Simulated:
     wall_s: float
     """How long the simulation took."""
     events: int
+    counts: Sequence[str] = ()
+    """When the count of a role changed, and why."""
 
     @property
     def requests_per_wall_s(self) -> float:
@@ -79,8 +81,10 @@ def simulate(
     partial = None if world.clients.done else f"time is up: {limit_s} s"
     done = Pass(label, setting, seed, workload.request_count, world.elapsed_s, partial)
     names = tuple(node.peer.name for node in world.instances)
+    looks = padded(world.timeline.looks, len(names))
+    counts = [f"{at_s:.0f} s: {order.text}" for at_s, order in world.scaling.decisions] if world.scaling else []
     return Simulated(
-        setting, setup.machine.name, records, done, usage(world), world.timeline.looks, names, wall_s, world.clock.steps
+        setting, setup.machine.name, records, done, usage(world), looks, names, wall_s, world.clock.steps, counts
     )
 
 

@@ -17,6 +17,7 @@ from memserve.cli.sim_store import SimulatedStores, tell_hits, tell_stores
 from memserve.config import ClusterConfig, EngineOptions, MemberConfig, SchedulerConfig
 from memserve.errors import UserError
 from memserve.options import SIZE, option
+from memserve.placement import ScalingOptions
 from memserve.sim.hardware import BLOCK_TOKENS
 from memserve.sim.replay.lengths import LengthStudy
 from memserve.sim.replay.setup import GPU_SCHEDULER
@@ -98,6 +99,8 @@ class Wanted:
     """What objectives know of the lengths of answers."""
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
     """The router's options."""
+    scaling: ScalingOptions = dataclasses.field(default_factory=ScalingOptions)
+    """Which counts follow the load."""
 
     def setup(self) -> Setup:
         """The cluster to simulate. Raises :class:`UserError` for an impossible one."""
@@ -115,6 +118,7 @@ class Wanted:
             routers=self.routers,
             stores=self.stores.setup(),
             lengths=self.lengths,
+            scaling=self.scaling,
         )
 
     def machine(self) -> Machine:
@@ -164,7 +168,7 @@ def profiled(file: Path, model: str, dram_bytes: int) -> Machine:
 def run(
     *,
     workload: WorkloadFlags,
-    wanted: Annotated[Wanted, opt.Without("weights", "objectives")],  # simulated requests have no tenants
+    wanted: Annotated[Wanted, opt.Without("weights", "objectives", "told_in")],  # simulated requests have no tenants
     limit_s: Annotated[float | None, typer.Option(min=0.1, help="End after this many seconds of virtual time.")] = None,
     slo_jct_ms: SloJct = None,
     out: Out = None,
@@ -223,6 +227,7 @@ def told(done: Simulated) -> list[str]:
         f"{used.devices} devices for {used.simulated_s:.1f} s: {used.device_hours:.3f} device hours, "
         f"{used.busy_share:.0%} busy, {used.tokens_per_device_hour:,.0f} tokens per device hour",
         f"KV moved: {used.pulled_bytes / 1e9:.2f} GB, waits for links {used.link_waits_s:.2f} s",
+        *done.counts,
         tell_hits(used.hits, sum(record.prompt_tokens or 0 for record in done.records)),
         *(tell_stores(used.stores) if used.stores is not None else ()),
         f"simulated in {done.wall_s:.2f} s: {done.requests_per_wall_s:,.0f} requests per second, {done.events} events",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from memserve.cli.cluster import READS, Asked, ClusterOptions, running_cluster
 from memserve.cli.main import command_line
-from memserve.cli.on_ray import free_port, members_plan
+from memserve.cli.on_ray import free_port, members_plan, plain_errors
 from memserve.cli.serve import app_of
 from memserve.errors import InvariantError, UserError
 from memserve.model.loading.adapter import read_adapters
@@ -156,10 +156,12 @@ def _cluster(asked: Asked, options: ClusterOptions) -> Iterator[ASGIApp]:
     )  # fmt: skip
 
     def scale(counts: Mapping[Role, int]) -> object:
-        return ray.get(controller.scale.remote({role.value: count for role, count in counts.items()}))
+        with plain_errors(ray):
+            return ray.get(controller.scale.remote({role.value: count for role, count in counts.items()}))
 
     try:
-        ray.get(controller.start.remote())
+        with plain_errors(ray):
+            ray.get(controller.start.remote())
         with running_cluster(asked.engine, router, http.log_level, log.info, scale) as running:
             ray.get(controller.wait_members.remote())
             adapters = read_adapters(asked.engine.lora)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import queue
 import secrets
 import threading
 import time
@@ -71,17 +70,15 @@ class LocalInstances:
                 missing = ", ".join(name for name in names if name not in self._engine.members())
                 hint = "the log says why; it is started again and again"
                 raise UserError(f"{missing}: no member after {START_S:.0f} s", hint=hint)
-            if not set(names) <= {name for role in Role for name in self._supervisor.names_of(role)}:
-                return  # the cluster ends
 
     def _drain(self, names: list[str]) -> None:
         """All at once: each finishes what it has, and leaves."""
         for name in names:
             self._supervisor.let_go(name)
             self._engine.drain(name)
-        deadline = time.monotonic() + DRAIN_S
-        for name in names:
-            self._supervisor.remove(name, max(0.0, deadline - time.monotonic()))
+        deadline, members = time.monotonic() + DRAIN_S, self._engine.members()
+        for name in names:  # one that is being started has nothing to finish
+            self._supervisor.remove(name, max(0.0, deadline - time.monotonic()) if name in members else 0.0)
 
 
 class DecisionFile:
@@ -110,9 +107,36 @@ class DecisionFile:
             raise UserError(message, hint=hint, param="scale_file") from None
 
 
+class LastOrders:
+    """Decisions that wait to be carried out: the last one of each role, because earlier ones mean nothing any more."""
+
+    def __init__(self) -> None:
+        self._changed, self._closed = threading.Condition(), False
+        self._orders: dict[Role, ScaleRole] = {}
+
+    def put(self, order: ScaleRole) -> None:
+        """``order`` replaces another one of its role."""
+        with self._changed:
+            self._orders.pop(order.role, None)
+            self._orders[order.role] = order
+            self._changed.notify()
+
+    def get(self) -> ScaleRole | None:
+        """Wait for the first one, and take it. None: closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._orders)
+            return None if self._closed else self._orders.pop(next(iter(self._orders)))
+
+    def close(self) -> None:
+        """Nothing more is carried out."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
 @contextmanager
 def scaled(
-    engine: RouterEngine, options: ScalingOptions, scaling: Scaling, perform: Perform, *, counts_gate: bool
+    engine: RouterEngine, options: ScalingOptions, slo_ttft_ns: int | None, perform: Perform, *, counts_gate: bool
 ) -> Iterator[None]:
     """Follow the load while the context is open. ``perform`` carries decisions out, one after the other, in a thread of
     its own; with ``--scale-file`` they are written there instead. ``counts_gate``: more instances would admit what
@@ -120,8 +144,9 @@ def scaled(
     if not options.scale:
         yield
         return
+    scaling = Scaling(options, slo_ttft_ns)
     perform = DecisionFile(Path(options.told_in)).tell if options.told_in else perform
-    ended, orders = threading.Event(), queue.SimpleQueue[ScaleRole | None]()
+    ended, orders = threading.Event(), LastOrders()
 
     def look() -> None:
         while not ended.wait(LOOK_NS / NS_PER_S):
@@ -155,7 +180,7 @@ def scaled(
         yield
     finally:
         ended.set()
-        orders.put(None)
+        orders.close()
         threads[0].join(_LOOK_S)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -106,6 +108,29 @@ def test_scaled_by_hand(served: Served) -> None:
     assert told.returncode == 0, told.stderr
     assert told.stdout.split("\n")[:2] == ["prefill: p1", "decode: d1, d2"]
     assert "memserve_router_instances 3.0" in httpx.get(f"{served.url}/metrics", timeout=30).text
+
+
+def test_a_killed_replica_is_replaced(served: Served, model: Path) -> None:
+    """Its instances end with it, and the next one starts its own."""
+    (before,) = replicas()
+    os.kill(before, signal.SIGKILL)
+    eventually(lambda: replicas() - {before})
+    eventually(served.is_ready)
+    asked = {"model": "tiny", "prompt": question(0), "max_tokens": COUNT, "temperature": 0}
+    answer = served.client.completions.create(**asked, extra_body={"ignore_eos": True})
+    assert answer.choices[0].text == truth_of(model)[0]
+    page = httpx.get(f"{served.url}/metrics", timeout=30).text
+    assert "memserve_router_members_joined_total 2.0" in page, "as many as the file says"
+
+
+def replicas() -> set[int]:
+    """Processes that are replicas of the application ``chat``."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes().startswith(b"ray::ServeReplica:chat:memserve"):
+                found.add(int(path.parent.name))
+    return found
 
 
 def test_options_are_those_of_serve() -> None:

@@ -121,6 +121,38 @@ def test_a_child_that_ignores_the_end_is_killed(world) -> None:
     assert not is_alive(pid) and not it.deaths and len(it.lives()) == 1
 
 
+def spare_of(it: World, body: str, folder: Path | None = None) -> Supervisor:
+    """A supervisor of ``x1`` that may add ``x2``."""
+    first, second = (Script(name, Role.DECODE, (body, str(it.log))) for name in ("x1", "x2"))
+    return Supervisor([first], "the secret", it._died, folder, spare=[second])
+
+
+def test_a_spare_child_is_added_and_kept_alive_and_one_that_was_let_go_is_not_started_again(world) -> None:
+    it = world("time.sleep(60)")
+    it.supervisor.close()
+    it.log.unlink(missing_ok=True)
+    supervisor = spare_of(it, "time.sleep(60)")
+    try:
+        supervisor.start()
+        eventually(it.lives)
+        supervisor.settle()
+        assert supervisor.names_of(Role.DECODE) == ["x1"] and supervisor.add(Role.PREFILL) is None
+        assert supervisor.add(Role.DECODE) == "x2" and supervisor.add(Role.DECODE) is None
+        eventually(lambda: len(it.lives()) == 2)
+        os.kill(supervisor.pids["x2"], signal.SIGKILL)
+        eventually(lambda: len(it.lives()) == 3)
+        assert it.deaths == ["x2"]
+        supervisor.let_go("x2")
+        assert supervisor.names_of(Role.DECODE) == ["x1"]
+        supervisor.remove("x2", 0.0)
+        assert supervisor.names == ["x1"] and it.deaths == ["x2"] and len(it.lives()) == 3, "its end was no death"
+        assert supervisor.add(Role.DECODE) == "x2", "the name is free again"
+        eventually(lambda: len(it.lives()) == 4)
+    finally:
+        supervisor.close()
+    assert not supervisor.pids and supervisor.add(Role.DECODE) is None
+
+
 PARENT = """
 import sys, time
 from pathlib import Path

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 from memserve.config import ClusterConfig, SchedulerConfig
 from memserve.errors import UserError
+from memserve.placement import ScalingOptions
 from memserve.policy.layers import LayerPolicy
 from memserve.sim.hardware import Machine
 from memserve.sim.replay.lengths import LengthStudy
 from memserve.sim.timed_disk import DISKS, DiskModel
 from memserve.store.disk_config import DisksConfig
 from memserve.types import Caching, Role, TransferMode
-from memserve.units import NS_PER_MS, NS_PER_US, ceil_div, flag_bytes
+from memserve.units import NS_PER_MS, NS_PER_S, NS_PER_US, ceil_div, flag_bytes
 
 GPU_SCHEDULER = SchedulerConfig(max_running=256, max_step_tokens=8192)
 """What an operator would give ``memserve serve`` on a GPU of a data center; steps as large as those of vLLM's V1
@@ -34,6 +35,8 @@ class Surroundings:
     """Time between heartbeats, as in ``runtime/member``."""
     retries: bool = False
     """Clients send a rejected request again after the time that the rejection names. False: their session ends."""
+    start_ns: int = 20 * NS_PER_S
+    """Time from the start of another instance until it asks to join: processes, weights."""
     instances_per_host: int = 1
     """Instances of one host share its processors and see each other's memory."""
     beside: tuple[float, float] | None = None
@@ -99,6 +102,8 @@ class Setup:
     """What objectives know of the lengths of answers."""
     layers: LayerPolicy | None = None
     """How KV lies by layer in all instances, where the scheduler has it. None: as ``--layerwise`` says."""
+    scaling: ScalingOptions = field(default_factory=ScalingOptions)
+    """Which counts follow the load."""
     fast_forwards: bool = True
     """Run many like steps in one go (``sim/fast_forward``): the results are equal, and the run is faster."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memserve.mempool.events import TierReport
 from memserve.sim.clock import Clock
@@ -75,6 +75,19 @@ class Timeline:
         shares = tuple(used), tuple(busy)
         self.looks.append(Look(at_s, tuple(waiting), tuple(running), *shares, self._answered(), tuple(blocks)))
         self._last_ns = now
+
+
+def padded(looks: Sequence[Look], instances: int) -> list[Look]:
+    """``looks`` with nothing for those of ``instances`` that did not exist yet."""
+    none, nothing, no_blocks = (0,), (0.0,), ((0,) * 6,)
+    return [
+        replace(
+            look, waiting=look.waiting + none * more, running=look.running + none * more,
+            busy=look.busy + nothing * more, blocks_used=look.blocks_used + nothing * more,
+            blocks=look.blocks + no_blocks * more,
+        )
+        for look, more in ((look, instances - len(look.waiting)) for look in looks)
+    ]  # fmt: skip
 
 
 def _states(tier: TierReport) -> tuple[int, int, int]:

@@ -25,12 +25,13 @@ from memserve.sim.process import Process
 from memserve.sim.replay.clients import Clients, MakeScript
 from memserve.sim.replay.lengths import StudiedObjectives
 from memserve.sim.replay.nodes import Balancer, ReplayNode
+from memserve.sim.replay.scaling import SimulatedScaling
 from memserve.sim.replay.scripts import Script
 from memserve.sim.replay.setup import Fault, Setup, StoreSetup, follower_names, names_of
 from memserve.sim.replay.stores import HitTokens, ReplayStore, StoreUsage, hit_tokens, store_info, store_usage
 from memserve.sim.replay.timeline import Timeline
 from memserve.sim.timed_device import Moments, TimedDevice, step_times
-from memserve.types import TokenOutput
+from memserve.types import Role, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 from memserve.workloads.words import Workload
 
@@ -46,9 +47,10 @@ class Usage:
     """Usage of a whole run, from the workload's start to its last answer."""
 
     devices: int
+    """Of all instances that there were."""
     simulated_s: float
     device_hours: float
-    """Device hours from start to end."""
+    """Device hours from start to end, or while there was each instance."""
     busy_share: float
     """Share of that time in which devices worked."""
     tokens: int
@@ -86,11 +88,9 @@ class ReplayWorld:
         self.clients = Clients(self.clock, setup.around, self.moments, submit, workload, make_script)
         self.network.nodes[self.router.peer.name] = self.router
         self.instances: list[ReplayNode] = []
-        for place, (name, role) in enumerate(names_of(setup.instances)):
-            self._hosts[name] = self._host_of(place)
-            node = ReplayNode(self, name, role, place, self._cores_of(place))
-            self.instances.append(node)
-            self.network.nodes[name] = node
+        for name, role in names_of(setup.instances):
+            self.add_instance(name, role)
+        self.scaling = SimulatedScaling(self, setup) if setup.scaling.scale else None
         self.stores = [self._new_store(setup.stores, n) for n in range(setup.stores.count)] if setup.stores else []
         self.followers = [FollowerNode(self, name) for name in follower_names(setup.routers)]
         for follower in self.followers:
@@ -101,6 +101,14 @@ class ReplayWorld:
         self.start_ns = 0
 
     # -- parts of the nodes
+
+    def add_instance(self, name: str, role: Role) -> None:
+        """Start one more, on the next host with room."""
+        place = len(self.instances)
+        self._hosts[name] = self._host_of(place)
+        node = ReplayNode(self, name, role, place, self._cores_of(place))
+        self.instances.append(node)
+        self.network.nodes[name] = node
 
     def _host_of(self, place: int) -> str:
         return f"host-{place // self.setup.around.instances_per_host}"
@@ -205,6 +213,8 @@ class ReplayWorld:
             self.clock.at(self.start_ns + ns_from_s(fault.at_s), self._strike, fault)
         self.timeline.begin()
         self.clients.begin()
+        if self.scaling is not None:
+            self.scaling.begin()
         end_ns = None if limit_s is None else self.start_ns + ns_from_s(limit_s)
         clock, clients = self.clock, self.clients
         while not clients.done and (end_ns is None or (clock.next_ns or 0) <= end_ns):
@@ -266,14 +276,14 @@ def _last_due_s(workload: Workload) -> float:
 def usage(world: ReplayWorld) -> Usage:
     """Usage of ``world``, which has run."""
     elapsed_s, setup = world.elapsed_s, world.setup
-    device_hours = setup.devices * elapsed_s / S_PER_HOUR
+    instance_s = len(world.instances) * elapsed_s if world.scaling is None else world.scaling.instance_seconds()
+    device_hours = setup.machine.devices * instance_s / S_PER_HOUR
     busy_s = sum(node.device.busy_ns for node in world.instances) / NS_PER_S
-    instances = len(world.instances)
     return Usage(
-        setup.devices,
+        setup.machine.devices * len(world.instances),
         elapsed_s,
         device_hours,
-        busy_s / (instances * elapsed_s) if elapsed_s else 0.0,
+        busy_s / instance_s if instance_s else 0.0,
         world.clients.tokens,
         world.clients.tokens / device_hours if device_hours else 0.0,
         world.links.pulled_bytes,
