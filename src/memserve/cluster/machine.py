@@ -103,16 +103,15 @@ class Cluster:
         self.config = config
         self._counters = counters = Counters()
         self._timers, self._outbox = timers, outbox = Timers(), Outbox(remembers)
-        order = order_of(follows.name) if follows is not None else 0
-        self._registry, self._loads = registry, loads = Registry(order), LoadTable()
+        self._registry = registry = Registry(0 if follows is None else order_of(follows.name))
+        self._loads = loads = LoadTable()
         self._trees = trees = Trees(config, timers, counters, identity_key)
         asking = asking_for(config, registry, loads) if follows is not None else None
         admission = asking or AdmissionController(config.admission, config.policy, registry, loads)
-        memory = admission.memory
-        self._handles = handles = Handles(registry, trees, loads, memory, timers, outbox, config)
+        self._handles = handles = Handles(registry, trees, loads, admission.memory, timers, outbox, config)
         self._sessions = sessions = Sessions(registry, outbox)
         self.answers = answers = Answers(config, registry, timers, outbox, counters)
-        self._placer = placer = Placer(config, registry, trees, loads, sessions, handles, memory)
+        self._placer = placer = Placer(config, registry, trees, loads, sessions, handles, admission.memory)
         self._lifecycle = lifecycle = Lifecycle(
             config, registry, trees, loads, admission, placer, sessions, handles, answers, timers, outbox, counters
         )

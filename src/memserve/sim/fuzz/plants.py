@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace as replace_struct
 
@@ -37,24 +37,14 @@ from memserve.kv_transfer.events import PagesPulled
 from memserve.kv_transfer.receiver import Receiver
 from memserve.mempool import pool as pool_module
 from memserve.mempool.identity import DEFAULT_KEY, namespace_id
-from memserve.messages import AskEvents, Expelled, Offer, Peer
+from memserve.messages import AskEvents, Expelled, Peer
 from memserve.meta.store import Store
+from memserve.sim.fuzz.store_plants import Swap, store_arrival, store_seal, store_write
 from memserve.sim.fuzz.workers import Workers
-from memserve.store import disk as disk_module
-from memserve.store import disk_steps
-from memserve.store.disk_events import DiskDone, Written
-from memserve.store.events import ExtentsSealed
-from memserve.store.kv_blocks import KvBlocks
-from memserve.store.loads import Loads
-from memserve.store.values import Values
 from memserve.types import TokenOutput
 
 if TYPE_CHECKING:
-    from memserve._core import Found, Place, SegmentLog
     from memserve.instance.sequence import Sequence
-
-Swap = tuple[Any, str, Any]
-"""An object, the name of its attribute, and the attribute's replacement."""
 
 
 def _any_generation(self: Registry, peer: Peer) -> Member | None:
@@ -157,62 +147,6 @@ def _router_addresses() -> list[Swap]:
 
 def _stays(self: RouterAddresses, address: str, now: int) -> None:
     self.heard(now)
-
-
-def _same_head(log: SegmentLog, key: bytes, found: Found, done: DiskDone) -> bytes | None:
-    return _name_if_same(log, key, found, replace(done, seal=found.seal) if done.ok else done)
-
-
-_name_if_same = disk_steps.name_if_same
-
-
-def _takes_as_sealed(self: Loads, event: ExtentsSealed, now: int) -> bool:
-    load = self._sealing.get(event.job)
-    if load is not None and load.place is not None:
-        event = replace(event, seals=(load.place.seal,))
-    return _sealed(self, event, now)
-
-
-_sealed = Loads.sealed
-
-
-def _store_seal() -> list[Swap]:
-    """A store takes what it reads, from a disk or in memory that it adopts, for what was written there."""
-    return [(disk_module, "name_if_same", _same_head), (Loads, "sealed", _takes_as_sealed)]
-
-
-def _publishes_at_once(self: KvBlocks, sender: Peer, offer: Offer, now: int) -> None:
-    _offered(self, sender, offer, now)
-    taken = self.exchange._receiver.open.get(offer.transfer_id)
-    if taken is None or taken.placed is None or taken.placed.lease.blocks:
-        return
-    first, block_bytes = taken.offer.first_block, self._pool.block_bytes
-    identities = self._pool.identities(offer.tenant, offer.tokens)[first:]
-    for identity, block in zip(identities, taken.placed.blocks, strict=False):
-        self._values.put_kv(identity, block * block_bytes, block_bytes, 0, now, keep=False)
-
-
-_offered = KvBlocks._offered
-
-
-def _store_arrival() -> list[Swap]:
-    """A store publishes blocks before they have arrived."""
-    return [(KvBlocks, "_offered", _publishes_at_once)]
-
-
-def _is_written_at_once(self: Values, key: bytes, place: Place, now: int, *, bypass: bool) -> None:
-    was_written = key in self._writes
-    _write_through(self, key, place, now, bypass=bypass)
-    if key in self._writes and not was_written:
-        self.written(Written(key, True), now)
-
-
-_write_through = Values._write_through
-
-
-def _store_write() -> list[Swap]:
-    """A store takes a value to be on a disk when the disk has begun to write it."""
-    return [(Values, "_write_through", _is_written_at_once)]
 
 
 def _any_store(self: Registry, peer: Peer) -> Member | None:
@@ -369,9 +303,9 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "expulsion": _expulsion,
     "leaving": _leaving,
     "router-addresses": _router_addresses,
-    "store-seal": _store_seal,
-    "store-arrival": _store_arrival,
-    "store-write": _store_write,
+    "store-seal": store_seal,
+    "store-arrival": store_arrival,
+    "store-write": store_write,
     "store-generation": _store_generation,
     "former-router": _former_router,
     "layer-arrival": _layer_arrival,
