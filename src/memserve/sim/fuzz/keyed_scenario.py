@@ -77,11 +77,11 @@ def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, 
     """Some scenarios have several routers, and clients with keys, which any of them serves; ``routers``: so many.
     Drawn from a stream of its own. Returns faults of followers: kind, when and for how long (ms), which."""
     random = Random(f"{scenario.seed}/{scenario.setting}/followers")
-    drawn = random.random() < FOLLOWED_SHARE
+    is_drawn = random.random() < FOLLOWED_SHARE
     unfit = scenario.shared is not None or scenario.store is not None
     unfit = unfit or any(conversation.tenant == FLOOD for conversation in scenario.conversations)
     unfit = unfit or any(fault.kind == "row" for fault in scenario.faults)
-    if unfit or routers == 1 or not (drawn or routers):
+    if unfit or routers == 1 or not (is_drawn or routers):
         return []
     scenario.followers = routers - 1 if routers else random.choice([1, 2])
     turns = _name_all(scenario)
@@ -90,8 +90,8 @@ def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, 
     if random.random() < 0.5:  # else they die beside all that goes wrong anyway
         scenario.faults = [fault for fault in scenario.faults if fault.kind == "router-restart"]
     kinds = random.choices(FOLLOWER_FAULTS, k=random.choice([1, 2, 3]))
-    at_ms, spans_ms = 400, (5, 300, 1500)
-    if scenario.admission.mode is not Admission.NONE and random.random() < 0.6:  # many are gone with what they had
+    drawn = [(kind, random.randint(0, 400), random.choice([5, 300, 1500]), random.randrange(2)) for kind in kinds]
+    if scenario.admission.mode is not Admission.NONE and random.random() < 0.6:
         _slow_down(random, scenario, turns)
-        at_ms, spans_ms = 120, (300, 1500, 2500)
-    return [(kind, random.randint(0, at_ms), random.choice(spans_ms), random.randrange(2)) for kind in kinds]
+        drawn += [("follower-asks", random.randint(0, 100), 2500, which) for which in range(2)]
+    return drawn

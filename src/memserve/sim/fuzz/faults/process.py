@@ -114,6 +114,30 @@ def _follower_pause(world: World, fault: Fault, node: FuzzedInstance, random: Ra
     return resume
 
 
+def _follower_asks(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
+    """Such a router is stopped as soon as it has asked for the admission of a request: the answer waits for it."""
+    followers = world.routers.followers
+    if not followers:
+        return None
+    follower = followers[fault.seed % len(followers)]
+    life, stopped = follower.life, []
+
+    def stop(left: int) -> None:
+        if follower.life == life and follower.machine.cluster.stats().admission.waiting:
+            follower.pause()
+            stopped.append(True)
+        elif follower.life == life and left:
+            world.clock.after(MS // 2, stop, left - 1)
+
+    def resume() -> None:
+        if stopped and follower.life == life:
+            follower.resume()
+
+    world.router_slept_ns += fault.for_ns
+    stop(2 * 400)
+    return resume
+
+
 def _drain(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
     """The operator drains it; when it has left, another process takes its name."""
     world.router.submit(InstanceDrained(node.peer.name))
@@ -146,6 +170,7 @@ KINDS: dict[str, Kind] = {
     "router-pause": _router_pause,
     "follower-kill": _follower_kill,
     "follower-pause": _follower_pause,
+    "follower-asks": _follower_asks,
     "router-restart": _router_restart,
     "clock-jump": _clock_jump,
     "router-clock-jump": _router_clock_jump,
