@@ -135,7 +135,8 @@ class Holder:
     def _read(self) -> None:
         with contextlib.suppress(httpx.TransportError), self._gated.http as http:  # its router may be killed
             self._follow(http)
-            self.ended = not self.leave.is_set()
+        self.ended = not self.leave.is_set()
+        self.status = self.status or -1
 
     def _follow(self, http: httpx.Client) -> None:
         with http.stream("POST", f"{self._gated.url}/completions", json=self._body) as answer:
@@ -176,6 +177,7 @@ def test_what_a_killed_router_had_admitted_is_free_for_others(gated: Balanced) -
     os.kill(gated.follower(), signal.SIGKILL)
     for holder in holders:
         holder.end()
+    eventually(lambda: listeners(gated) == 1)
     eventually(lambda: listeners(gated) == 2)
     again = [Holder(gated, number) for number in range(3)]
     for holder in again:

@@ -25,7 +25,7 @@ from memserve.cluster.events import (
 )
 from memserve.cluster.machine import Cluster
 from memserve.config import AdmissionConfig
-from memserve.grants import GuestAsk, GuestGrants, GuestRequests
+from memserve.grants import GuestAsk, GuestGrant, GuestGrants, GuestRequests
 from memserve.messages import Dispatch, Peer
 from memserve.policy.admission import cost_tokens
 from memserve.policy.ledger import IDENTITY_BYTES
@@ -105,8 +105,18 @@ class Before(NamedTuple):
     let_in: bool
     """The event admitted a request: fewer wait than before."""
     at_once: bool
-    """Requests came that were looked at one after the other, or waited for the end of the time in which none is
-    admitted: who waited when one of them was rejected is not known."""
+    """Several requests came, or the time ended in which none is admitted: how many waited when one of them was rejected
+    is not known."""
+
+
+def _told_to_followers(actions: Sequence[ClusterAction]) -> list[tuple[str, GuestGrant]]:
+    """What was decided for guests, by the names that they have at the owner."""
+    return [
+        (guest_name(action.to, grant.number), grant)
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, GuestGrants)
+        for grant in action.message.grants
+    ]
 
 
 class GateJudge:
@@ -141,13 +151,7 @@ class GateJudge:
             self._recovered = now, {m.info.peer: len(m.hbm) // IDENTITY_BYTES for m in event.recovered.members}
         here, was_closed = self._here, self._was_closed
         self._was_closed = cluster._lifecycle.admission.is_closed
-        if isinstance(event, RequestArrived):
-            self._arrives(event.request, now)
-        elif isinstance(event, MessageArrived) and isinstance(event.message, GuestRequests):
-            for ask in event.message.asks:
-                self._guest_arrives(guest_name(event.sender, ask.number), ask, now)
-        elif isinstance(event, RequestCancelled):
-            self._goes_on_unread(event.request_id)
+        self._comes(event, now)
         before_opening = was_closed and not cluster._lifecycle.admission.is_closed
         at_once = before_opening or sum(waiter.arrived_ns == now for waiter in here.values()) > 1
         read = {waiter.reader: name for name, waiter in here.items()}
@@ -158,12 +162,7 @@ class GateJudge:
                 waiter = here.get(action.message.request.request_id.rpartition("#")[0])
                 if waiter is not None:  # it may be admitted, and end, in one event
                     waiter.waits = False
-        told = [
-            (guest_name(action.to, grant.number), grant)
-            for action in actions
-            if isinstance(action, Send) and isinstance(action.message, GuestGrants)
-            for grant in action.message.grants
-        ]
+        told = _told_to_followers(actions)
         for name, grant in told:
             if name in here and not grant.cause:
                 here[name].waits = here[name].returns = False
@@ -197,6 +196,15 @@ class GateJudge:
                 self._judge_refusal(cluster, name, late, grant.cause, Before(waited, ran, bool(let_in), at_once), now)
         self._judge_waiting(cluster, now)
         self._judge_turns([waited[name].request for name in let_in])
+
+    def _comes(self, event: object, now: int) -> None:
+        if isinstance(event, RequestArrived):
+            self._arrives(event.request, now)
+        elif isinstance(event, MessageArrived) and isinstance(event.message, GuestRequests):
+            for ask in event.message.asks:
+                self._guest_arrives(guest_name(event.sender, ask.number), ask, now)
+        elif isinstance(event, RequestCancelled):
+            self._goes_on_unread(event.request_id)
 
     def follower_said(self, actions: Sequence[object]) -> None:
         """A follower rejects what the owner has rejected; or what it has not answered, by the words of the follower."""

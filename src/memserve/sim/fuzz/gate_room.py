@@ -26,8 +26,8 @@ def fits_surely(
     pins. ``ended``: requests whose memory counts everywhere as if they still ran there. ``recovered``: further blocks
     that count, in the instance's own block size."""
     sides = _sides(cluster, len(request.prompt))
-    everyone = cluster._lifecycle.requests.by_id | cluster._lifecycle.guests.by_id
-    requests = [] if empty else list(everyone.values())
+    live = cluster._lifecycle.requests.by_id | cluster._lifecycle.guests.by_id
+    requests = [] if empty else list(live.values())
     kept = sum(_all_of(cluster, gone) for gone in ended)
     paired = len(sides) > 1
     for side in sides:
