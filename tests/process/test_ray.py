@@ -79,7 +79,7 @@ def test_the_end(served: OnRay) -> None:
 
 def test_counts_follow_the_load(served: OnRay, model: Path, truth: dict[int, str]) -> None:
     """On the node that is left: the router's policy decides, and Ray starts and ends the actors."""
-    flags = ("--scale", "colocated=1..2", "--scale-up-after", "1", "--scale-down-after", "3", "--max-running", "1")
+    flags = ("--scale", "colocated=1..2", "--scale-up-after", "1", "--scale-down-after", "10", "--max-running", "1")
     scaled = OnRay(model, *flags, prefill=0, decode=0, ray=served.ray)
     try:
         assert scaled.up() == {"c1"}

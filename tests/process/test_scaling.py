@@ -17,7 +17,7 @@ from served_cluster import WAIT_S, Server, eventually
 from tiny_models import prompt, save_folder, tiny_module
 
 pytestmark = pytest.mark.timeout(600)
-COUNT, QUESTIONS, CLIENTS = 24, 6, 8
+COUNT, QUESTIONS, CLIENTS = 24, 6, 6
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ class Load:
 
 @pytest.fixture
 def server(folder: Path, tmp_path: Path) -> Iterator[Server]:
-    """One sequence at a time on each instance, so that the others of eight clients wait."""
-    flags = ["--scale", "colocated=1..2", "--scale-up-after", "1", "--scale-down-after", "3", "--max-running", "1"]
+    """One sequence at a time on each instance, so that the others of several clients wait."""
+    flags = ["--scale", "colocated=1..2", "--scale-up-after", "1", "--scale-down-after", "10", "--max-running", "1"]
     with (tmp_path / "log").open("w") as stderr:
         served = Server(folder, *flags, "--metadata", str(tmp_path / "state"), stderr=stderr)
     yield served
@@ -80,18 +80,22 @@ def server(folder: Path, tmp_path: Path) -> Iterator[Server]:
     served.process.wait(WAIT_S)
 
 
+def overload(server: Server, truth: list[str], log: Path) -> Load:
+    """Clients that ask until another instance is asked for; it starts without them, and so more quickly."""
+    with Load(server, truth, CLIENTS) as load:
+        eventually(lambda: "colocated: 1 -> 2, because " in log.read_text())
+    return load
+
+
 def test_instances_come_with_the_load_and_go_after_it(server: Server, truth: list[str], tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert server.members() == {"c1"} == set(server.children())
-    with Load(server, truth, CLIENTS) as load:
+    load = overload(server, truth, log)
+    with Load(server, truth, 1, 0.5) as light:  # asks on while an instance comes, and while it drains
         eventually(lambda: server.members() == {"c1", "c2"})
-        before = load.answers
-        eventually(lambda: load.answers > before + 2 * CLIENTS)
-    assert "colocated: 1 -> 2, because " in log.read_text()
-    with Load(server, truth, 1, 0.5) as light:  # asks on while an instance drains
         eventually(lambda: server.members() == {"c1"} == set(server.children()))
-    assert load.wrong == [] == light.wrong and light.answers
-    assert "colocated: 2 -> 1, because 1 could have done what came in the last 3 s" in log.read_text()
+    assert load.wrong == [] == light.wrong and load.answers and light.answers
+    assert "colocated: 2 -> 1, because 1 could have done what came in the last 10 s" in log.read_text()
     page = httpx.get(server.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
     assert 'memserve_scaling_wanted{role="colocated"} 1.0' in page
     assert 'memserve_scaling_decisions_total{for="more",role="colocated"} 1.0' in page
@@ -106,12 +110,12 @@ def test_the_next_router_takes_over_what_the_load_has_started(
     server: Server, folder: Path, truth: list[str], tmp_path: Path
 ) -> None:
     """Killed while two instances run: its successor begins with both."""
-    with Load(server, truth, CLIENTS):
-        eventually(lambda: server.members() == {"c1", "c2"})
-        pids = server.children()
-        server.process.kill()
-        server.process.wait(WAIT_S)
-    flags = ["--scale", "colocated=1..2", "--scale-down-after", "60", "--max-running", "1"]
+    overload(server, truth, tmp_path / "log")
+    eventually(lambda: server.members() == {"c1", "c2"})
+    pids = server.children()
+    server.process.kill()
+    server.process.wait(WAIT_S)
+    flags = ["--scale", "colocated=1..2", "--scale-down-after", "600", "--max-running", "1"]
     after = Server(folder, *flags, "--metadata", str(tmp_path / "state"))
     try:
         eventually(lambda: after.members() == {"c1", "c2"})

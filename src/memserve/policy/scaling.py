@@ -92,8 +92,8 @@ class RoleScaling:
     """Decides for one role, look by look."""
 
     __slots__ = (
-        "_answers", "_asked", "_asked_ns", "_calm_ns", "_down_ns", "_failed", "_full_ns", "_last_ns", "_late", "_lost",
-        "_prompts", "_range", "_settle_ns", "_tokens_s", "_up_ns",
+        "_answers", "_asked", "_asked_ns", "_calm_ns", "_down_ns", "_failed", "_full_ns", "_full_tokens", "_last_ns",
+        "_late", "_lost", "_prompts", "_range", "_settle_ns", "_tokens_s", "_up_ns",
     )  # fmt: skip
 
     def __init__(self, allowed: Range, up_ns: int, down_ns: int, settle_ns: int) -> None:
@@ -103,6 +103,7 @@ class RoleScaling:
         self._asked: int | None = None
         self._asked_ns = 0
         self._full_ns: int | None = None  # since when there is too much to do
+        self._full_tokens = 0.0  # served since then
         self._calm_ns: int | None = None  # since when fewer could do it
         #: counts that were too small, with the tokens a second that were served then
         self._failed: dict[int, float] = {}
@@ -124,7 +125,7 @@ class RoleScaling:
             return None
         worst = max(self._excesses(load), key=lambda one: one.times, default=None)
         if worst is not None and count < self._range.most:
-            return self._grow(count, worst, now)
+            return self._grow(load, worst, now)
         self._full_ns = None
         return self._shrink(load, now) if worst is None else None
 
@@ -136,13 +137,17 @@ class RoleScaling:
         self._answers, self._late = FADES * self._answers + load.answers, FADES * self._late + load.late
         self._prompts, self._lost = FADES * self._prompts + load.prompt_tokens, FADES * self._lost + load.lost_tokens
 
-    def _grow(self, count: int, worst: _Excess, now: int) -> Wanted | None:
-        self._calm_ns = None
-        self._full_ns = now if self._full_ns is None else self._full_ns
-        if now - self._full_ns < self._up_ns:
+    def _grow(self, load: RoleLoad, worst: _Excess, now: int) -> Wanted | None:
+        self._calm_ns, count = None, load.instances
+        if self._full_ns is None:
+            self._full_ns, self._full_tokens = now, 0.0
+        else:
+            self._full_tokens += load.served_tokens
+        full_ns = now - self._full_ns
+        if full_ns < self._up_ns:
             return None
         wanted = min(self._range.most, count * 2 if worst.times >= 2 else count + 1)
-        self._failed[count] = self._tokens_s
+        self._failed[count] = max(self._tokens_s, self._full_tokens * NS_PER_S / full_ns if full_ns else 0.0)
         return self._ask(count, wanted, worst.why, now)
 
     def _shrink(self, load: RoleLoad, now: int) -> Wanted | None:
