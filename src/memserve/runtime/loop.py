@@ -227,7 +227,7 @@ class SharedLoop(MachineLoop[EventT]):
         self._work(EVENTS_A_TURN)
 
     def _work(self, most: int | None) -> None:
-        """Handle what waits. The thread that gives the turn back looks once more: what came meanwhile is done."""
+        """Handle what waits. The thread that gives the turn back looks once more, so nothing is forgotten."""
         while self._is_open and not self._inbox.empty() and self._turn.acquire(blocking=False):
             try:
                 self._empty_inbox(most)
