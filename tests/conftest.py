@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
+import ssl
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 from hypothesis import settings
 
@@ -16,6 +19,24 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: a thread th
 
 settings.register_profile("memserve", deadline=None)  # speed is measured in bench/, never in tests: machines are busy
 settings.load_profile("memserve")
+
+
+_AUTHORITIES = (os.environ.get("SSL_CERT_FILE"), certifi.where())
+_new_context = ssl.create_default_context
+_context_of = functools.cache(lambda cafile: _new_context(cafile=cafile))
+
+
+def _default_context(
+    purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH, *, cafile: str | None = None, **more: Any
+) -> ssl.SSLContext:
+    """Every client of httpx reads the certificates of all public authorities anew: 24 ms of CPU, and a test that waits
+    asks a server fifty times a second. Here they are read once."""
+    if cafile in _AUTHORITIES and purpose is ssl.Purpose.SERVER_AUTH and not more:
+        return _context_of(cafile)
+    return _new_context(purpose, cafile=cafile, **more)
+
+
+ssl.create_default_context = _default_context
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
