@@ -94,8 +94,9 @@ class ModelDevice:
         self.segment_lines: SegmentLines | None = None
         #: what this process may have resident at most (:class:`memserve.runtime.memory.MemoryBound`); 0: unknown
         self.bound_bytes = 0
-        gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)
-        trim_heap()
+        if gc.isenabled():  # else it is done at the end of the start, once
+            gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)
+            trim_heap()
 
     def _make_arenas(
         self,

@@ -137,6 +137,7 @@ def objects_that_stay() -> Iterator[None]:
     try:
         yield
         gc.collect()
+        trim_heap()
         gc.freeze()
         # at the end the interpreter looks for garbage once more: what is frozen then would never be taken apart, and
         # the native modules would call their objects leaked

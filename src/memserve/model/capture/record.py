@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 from memserve.model import adapting, crew
 from memserve.model.attention.context import attending, current_attention
@@ -132,7 +132,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         return node
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        node = self._call(func, tree_map(self.node_of, args), tree_map(self.node_of, kwargs))
+        node = self._call(func, map_aggregate(args, self.node_of), map_aggregate(kwargs, self.node_of))
         node.meta["value"] = result
         if isinstance(result, Tensor):
             self._learn(node, result)
@@ -201,11 +201,19 @@ class _Merge:
         self._graph, self._node, self._twins, self._carriers = graph, node, twins, carriers
 
     def __call__(self, first: Any, second: Any) -> Any:
-        leaves, form = tree_flatten(first)
-        others, other_form = tree_flatten(second)
-        if form != other_form:
-            raise CaptureRefused(f"the arguments of {self._node} change their form with the number of tokens")
-        return form.unflatten([self._leaf(a, b) for a, b in zip(leaves, others, strict=True)])
+        if not isinstance(first, tuple | list | dict):
+            return self._leaf(first, second)
+        if type(first) is not type(second) or len(first) != len(second):
+            raise self._other_form()
+        if not isinstance(first, dict):
+            merged = [self(a, b) for a, b in zip(first, second, strict=True)]
+            return tuple(merged) if isinstance(first, tuple) else merged
+        if first.keys() != second.keys():
+            raise self._other_form()
+        return {key: self(value, second[key]) for key, value in first.items()}
+
+    def _other_form(self) -> CaptureRefused:
+        return CaptureRefused(f"the arguments of {self._node} change their form with the number of tokens")
 
     def _leaf(self, a: Any, b: Any) -> Any:
         if isinstance(b, fx.Node):
