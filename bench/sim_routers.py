@@ -48,6 +48,7 @@ class Case(NamedTuple):
 
 CASES = {
     "100 instances x1": Case("100"),
+    "100 instances x1, spread": Case("100", spread=True),
     "1000 instances x1, 5 min, spread": Case("1000", spread=True, requests=950, beat_ms=2000),
     "100 instances x6": Case("100", 6.0),
     "100 instances x6, spread": Case("100", 6.0, spread=True),
