@@ -48,6 +48,7 @@ class Case(NamedTuple):
 
 CASES = {
     "100 instances x1": Case("100"),
+    "100 instances x1, spread": Case("100", spread=True),
     "1000 instances x1, 5 min, spread": Case("1000", spread=True, requests=950, beat_ms=2000),
     "100 instances x6": Case("100", 6.0),
     "100 instances x6, spread": Case("100", 6.0, spread=True),
@@ -72,13 +73,15 @@ def load(case: Case, data: Path) -> Workload:
     return dataclasses.replace(made, sessions=sessions)
 
 
-def run(name: str, routers: int, seed: int, data: Path, policy: str, beat_ms: int | None) -> dict[str, Any]:
+def run(options: argparse.Namespace, routers: int, seed: int) -> dict[str, Any]:
     """Run one case in this process."""
+    name = options.case
     case = CASES[name]
-    workload = load(case, data)
-    setup = dataclasses.replace(
-        cluster(case.instances, policy=policy, beat_ms=beat_ms or case.beat_ms), routers=routers, seed=seed
-    )
+    if options.requests:
+        case = case._replace(requests=options.requests)
+    workload = load(case, options.data)
+    made = cluster(case.instances, policy=options.policy, beat_ms=options.beat_ms or case.beat_ms)
+    setup = dataclasses.replace(made, routers=routers, seed=seed)
     done = simulate(setup, workload, name, workload.kind)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     answered = sum(record.ok for record in done.records)
@@ -88,8 +91,9 @@ def run(name: str, routers: int, seed: int, data: Path, policy: str, beat_ms: in
 def run_apart(options: argparse.Namespace, name: str, routers: int, seed: int) -> dict[str, Any]:
     """Run one case in another process."""
     command = [sys.executable, __file__, "--data", str(options.data), "--policy", options.policy, "--case", name]
-    if options.beat_ms:
-        command += ["--beat-ms", str(options.beat_ms)]
+    for flag in ("beat_ms", "requests"):
+        if getattr(options, flag):
+            command += [f"--{flag.replace('_', '-')}", str(getattr(options, flag))]
     command += ["--routers", str(routers), "--seeds", str(seed)]
     told = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
     found: dict[str, Any] = json.loads(told)
@@ -123,10 +127,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="of the balancer, where there is one")
     parser.add_argument("--policy", default="cost")
     parser.add_argument("--beat-ms", type=int, help="milliseconds between heartbeats, for all cases")
+    parser.add_argument("--requests", type=int, help="only the beginning of the trace, in all cases")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        found = run(options.case, int(options.routers), options.seeds, options.data, options.policy, options.beat_ms)
+        found = run(options, int(options.routers), options.seeds)
         print(json.dumps(found))
         return
     print(
