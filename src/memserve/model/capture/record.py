@@ -205,7 +205,7 @@ class _Merge:
             return self._leaf(first, second)
         if type(first) is not type(second) or len(first) != len(second):
             raise self._other_form()
-        if not isinstance(first, dict):
+        if not (isinstance(first, dict) and isinstance(second, dict)):
             merged = [self(a, b) for a, b in zip(first, second, strict=True)]
             return tuple(merged) if isinstance(first, tuple) else merged
         if first.keys() != second.keys():
