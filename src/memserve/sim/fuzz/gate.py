@@ -151,9 +151,9 @@ class GateJudge:
             self._recovered = now, {m.info.peer: len(m.hbm) // IDENTITY_BYTES for m in event.recovered.members}
         here, was_closed = self._here, self._was_closed
         self._was_closed = cluster._lifecycle.admission.is_closed
-        self._comes(event, now)
+        asks = self._comes(event, now)
         before_opening = was_closed and not cluster._lifecycle.admission.is_closed
-        at_once = before_opening or sum(waiter.arrived_ns == now for waiter in here.values()) > 1
+        at_once = before_opening or asks > 1
         read = {waiter.reader: name for name, waiter in here.items()}
         waited = {name: waiter for name, waiter in here.items() if waiter.waits}
         ran = [name for name, waiter in here.items() if not (waiter.waits or waiter.returns)]
@@ -197,14 +197,17 @@ class GateJudge:
         self._judge_waiting(cluster, now)
         self._judge_turns([waited[name].request for name in let_in])
 
-    def _comes(self, event: object, now: int) -> None:
+    def _comes(self, event: object, now: int) -> int:
+        """Returns how many requests a follower has asked for at once."""
         if isinstance(event, RequestArrived):
             self._arrives(event.request, now)
         elif isinstance(event, MessageArrived) and isinstance(event.message, GuestRequests):
             for ask in event.message.asks:
                 self._guest_arrives(guest_name(event.sender, ask.number), ask, now)
+            return len(event.message.asks)
         elif isinstance(event, RequestCancelled):
             self._goes_on_unread(event.request_id)
+        return 0
 
     def follower_said(self, actions: Sequence[object]) -> None:
         """A follower rejects what the owner has rejected; or what it has not answered, by the words of the follower."""
