@@ -205,12 +205,12 @@ class _Merge:
             return self._leaf(first, second)
         if type(first) is not type(second) or len(first) != len(second):
             raise self._other_form()
-        if not isinstance(first, dict):
-            merged = [self(a, b) for a, b in zip(first, second, strict=True)]
-            return tuple(merged) if isinstance(first, tuple) else merged
-        if first.keys() != second.keys():
-            raise self._other_form()
-        return {key: self(value, second[key]) for key, value in first.items()}
+        if isinstance(first, dict):
+            if list(first) != list(second):
+                raise self._other_form()
+            return {key: self(value, second[key]) for key, value in first.items()}
+        merged = [self(a, b) for a, b in zip(first, second, strict=True)]
+        return tuple(merged) if isinstance(first, tuple) else merged
 
     def _other_form(self) -> CaptureRefused:
         return CaptureRefused(f"the arguments of {self._node} change their form with the number of tokens")
