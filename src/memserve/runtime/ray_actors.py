@@ -40,6 +40,8 @@ END_S = 30.0
 """Beyond its patience, until a process that drains is ended."""
 _LOOK_S = 0.2
 _ANSWER_S = 5.0
+_GROUPS = "memserve-"
+"""How names of placement groups begin."""
 _CALLS = 8
 """Of a controller at once: one that scales takes its time."""
 ROUTER = "router"
@@ -160,6 +162,7 @@ class Controller:
         """Start the router, then all members; returns before they are ready. Raises :class:`UserError` without room."""
         import ray
 
+        _remove_left_groups()
         if self._plan.router is not None:
             self._router = ray.remote(ProcessActor).options(
                 num_cpus=0, max_restarts=-1, scheduling_strategy=on_this_node()
@@ -239,7 +242,8 @@ class Controller:
         if count <= 0:
             return
         actors, needs = self._actors[role], dict(self._plan.resources[role])
-        group = placement_group([needs] * count, strategy="SPREAD")
+        label = f"{_GROUPS}{role}-{secrets.token_hex(4)}"
+        group = placement_group([needs] * count, strategy="SPREAD", name=label)
         if not group.wait(PLACE_S):
             remove_placement_group(group)
             text = ", ".join(f"{name} {amount:g}" for name, amount in needs.items())
@@ -272,6 +276,17 @@ class Controller:
             group = self._groups.pop(name)
             if group not in self._groups.values():
                 remove_placement_group(group)
+
+
+def _remove_left_groups() -> None:
+    """What a controller before this one has reserved and left: Ray keeps it while the job lives that had made that
+    controller, and Ray Serve's lives on."""
+    import ray
+    from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+    for group in placement_group_table().values():
+        if group["name"].startswith(_GROUPS) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group["placement_group_id"]))))
 
 
 def _name_of_this_life(order: ProcessOrder) -> str:
