@@ -136,10 +136,17 @@ def test_a_router_dies() -> None:
         assert not node.machine.state.groups, "an attempt without a router goes on"
 
 
+def test_all_routers_have_one_gate() -> None:
+    """Requests of a follower wait for the owner's places; each is admitted once by each that has a say."""
+    bounded = ClusterConfig(admission=AdmissionConfig(Admission.BOUNDED, active_max=4))
+    world = played(Setup({Role.COLOCATED: 2}, SMALL, bounded, routers=2), conversations(12, 2))
+    owner, follower = world.router.machine.stats().admission, world.followers[0].machine.cluster.stats().admission
+    assert all(served.finish for served in world.clients.served) and len(world.clients.served) == 24
+    assert owner.admitted == owner.left == 24 and owner.queued > 0
+    assert 0 < follower.admitted < 24 and not owner.active
+
+
 def test_what_production_refuses_is_refused() -> None:
-    admission = ClusterConfig(admission=AdmissionConfig(Admission.BOUNDED, active_max=4))
-    with pytest.raises(UserError, match="router-2 is refused: its owner has --admission"):
-        ReplayWorld(Setup({Role.COLOCATED: 2}, SMALL, admission, routers=2), conversations(2, 1)).run()
     with pytest.raises(UserError, match="a store tells one router"):
         Setup({Role.COLOCATED: 2}, SMALL, routers=2, stores=StoreSetup(8 << 30))
     with pytest.raises(UserError, match="0 routers"):
