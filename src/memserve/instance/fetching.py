@@ -121,6 +121,14 @@ class Fetches:
         if self.decide_at_ns is None:
             self.decide_at_ns = now + GATHER_NS
 
+    def tokens_to_compute(self) -> int:
+        """Tokens of prompts that wait for a prefix from elsewhere, and that are computed here in any case."""
+        size, flights = self._geometry.block_tokens, self._flights
+        asked = sum(
+            len(group.request.prompt) - flights[name].end_block * size for name, (group, _) in self.asked.items()
+        )
+        return asked + sum(len(group.request.prompt) for group in self.undecided)
+
     def settle(self, now: int) -> None:
         """Decide for the requests that have gathered, if it is time, as far as there is memory for what they get."""
         if not self.undecided or (self.decide_at_ns is not None and now < self.decide_at_ns):

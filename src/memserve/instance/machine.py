@@ -305,7 +305,7 @@ class Instance:
         if not any(link.routers.followers):
             return load
         # the router of a prompt counts it until its first token: the others shall, too
-        under_way = sum([plan.prefill_tokens for plan in self.inflight])
+        under_way = sum([plan.prefill_tokens for plan in self.inflight]) + link.fetches.tokens_to_compute()
         return structs.replace(load, prefill_tokens_queued=load.prefill_tokens_queued + under_way)
 
     def reading(self) -> LoadRead:

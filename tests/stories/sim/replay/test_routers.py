@@ -9,6 +9,8 @@ import pytest
 
 from memserve.config import AdmissionConfig, ClusterConfig
 from memserve.errors import UserError
+from memserve.instance.machine import Instance
+from memserve.messages import Load
 from memserve.sim.hardware import machine
 from memserve.sim.replay.setup import Fault, Setup, StoreSetup, parse_faults
 from memserve.sim.replay.world import ReplayWorld
@@ -134,6 +136,30 @@ def test_a_router_dies() -> None:
     assert dispatched(world)[1] > 10, "it came back, and got nothing"
     for node in world.instances:
         assert not node.machine.state.groups, "an attempt without a router goes on"
+
+
+def test_a_prompt_that_waits_for_a_prefix_from_elsewhere_is_work_to_all_routers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is in no line of its instance yet; the router that has placed it there counts it all the same."""
+    seen, plain = list[tuple[int, int]](), Instance.load
+
+    def load(instance: Instance) -> Load:
+        told = plain(instance)
+        if asked := instance.link.fetches.asked.values():
+            seen.append(
+                (sum(len(one.request.prompt) - at.prefix_tokens for one, at in asked), told.prefill_tokens_queued)
+            )
+        return told
+
+    monkeypatch.setattr(Instance, "load", load)
+    one_document = tuple(
+        Session(f"s{n}", (Turn(Blocks(16, (Span(1, 3200), Span(10_000 * (n + 1), 320))), 20, due_s=0.3 * n),))
+        for n in range(8)
+    )
+    setup = Setup({Role.COLOCATED: 3}, SMALL, ClusterConfig(policy="least-load"), routers=2)
+    played(setup, Workload("one document", "test", one_document))
+    assert seen and all(told >= computed > 0 for computed, told in seen), seen
 
 
 def test_all_routers_have_one_gate() -> None:
