@@ -72,7 +72,8 @@ async def load(host: str, port: int, clients: int, seconds: float) -> tuple[floa
     async def client() -> None:
         nonlocal answered
         while time.monotonic() < end:
-            answered += await ask(host, port, body)
+            is_answered = await ask(host, port, body)
+            answered += is_answered  # not in one line: that would read the count before it waits
 
     began = time.monotonic()
     await asyncio.gather(*(client() for _ in range(clients)))
