@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from on_ray import QUESTIONS, Load, OnRay, truth_of
+from asking_clients import QUESTIONS, Load, truth_of
+from on_ray import CLIENTS, COUNT, PAUSE_S, OnRay
 from tiny_models import save_folder, tiny_module
 
 PATIENCE_S = 300.0
@@ -56,10 +57,10 @@ def main() -> None:
     """Run both parts."""
     with tempfile.TemporaryDirectory() as folder:
         model = save_folder(tiny_module("llama"), Path(folder) / "tiny")
-        truth = truth_of(model)
+        truth = truth_of(model, COUNT)
         served = OnRay(model)
         try:
-            with Load(served, truth) as scaling:
+            with Load(served.ask, truth, CLIENTS, PAUSE_S) as scaling:
                 more(scaling, QUESTIONS)
                 started = time.monotonic()
                 served.scale("prefill=2", "decode=2")
@@ -74,7 +75,7 @@ def main() -> None:
             print(json.dumps({"scaled": scaled}), flush=True)
             served.scale("prefill=2", "decode=2")
             everyone = served.up()
-            with Load(served, truth) as striking:
+            with Load(served.ask, truth, CLIENTS, PAUSE_S) as striking:
                 more(striking, 2 * QUESTIONS)
                 died = served.counter("router_members_died_total")
                 served.ray.kill_raylet(0)

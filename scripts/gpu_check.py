@@ -10,7 +10,6 @@ product that torch reaches.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import signal
@@ -18,163 +17,16 @@ import subprocess
 import sys
 import time
 import traceback
-import types
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gpu_attention import CASES, ROOT, check_cases, check_large, milliseconds, time_decode, time_prefill
 
-ROOT = Path(__file__).resolve().parent.parent
-CASES = ROOT / "tests" / "unit" / "model" / "attention" / "test_triton_attention.py"
-sys.path.insert(0, str(ROOT / "src"))
-
-from memserve.model.attention.triton_attention import TritonBatch, attend  # noqa: E402  (needs the path above)
-from memserve.types import KVGeometry  # noqa: E402  # needs the path above
-
-DECODE = [(1, 2048), (1, 32768), (8, 2048), (32, 2048), (128, 2048), (256, 512)]  # rows, context
-PREFILL = [(1, 2048, 2048), (4, 512, 512), (1, 512, 16384), (8, 512, 4096)]  # rows, new tokens, context
-
-
-def milliseconds(run: Callable[[], object], rounds: int = 20) -> float:
-    """Median time of ``run`` on the device."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(rounds):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return float(np.median(times))
-
-
-class Step:
-    """One random step: ``rows`` sequences of ``context`` tokens, ``count`` of which are new."""
-
-    def __init__(self, geometry: KVGeometry, heads: int, rows: int, count: int, context: int) -> None:
-        self.geometry, self.rows, self.count, self.context = geometry, rows, count, context
-        dtype = getattr(torch, geometry.dtype)
-        blocks = -(-context // geometry.block_tokens)
-        rng = np.random.default_rng(rows * 1_000_003 + context)
-        order = torch.from_numpy(rng.permutation(rows * blocks).astype(np.int32))
-        self.tables = order.view(rows, blocks).cuda()
-        self.arena = torch.empty(rows * blocks * geometry.block_bytes, dtype=torch.uint8, device="cuda")
-        self.arena.view(dtype).normal_()
-        starts = np.arange(rows + 1, dtype=np.int32) * count
-        self.batch = TritonBatch(
-            self.arena, geometry, self.tables, np.arange(rows, dtype=np.int32), starts, np.full(rows, context, np.int32)
-        )
-        tokens = rows * count
-
-        def draw(heads: int, width: int) -> torch.Tensor:
-            return torch.randn(tokens, heads, width, dtype=dtype, device="cuda")
-
-        self.q = draw(heads, geometry.head_dim_k)
-        self.k = draw(geometry.num_kv_heads, geometry.head_dim_k)
-        self.v = draw(geometry.num_kv_heads, geometry.head_dim_v)
-        self.out = torch.empty(tokens, heads, geometry.head_dim_v, dtype=dtype, device="cuda")
-        self.scale = geometry.head_dim_k**-0.5
-
-    def run(self, layer: int = 0, **options: object) -> torch.Tensor:
-        attend(self.batch, layer, self.q, self.k, self.v, self.out, self.scale, **options)
-        return self.out
-
-    def gathered(self, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of every row, ``[rows, Hkv, context, D]``, read from the pages by plain indexing."""
-        g = self.geometry
-        pages = self.arena.view(getattr(torch, g.dtype)).view(-1, g.num_layers, g.num_kv_heads, g.page_bytes //
-                                                              (g.itemsize * g.num_kv_heads))  # fmt: skip
-        mine = pages[self.tables.long(), layer]  # [rows, blocks, Hkv, one head of a page]
-        k, v = mine.split([g.head_dim_k * g.block_tokens, g.head_dim_v * g.block_tokens], -1)
-        k = k.unflatten(-1, (g.head_dim_k, g.block_tokens)).permute(0, 2, 1, 4, 3).flatten(2, 3)
-        v = v.unflatten(-1, (g.block_tokens, g.head_dim_v)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        return k[:, :, : self.context].contiguous(), v[:, :, : self.context].contiguous()
-
-    def expected(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Torch's attention over the gathered KV, in float64, ``[T, H, Dv]``."""
-        q = self.q.view(self.rows, self.count, *self.q.shape[1:]).transpose(1, 2)
-        position = torch.arange(self.context - self.count, self.context, device="cuda")
-        mask = torch.arange(self.context, device="cuda")[None] <= position[:, None]
-        group = q.shape[1] // k.shape[1]
-        k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(q.double(), k, v, mask, scale=self.scale)
-        return out.transpose(1, 2).flatten(0, 1)
-
-
-def test_module() -> types.ModuleType:
-    """The module ``CASES``, with a stand-in if pytest is not installed."""
-    if importlib.util.find_spec("pytest") is None:
-        stand_in = types.ModuleType("pytest")
-        mark = types.SimpleNamespace(parametrize=lambda *_: lambda f: f)
-        stand_in.__dict__.update(fixture=lambda **_: lambda f: f, mark=mark)
-        sys.modules["pytest"] = stand_in
-    spec = importlib.util.spec_from_file_location("cases", CASES)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def check_cases() -> list[dict[str, object]]:
-    """Every test case, compiled for this device."""
-    module = test_module()
-    rows = []
-    for name, case in module.CASES.items():
-        error = module.run_case(name, device="cuda")
-        limit = module.TOLERANCE[case[0]]
-        rows.append({"check": name, "dtype": case[0], "error": error, "limit": limit, "ok": error < limit})
-    return rows
-
-
-def check_large(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
-    """Compare batches of real size with float64 attention over gathered KV."""
-    rows = []
-    for count, context in ((1, 1000), (1, 9000), (257, 257), (300, 1500)):
-        step = Step(geometry, heads, 3, count, context)
-        got = step.run(layer=1)
-        want = step.expected(*step.gathered(layer=1))
-        error = float((got.double() - want).abs().max() / want.abs().max())
-        limit = 1e-5 if geometry.dtype == "float32" else 1e-2
-        name = f"3 rows, {count} new of {context}"
-        rows.append({"check": name, "dtype": geometry.dtype, "error": error, "limit": limit, "ok": error < limit})
-    return rows
-
-
-def time_decode(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
-    """Time decode steps: one query per row."""
-    big = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    copy_ms = milliseconds(lambda: big[: 1 << 29].copy_(big[1 << 29 :]))
-    rows: list[dict[str, object]] = [{"copy_gb_s": (1 << 30) / copy_ms / 1e6}]
-    for count, context in DECODE:
-        step = Step(geometry, heads, count, 1, context)
-        ms = milliseconds(step.run)
-        kv_bytes = count * context * geometry.token_bytes // geometry.num_layers
-        rows.append({"rows": count, "context": context, "us": ms * 1e3, "kv_gb_s": kv_bytes / ms / 1e6})
-    return rows
-
-
-def time_prefill(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
-    """Time prefill steps and chunks, and torch's own attention over contiguous KV."""
-    dense = torch.nn.functional.scaled_dot_product_attention
-    rows: list[dict[str, object]] = []
-    for count, new, context in PREFILL:
-        step = Step(geometry, heads, count, new, context)
-        ms = milliseconds(step.run)
-        pairs = count * (new * context - new * (new - 1) // 2)
-        flops = 2 * pairs * heads * (geometry.head_dim_k + geometry.head_dim_v)
-        row: dict[str, object] = {"rows": count, "new": new, "context": context, "ms": ms, "tflops": flops / ms / 1e9}
-        if new == context:
-            k, v = step.gathered()
-            q = step.q.view(count, new, *step.q.shape[1:]).transpose(1, 2)
-            row["torch_ms"] = milliseconds(partial(dense, q, k, v, is_causal=True, enable_gqa=True))
-        rows.append(row)
-    return rows
-
+from memserve.types import KVGeometry
 
 Rows = list[dict[str, object]]
 
@@ -216,7 +68,7 @@ def part_kernels() -> Rows:
 def part_attention() -> Rows:
     """Attention's speed; decodes as a share of copy bandwidth."""
     small, large = KVGeometry(2, 3, 64, 64, "bfloat16"), KVGeometry(2, 8, 128, 128, "bfloat16")
-    rows = time_decode(small, 9)[1:] + time_decode(large, 32)[1:]
+    rows = time_decode(small, 9) + time_decode(large, 32)
     for row in rows:
         share = float(str(row["kv_gb_s"])) / copy_gb_s()
         full = int(str(row["rows"])) * int(str(row["context"])) >= 32 * 2048
@@ -337,6 +189,25 @@ def random_8b() -> Any:
     )  # fmt: skip
 
 
+def decode_ms(device: Any, context: int, rows: int, steps: int = 44) -> float:
+    """Milliseconds of a decode step behind ``context`` tokens, two plans in flight."""
+    from memserve.instance.events import StepPlan
+
+    begun, began = [], 0.0
+    for step in range(steps):
+        if step == 4:
+            began = time.perf_counter()
+        plan = StepPlan(
+            1000 + step, slots=list(range(rows)), starts=[context + step] * rows, counts=[1] * rows,
+            sample_slots=[(slot,) for slot in range(rows)], decodes=rows,
+        )  # fmt: skip
+        begun.append(device.begin_step(plan))
+        if len(begun) > 1:
+            begun.pop(0)()
+    begun.pop()()
+    return (time.perf_counter() - began) * 1e3 / (steps - 4)
+
+
 def part_steps() -> Rows:
     """Steps of an 8B: decodes as a share of bandwidth, with and without graphs; prefill as one of torch's products."""
     from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
@@ -351,22 +222,6 @@ def part_steps() -> Rows:
     config = InstanceConfig(8192, pool=PoolConfig(2048), scheduler=SchedulerConfig(max_running=32))
     device = GpuDevice(model, config, Cuda(model.device), EagerForward(model.module))
     blocks = context // 32 + 8
-
-    def run(rows: int, steps: int, number: int) -> float:
-        """Milliseconds of a decode step, two plans in flight."""
-        begun, began = [], 0.0
-        for step in range(steps):
-            if step == 4:
-                began = time.perf_counter()
-            plan = StepPlan(
-                number + step, slots=list(range(rows)), starts=[context + step] * rows, counts=[1] * rows,
-                sample_slots=[(slot,) for slot in range(rows)], decodes=rows,
-            )  # fmt: skip
-            begun.append(device.begin_step(plan))
-            if len(begun) > 1:
-                begun.pop(0)()
-        begun.pop()()
-        return (time.perf_counter() - began) * 1e3 / (steps - 4)
 
     def fill(rows: int, number: int) -> float:
         """Milliseconds of one prompt's prefill."""
@@ -390,7 +245,7 @@ def part_steps() -> Rows:
             device.capture()
             found.append({"graphs": str(device.graph_sizes), "ok": bool(device.graph_sizes)})
         for rows, target in ((1, 0.8), (32, 0.65)):
-            ms = run(rows, 44, 1000)
+            ms = decode_ms(device, context, rows)
             device._slots.lengths[:rows] = context + 1
             moved = weights + rows * context * model.geometry.token_bytes
             share = moved / ms / 1e6 / copy_gb_s()

@@ -8,8 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from asking_clients import QUESTIONS, Load, truth_of
 from memserve.cli.on_ray import _DROPPED, without
-from on_ray import QUESTIONS, Load, OnRay, truth_of
+from on_ray import CLIENTS, COUNT, PAUSE_S, OnRay
 from served_cluster import eventually
 from tiny_models import save_folder, tiny_module
 
@@ -23,8 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def truth(model: Path) -> dict[int, str]:
-    return truth_of(model)
+def truth(model: Path) -> list[str]:
+    return truth_of(model, COUNT)
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +35,11 @@ def served(model: Path) -> Iterator[OnRay]:
     served.close()
 
 
-def test_scaling_up_and_down_loses_no_request(served: OnRay, truth: dict[int, str]) -> None:
+def test_scaling_up_and_down_loses_no_request(served: OnRay, truth: list[str]) -> None:
     """1P1D to 2P2D and back, under load."""
     assert served.lines[0].startswith("ready in "), served.lines
     assert served.up() == {"p1", "d1"}
-    with Load(served, truth) as load:
+    with Load(served.ask, truth, CLIENTS, PAUSE_S) as load:
         told = served.scale("prefill=2", "decode=2")
         assert told.split("\n")[:2] == ["prefill: p1, p2", "decode: d1, d2"]
         assert served.up() == {"p1", "p2", "d1", "d2"}
@@ -53,11 +54,11 @@ def test_scaling_up_and_down_loses_no_request(served: OnRay, truth: dict[int, st
     assert served.counter("router_members_died_total") == 0
 
 
-def test_a_lost_node_costs_no_request(served: OnRay, truth: dict[int, str]) -> None:
+def test_a_lost_node_costs_no_request(served: OnRay, truth: list[str]) -> None:
     """Two of each role, a raylet killed with -9 under load: its instances come back on the other node."""
     served.scale("prefill=2", "decode=2")
     everyone = {"p1", "p2", "d1", "d2"}
-    with Load(served, truth) as load:
+    with Load(served.ask, truth, CLIENTS, PAUSE_S) as load:
         eventually(lambda: load.answers > QUESTIONS)
         died = served.counter("router_members_died_total")
         served.ray.kill_raylet(0)
@@ -77,13 +78,13 @@ def test_the_end(served: OnRay) -> None:
         httpx.get(f"{served.url}/health", timeout=5)
 
 
-def test_counts_follow_the_load(served: OnRay, model: Path, truth: dict[int, str]) -> None:
+def test_counts_follow_the_load(served: OnRay, model: Path, truth: list[str]) -> None:
     """On the node that is left: the router's policy decides, and Ray starts and ends the actors."""
     flags = ("--scale", "colocated=1..2", "--scale-up-after", "1", "--scale-down-after", "10", "--max-running", "1")
     scaled = OnRay(model, *flags, prefill=0, decode=0, ray=served.ray)
     try:
         assert scaled.up() == {"c1"}
-        with Load(scaled, truth, clients=6, pause_s=0.0) as load:
+        with Load(scaled.ask, truth, 6) as load:
             eventually(lambda: scaled.up() == {"c1", "c2"})
         eventually(lambda: scaled.up() == {"c1"})
         assert load.wrong == [] and load.answers

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from memserve import LLM
-from memserve.types import SamplingParams
+from asking_clients import Load, question, truth_of
 from served_cluster import WAIT_S, Server, eventually
-from tiny_models import prompt, save_folder, tiny_module
+from tiny_models import save_folder, tiny_module
 
 pytestmark = pytest.mark.timeout(600)
-COUNT, QUESTIONS, CLIENTS = 24, 6, 6
+COUNT, CLIENTS = 24, 6
 
 
 @pytest.fixture(scope="module")
@@ -27,46 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def truth(folder: Path) -> list[str]:
-    """What one engine without a cache answers, greedily."""
-    with LLM(str(folder), dtype="float32", kv_memory="4MiB", threads=1, enable_prefix_caching=False) as llm:
-        greedy, asked = SamplingParams(temperature=0), [question(seed) for seed in range(QUESTIONS)]
-        answers = (llm.generate([tokens], greedy, max_tokens=COUNT, ignore_eos=True) for tokens in asked)
-        return [answer[0].text for answer in answers]
-
-
-def question(seed: int) -> list[int]:
-    return [int(token) for token in prompt(60 + 8 * seed, seed)]
-
-
-class Load:
-    """Clients that ask, and compare; ``pause_s`` between two requests. What fails or differs is kept."""
-
-    def __init__(self, server: Server, truth: list[str], clients: int, pause_s: float = 0.0) -> None:
-        self._pause_s = pause_s
-        self._server, self._truth, self._stop = server, truth, threading.Event()
-        self.answers, self.wrong = 0, []
-        self._clients = [threading.Thread(target=self._ask, args=(at,)) for at in range(clients)]
-
-    def _ask(self, seed: int) -> None:
-        while not self._stop.wait(self._pause_s):
-            seed = (seed + 1) % QUESTIONS
-            try:
-                told: object = self._server.complete(question(seed), COUNT)
-            except Exception as error:  # any failure of a request is what this is about
-                told = error
-            if told != self._truth[seed]:
-                self.wrong.append((seed, told))
-            self.answers += 1
-
-    def __enter__(self) -> Load:
-        for client in self._clients:
-            client.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        for client in self._clients:
-            client.join(WAIT_S)
+    return truth_of(folder, COUNT)
 
 
 @pytest.fixture
@@ -80,9 +39,13 @@ def server(folder: Path, tmp_path: Path) -> Iterator[Server]:
     served.process.wait(WAIT_S)
 
 
+def asker(server: Server) -> Callable[[int], str]:
+    return lambda at: server.complete(question(at), COUNT)
+
+
 def overload(server: Server, truth: list[str], log: Path) -> Load:
     """Clients that ask until another instance is asked for; it starts without them, and so more quickly."""
-    with Load(server, truth, CLIENTS) as load:
+    with Load(asker(server), truth, CLIENTS) as load:
         eventually(lambda: "colocated: 1 -> 2, because " in log.read_text())
     return load
 
@@ -95,7 +58,7 @@ def test_instances_come_with_the_load_and_go_after_it(server: Server, truth: lis
     log = tmp_path / "log"
     assert server.members() == {"c1"} == set(server.children())
     load = overload(server, truth, log)
-    with Load(server, truth, 1, 0.5) as light:  # asks on while an instance comes, and while it drains
+    with Load(asker(server), truth, 1, 0.5) as light:  # asks on while an instance comes, and while it drains
         eventually(lambda: server.members() == {"c1", "c2"})
         eventually(lambda: server.members() == {"c1"} == set(server.children()))
     assert load.wrong == [] == light.wrong and load.answers and light.answers
@@ -137,7 +100,7 @@ def test_decisions_are_told_in_a_file(folder: Path, truth: list[str], tmp_path: 
     server = Server(folder, *flags, "--colocated", "1", "--metadata", "none")
     try:
         assert json.loads(told.read_text()) == {}, "nothing is decided yet"
-        with Load(server, truth, CLIENTS) as load:
+        with Load(asker(server), truth, CLIENTS) as load:
             eventually(lambda: json.loads(told.read_text()))
         ((role, decided),) = json.loads(told.read_text()).items()
         assert role == "colocated" and decided["instances"] in (2, 3) and decided["decision"]

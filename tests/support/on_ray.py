@@ -7,44 +7,24 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import httpx
 
-from memserve import LLM
-from memserve.types import SamplingParams
+from asking_clients import question
 from ports import free_port
-from tiny_models import prompt
 
 WAIT_S = 240.0
 COUNT = 32
-QUESTIONS = 8
 CLIENTS = 3
+PAUSE_S = 0.05
+"""Of a client, between two requests."""
 QUICKLY = {
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 5,
     "worker_niceness": 0,  # else actors wait for everything else that this machine does
 }
-
-
-def truth_of(model: Path) -> dict[int, str]:
-    """What one engine without a cache answers, greedily."""
-    with LLM(str(model), dtype="float32", kv_memory="4MiB", threads=1, enable_prefix_caching=False) as llm:
-        greedy = SamplingParams(temperature=0)
-        asked = [question(seed) for seed in range(QUESTIONS)]
-        return {
-            seed: llm.generate([tokens], greedy, max_tokens=COUNT, ignore_eos=True)[0].text
-            for seed, tokens in enumerate(asked)
-        }
-
-
-def question(seed: int) -> list[int]:
-    return [int(token) for token in prompt(60 + 8 * seed, seed)]
 
 
 class Raylets:
@@ -117,43 +97,3 @@ class OnRay:
         answer = httpx.post(f"{self.url}/v1/completions", json=body | {"ignore_eos": True}, timeout=WAIT_S)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
-
-
-class Load:
-    """Clients that ask, and compare; ``pause_s`` between two requests."""
-
-    def __init__(self, served: OnRay, truth: Mapping[int, str], clients: int = CLIENTS, pause_s: float = 0.05) -> None:
-        self._served, self._truth, self._pause_s = served, truth, pause_s
-        self._stop = threading.Event()
-        self.seconds: list[float] = []
-        """That each answer took."""
-        self.wrong: list[tuple[int, Any]] = []
-        self._clients = [threading.Thread(target=self._ask, args=(at,)) for at in range(clients)]
-
-    @property
-    def answers(self) -> int:
-        return len(self.seconds)
-
-    def _ask(self, at: int) -> None:
-        seed = at
-        while not self._stop.is_set():
-            seed = (seed + 1) % QUESTIONS
-            started = time.monotonic()
-            try:
-                told: Any = self._served.ask(seed)
-            except Exception as error:  # any failure of a request is what this is about
-                told = error
-            if told != self._truth[seed]:
-                self.wrong.append((seed, told))
-            self.seconds.append(time.monotonic() - started)
-            self._stop.wait(self._pause_s)
-
-    def __enter__(self) -> Load:
-        for client in self._clients:
-            client.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        for client in self._clients:
-            client.join(WAIT_S)

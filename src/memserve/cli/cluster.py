@@ -196,8 +196,8 @@ def running_cluster(
                 engine.call_store(f"tcp://{named.address}")
             supervisor.start()
             with objects_that_stay():
-                tokenizer = early_tokenizer(folder)  # while the instances load: later, clients would wait
-                import memserve.api.app  # noqa: F401  # the same
+                tokenizer = early_tokenizer(folder)
+                import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
 
             with shown("loading" if supervisor.names else "waiting"):
                 infos = _wait_until_ready(engine, supervisor, named, options, say)

@@ -15,9 +15,10 @@ import httpx
 import openai
 import pytest
 
+from asking_clients import QUESTIONS, question, truth_of
 from memserve.errors import UserError
 from memserve.integrations.ray_serve import app, read, words_of
-from on_ray import COUNT, QUESTIONS, WAIT_S, Raylets, question, truth_of
+from on_ray import COUNT, WAIT_S, Raylets
 from ports import free_port
 from served_cluster import eventually
 from tiny_models import save_folder, tiny_module
@@ -78,7 +79,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 def test_the_official_client_streams_the_answers_of_one_engine(served: Served, model: Path) -> None:
-    truth = truth_of(model)
+    truth = truth_of(model, COUNT)
     assert [card.id for card in served.client.models.list()] == ["tiny"]
     for seed in range(QUESTIONS):
         asked = {"model": "tiny", "prompt": question(seed), "max_tokens": COUNT, "temperature": 0}
@@ -118,7 +119,7 @@ def test_a_killed_replica_is_replaced(served: Served, model: Path) -> None:
     eventually(served.is_ready)
     asked = {"model": "tiny", "prompt": question(0), "max_tokens": COUNT, "temperature": 0}
     answer = served.client.completions.create(**asked, extra_body={"ignore_eos": True})
-    assert answer.choices[0].text == truth_of(model)[0]
+    assert answer.choices[0].text == truth_of(model, COUNT)[0]
     page = httpx.get(f"{served.url}/metrics", timeout=30).text
     assert "memserve_router_members_joined_total 2.0" in page, "as many as the file says"
 

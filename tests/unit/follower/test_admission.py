@@ -369,7 +369,7 @@ def test_the_prompts_memory_is_free_when_it_was_handed_over() -> None:
     assert (blocks_left(world, "p1"), blocks_left(world, "d1")) == (8, 8)
 
 
-# -- who may join
+# -- which followers may join
 
 
 def test_a_follower_with_other_admission_is_refused() -> None:

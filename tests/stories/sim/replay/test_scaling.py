@@ -58,7 +58,7 @@ def test_instances_come_with_a_wave_and_drain_after_it(wave: ReplayWorld) -> Non
 
 def test_no_request_fails_and_each_is_complete(wave: ReplayWorld) -> None:
     assert all(served.answered and len(served.token_ns) == 20 for served in wave.clients.served)
-    assert wave.router.machine.stats().counters.attempts_failed == {}, "who drains finishes what it has"
+    assert wave.router.machine.stats().counters.attempts_failed == {}, "an instance that drains finishes what it has"
 
 
 def test_instance_hours_are_those_of_instances_that_were_there(wave: ReplayWorld) -> None:

@@ -1,0 +1,159 @@
+"""Attention on a CUDA device: against float64, and how fast. Parts of ``scripts/gpu_check.py``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = ROOT / "tests" / "unit" / "model" / "attention" / "test_triton_attention.py"
+sys.path.insert(0, str(ROOT / "src"))
+
+from memserve.model.attention.triton_attention import TritonBatch, attend  # noqa: E402  # needs the path above
+from memserve.types import KVGeometry  # noqa: E402  # needs the path above
+
+DECODE = [(1, 2048), (1, 32768), (8, 2048), (32, 2048), (128, 2048), (256, 512)]  # rows, context
+PREFILL = [(1, 2048, 2048), (4, 512, 512), (1, 512, 16384), (8, 512, 4096)]  # rows, new tokens, context
+
+
+def milliseconds(run: Callable[[], object], rounds: int = 20) -> float:
+    """Median time of ``run`` on the device."""
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(rounds):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return float(np.median(times))
+
+
+class Step:
+    """One random step: ``rows`` sequences of ``context`` tokens, ``count`` of which are new."""
+
+    def __init__(self, geometry: KVGeometry, heads: int, rows: int, count: int, context: int) -> None:
+        self.geometry, self.rows, self.count, self.context = geometry, rows, count, context
+        dtype = getattr(torch, geometry.dtype)
+        blocks = -(-context // geometry.block_tokens)
+        rng = np.random.default_rng(rows * 1_000_003 + context)
+        order = torch.from_numpy(rng.permutation(rows * blocks).astype(np.int32))
+        self.tables = order.view(rows, blocks).cuda()
+        self.arena = torch.empty(rows * blocks * geometry.block_bytes, dtype=torch.uint8, device="cuda")
+        self.arena.view(dtype).normal_()
+        starts = np.arange(rows + 1, dtype=np.int32) * count
+        self.batch = TritonBatch(
+            self.arena, geometry, self.tables, np.arange(rows, dtype=np.int32), starts, np.full(rows, context, np.int32)
+        )
+        tokens = rows * count
+
+        def draw(heads: int, width: int) -> torch.Tensor:
+            return torch.randn(tokens, heads, width, dtype=dtype, device="cuda")
+
+        self.q = draw(heads, geometry.head_dim_k)
+        self.k = draw(geometry.num_kv_heads, geometry.head_dim_k)
+        self.v = draw(geometry.num_kv_heads, geometry.head_dim_v)
+        self.out = torch.empty(tokens, heads, geometry.head_dim_v, dtype=dtype, device="cuda")
+        self.scale = geometry.head_dim_k**-0.5
+
+    def run(self, layer: int = 0, **options: object) -> torch.Tensor:
+        attend(self.batch, layer, self.q, self.k, self.v, self.out, self.scale, **options)
+        return self.out
+
+    def gathered(self, layer: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of every row, ``[rows, Hkv, context, D]``, read from the pages by plain indexing."""
+        g = self.geometry
+        pages = self.arena.view(getattr(torch, g.dtype)).view(-1, g.num_layers, g.num_kv_heads, g.page_bytes //
+                                                              (g.itemsize * g.num_kv_heads))  # fmt: skip
+        mine = pages[self.tables.long(), layer]  # [rows, blocks, Hkv, one head of a page]
+        k, v = mine.split([g.head_dim_k * g.block_tokens, g.head_dim_v * g.block_tokens], -1)
+        k = k.unflatten(-1, (g.head_dim_k, g.block_tokens)).permute(0, 2, 1, 4, 3).flatten(2, 3)
+        v = v.unflatten(-1, (g.block_tokens, g.head_dim_v)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+        return k[:, :, : self.context].contiguous(), v[:, :, : self.context].contiguous()
+
+    def expected(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Torch's attention over the gathered KV, in float64, ``[T, H, Dv]``."""
+        q = self.q.view(self.rows, self.count, *self.q.shape[1:]).transpose(1, 2)
+        position = torch.arange(self.context - self.count, self.context, device="cuda")
+        mask = torch.arange(self.context, device="cuda")[None] <= position[:, None]
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q.double(), k, v, mask, scale=self.scale)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+def test_module() -> types.ModuleType:
+    """The module ``CASES``, with a stand-in if pytest is not installed."""
+    if importlib.util.find_spec("pytest") is None:
+        stand_in = types.ModuleType("pytest")
+        mark = types.SimpleNamespace(parametrize=lambda *_: lambda f: f)
+        stand_in.__dict__.update(fixture=lambda **_: lambda f: f, mark=mark)
+        sys.modules["pytest"] = stand_in
+    spec = importlib.util.spec_from_file_location("cases", CASES)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_cases() -> list[dict[str, object]]:
+    """Every test case, compiled for this device."""
+    module = test_module()
+    rows = []
+    for name, case in module.CASES.items():
+        error = module.run_case(name, device="cuda")
+        limit = module.TOLERANCE[case[0]]
+        rows.append({"check": name, "dtype": case[0], "error": error, "limit": limit, "ok": error < limit})
+    return rows
+
+
+def check_large(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
+    """Compare batches of real size with float64 attention over gathered KV."""
+    rows = []
+    for count, context in ((1, 1000), (1, 9000), (257, 257), (300, 1500)):
+        step = Step(geometry, heads, 3, count, context)
+        got = step.run(layer=1)
+        want = step.expected(*step.gathered(layer=1))
+        error = float((got.double() - want).abs().max() / want.abs().max())
+        limit = 1e-5 if geometry.dtype == "float32" else 1e-2
+        name = f"3 rows, {count} new of {context}"
+        rows.append({"check": name, "dtype": geometry.dtype, "error": error, "limit": limit, "ok": error < limit})
+    return rows
+
+
+def time_decode(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
+    """Time decode steps: one query per row."""
+    rows: list[dict[str, object]] = []
+    for count, context in DECODE:
+        step = Step(geometry, heads, count, 1, context)
+        ms = milliseconds(step.run)
+        kv_bytes = count * context * geometry.token_bytes // geometry.num_layers
+        rows.append({"rows": count, "context": context, "us": ms * 1e3, "kv_gb_s": kv_bytes / ms / 1e6})
+    return rows
+
+
+def time_prefill(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
+    """Time prefill steps and chunks, and torch's own attention over contiguous KV."""
+    dense = torch.nn.functional.scaled_dot_product_attention
+    rows: list[dict[str, object]] = []
+    for count, new, context in PREFILL:
+        step = Step(geometry, heads, count, new, context)
+        ms = milliseconds(step.run)
+        pairs = count * (new * context - new * (new - 1) // 2)
+        flops = 2 * pairs * heads * (geometry.head_dim_k + geometry.head_dim_v)
+        row: dict[str, object] = {"rows": count, "new": new, "context": context, "ms": ms, "tflops": flops / ms / 1e9}
+        if new == context:
+            k, v = step.gathered()
+            q = step.q.view(count, new, *step.q.shape[1:]).transpose(1, 2)
+            row["torch_ms"] = milliseconds(partial(dense, q, k, v, is_causal=True, enable_gqa=True))
+        rows.append(row)
+    return rows
