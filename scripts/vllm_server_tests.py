@@ -237,10 +237,14 @@ class Plugin:
             self.results.setdefault(name, ["FAILED", _last_line(str(report.longrepr))])
         elif report.when == "call":
             self.results[name] = ["passed", ""]
+        self._write()  # a run that is cut off keeps what it has
+
+    def _write(self) -> None:
+        Path(self._plan["results"]).write_text(json.dumps(self.results, indent=1))
 
     def pytest_sessionfinish(self) -> None:
         self._servers.stop()
-        Path(self._plan["results"]).write_text(json.dumps(self.results, indent=1))
+        self._write()
 
 
 def _short(nodeid: str) -> str:
@@ -316,7 +320,18 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     pytest_command += ["-p", "pytest_timeout", "--timeout", str(TEST_S), "-p", "no:cacheprovider"]
     pytest_command += ["--rootdir", str(folder), "-c", str(folder / "pytest.ini"), *options.pytest, *files]
     told = (folder / "pytest.log").open("w+")
-    subprocess.run(pytest_command, env=environment, cwd=folder, stdout=told, stderr=told, timeout=options.timeout_s)
+    pytest_run = subprocess.Popen(
+        pytest_command, env=environment, cwd=folder, stdout=told, stderr=told, start_new_session=True
+    )
+    try:
+        pytest_run.wait(options.timeout_s)
+    except subprocess.TimeoutExpired:
+        print(f"cut off after {options.timeout_s:g} s: tests that are not listed have not run")
+        pytest_run.send_signal(signal.SIGINT)  # it stops the servers
+        try:
+            pytest_run.wait(2 * STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(pytest_run.pid, signal.SIGKILL)
     if options.logs:
         options.logs.mkdir(parents=True, exist_ok=True)
         for each in (folder / "pytest.log", log):
