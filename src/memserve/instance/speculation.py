@@ -36,8 +36,9 @@ from memserve.policy.drafts import (
 Proposal = Callable[[Sequence, int], Draft]
 """Up to so many tokens that may follow those that are known."""
 
-LOOKS = 4
-"""Sequences in a step that are looked at for each token, in the mean, where nothing is found."""
+LOOKS, MISSES_MAX = 4, 4
+"""Sequences in a step that are looked at for each token, in the mean, where nothing is found for the first time; where
+nothing was found so many times in a row, as many times less."""
 
 FADE_SEEN = 0.995
 """What is left of what all sequences have seen with each further draft."""
@@ -120,7 +121,10 @@ class Speculation:
                 self.chances.forget(draft.source)
         if not count:
             # looking takes time, too: 10 to 30 us, of a token that takes little where many share a step
-            pace.due = len(sequence.out) + len(self.state.decoding.items) // LOOKS
+            pace.misses = min(pace.misses + 1, MISSES_MAX)
+            pace.due = len(sequence.out) + pace.misses * len(self.state.decoding.items) // LOOKS
+        else:
+            pace.misses = 0
         return Draft(draft.tokens[:count], draft.source), gain_ns(chance, price, count)
 
     def look_up(self, sequence: Sequence, count: int) -> Draft:

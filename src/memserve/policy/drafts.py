@@ -95,14 +95,14 @@ class Chances:
 class Pace:
     """What became of one sequence's drafts."""
 
-    __slots__ = ("drafted", "due", "kept", "own", "source")
+    __slots__ = ("drafted", "due", "kept", "misses", "own", "source")
 
     def __init__(self) -> None:
         #: tokens so far, and those of them that were drawn as well
         self.drafted = self.kept = 0
         self.own = Chances(FADE)
-        #: drawn tokens from which on it is worth a look
-        self.due = 0
+        #: drawn tokens from which on it is worth a look, after so many looks in a row that found nothing worth its time
+        self.due = self.misses = 0
         #: of the draft that is under way
         self.source = LEAST
 
