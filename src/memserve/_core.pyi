@@ -208,6 +208,13 @@ def block_identities(key: bytes, namespace: bytes, tokens: Ids, block_tokens: in
 def fits_vocabulary(tokens: Ids, vocab_size: int) -> bool:
     """Whether each of ``tokens`` is in ``[0, vocab_size)``; ``vocab_size`` is less than 2 ** 32."""
 
+def raise_registers(
+    registers: NDArray[np.uint8], identities: bytes, counted: int, total: float, chance: float
+) -> tuple[float, float, float]:
+    """Add 16-byte ``identities`` to the sketch of :mod:`memserve.policy.distinct`; ``total`` and ``chance`` are its
+    estimate and its probability. Returns both as they are now, and the estimate of how many of the first ``counted``
+    identities are new. The number of ``registers`` is a power of two."""
+
 def value_keys(secret: bytes, scope: bytes, keys: list[bytes]) -> bytes:
     """16 bytes a key: ``siphash128(secret, scope's length as 8 bytes, little-endian, + scope + key)``."""
 

@@ -28,7 +28,7 @@ from memserve.api.edge import TENANT_KEY, ClientGone, header
 from memserve.api.errors import ApiError, echo, from_user_error, internal, shutting_down
 from memserve.api.exchange import REQUEST_ID_KEY
 from memserve.api.metrics import ApiMetrics
-from memserve.api.reply import Reply
+from memserve.api.reply import Account, Reply
 from memserve.api.respond import send_json
 from memserve.api.unserved import why_unserved
 from memserve.errors import UserError
@@ -81,13 +81,13 @@ class Guard:
                 status = message["status"]
             await send(message)
 
-        self._metrics.in_progress.inc()
+        self._metrics.in_progress.value += 1
         try:
             error = await self._run(scope, receive, send_noting_status)
             if error is not None and status == 0:
                 await send_json(send_noting_status, error.status, error.body(), error.headers)
         finally:
-            self._metrics.in_progress.dec()
+            self._metrics.in_progress.value -= 1
         self._metrics.ended(route_of(scope["path"]), status or 499)  # 499: the client left first
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
@@ -101,7 +101,7 @@ class Guard:
         except UserError as error:
             return from_user_error(error)
         except ClientGone:
-            self._metrics.disconnected.inc()
+            self._metrics.disconnected.value += 1
         except asyncio.CancelledError:  # the server waits no longer for this request: it still gets an answer
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()
@@ -278,24 +278,23 @@ class RequestLog:
         if (trace_id := scope.get(TRACE_KEY)) is not None:
             line["trace_id"] = trace_id
         reply = scope.get(REPLY_KEY)
-        return line | account(reply, self._model, started_ns) if isinstance(reply, Reply) else line
+        return line | told(reply.account(), self._model, started_ns) if isinstance(reply, Reply) else line
 
 
-def account(reply: Reply, model: str, started_ns: int) -> Line:
+def told(account: Account, model: str, started_ns: int) -> Line:
     """The counts and times of one answer. ``finish_reason`` of several sequences: each reason once, in order;
     ``incomplete``: the client left, the deadline passed, or the server ended."""
-    reasons = [sequence.stream.finish_reason for sequence in reply.sequences]
-    shown = dict.fromkeys(reason.value if reason is not None else "incomplete" for reason in reasons)
-    first_ns = reply.first_token_ns
+    shown = dict.fromkeys(reason.value if reason is not None else "incomplete" for reason in account.finish_reasons)
+    first_ns = account.first_ns
     return {
         "model": model,
-        "stream": reply.plan.stream,
-        "prompt_tokens": reply.prompt_tokens,
-        "cached_tokens": reply.cached_tokens,
-        "output_tokens": reply.completion_tokens,
+        "stream": account.stream,
+        "prompt_tokens": account.prompt_tokens,
+        "cached_tokens": account.cached_tokens,
+        "output_tokens": account.output_tokens,
         "finish_reason": ",".join(shown),
         "ttft_ms": round((first_ns - started_ns) / NS_PER_MS, 1) if first_ns is not None else None,
-        "instances": reply.instances,
+        "instances": account.instances,
     }
 
 

@@ -165,7 +165,7 @@ class Hub:
         if time.monotonic_ns() >= until_ns:
             del self._refused[tenant]
         elif b"priority" not in data:
-            self._metrics.rejected.inc()
+            self._metrics.rejected.value += 1
             raise rejected(news)
 
     def close(self, call: Call) -> None:
