@@ -135,7 +135,7 @@ _ADAPTER = "lora-"
 
 def salt_of(salt: str, adapter: str) -> str:
     """``Request.salt`` for the digests of a client's own salt and of an adapter; each may be empty."""
-    return "-".join(part for part in (_ADAPTER + adapter if adapter else "", salt) if part)
+    return "-".join(part for part in (_ADAPTER + adapter, salt) if part) if adapter else salt
 
 
 def adapter_of(salt: str) -> str:

@@ -156,6 +156,8 @@ class RequestReader:
 
     def _head(self) -> Head | None:
         buffer = self._buffer
+        if not buffer:
+            return None
         if buffer.startswith((b"\r", b"\n")):  # some clients add an empty line after a body
             del buffer[: len(buffer) - len(buffer.lstrip(b"\r\n"))]
         if buffer and not _METHOD_START.match(buffer):

@@ -12,13 +12,13 @@ from itertools import chain, islice
 from typing import Any
 
 from msgspec import Struct
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from memserve.api import fleet_explain, guard
 from memserve.api.edge import TENANT_KEY
 from memserve.api.exchange import REQUEST_ID_KEY
 from memserve.api.fleet_explain import FORWARDED_KEY
-from memserve.api.guard import REPLY_KEY, is_work, route_of
+from memserve.api.guard import REPLY_KEY, Answered, is_work, noting, route_of
 from memserve.api.reply import Account, Reply
 from memserve.units import NS_PER_MS
 
@@ -80,11 +80,10 @@ class _Seen(Struct, frozen=True):
 class _Open:
     """A request that is being answered. The ASGI scope is read when a page asks: the request pays for a dict entry."""
 
-    __slots__ = ("answered_ns", "scope", "started_ns", "started_unix_ns", "status")
+    __slots__ = ("answered", "scope", "started_ns", "started_unix_ns")
 
-    def __init__(self, scope: Scope) -> None:
-        self.scope, self.status = scope, 0
-        self.answered_ns: int | None = None
+    def __init__(self, scope: Scope, answered: Answered) -> None:
+        self.scope, self.answered = scope, answered
         self.started_ns, self.started_unix_ns = time.monotonic_ns(), time.time_ns()
 
     @property
@@ -101,11 +100,11 @@ class _Open:
             scope.get(REQUEST_ID_KEY, ""),
             self.tenant,
             scope["path"],
-            (self.status or 499) if ended else None,
+            (self.answered.status or 499) if ended else None,
             self.started_ns,
             self.started_unix_ns,
             time.monotonic_ns(),
-            self.answered_ns,
+            self.answered.at_ns,
             reply.account() if isinstance(reply, Reply) else None,
             fleet_explain.told(*forwarded) if forwarded is not None else None,
         )
@@ -150,15 +149,15 @@ class Timelines:
         self._open: dict[int, _Open] = {}
         self._ended: deque[_Seen] = deque(maxlen=KEPT)
 
-    def begin(self, scope: Scope) -> _Open:
-        """A request has arrived."""
-        request = self._open[id(scope)] = _Open(scope)
+    def begin(self, scope: Scope, answered: Answered) -> _Open:
+        """A request has arrived; ``answered`` will note its answer."""
+        request = self._open[id(scope)] = _Open(scope, answered)
         return request
 
     def end(self, request: _Open) -> None:
         """The request has its answer, or its client has left. Requests without a valid key are not kept."""
         del self._open[id(request.scope)]
-        if request.tenant is not None and (self._is_shown(request) or request.status >= 400):
+        if request.tenant is not None and (self._is_shown(request) or request.answered.status >= 400):
             seen = request.seen(ended=True)
             self._ended.append(seen)
             if self._tell is not None:
@@ -202,14 +201,9 @@ class Watch:
         if scope["type"] != "http" or scope["method"] != "POST" or not is_work(scope["path"]):
             await self._app(scope, receive, send)
             return
-        request = self._timelines.begin(scope)
-
-        async def send_noting_status(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                request.status, request.answered_ns = message["status"], time.monotonic_ns()
-            await send(message)
-
+        answered, send = noting(scope, send)
+        request = self._timelines.begin(scope, answered)
         try:
-            await self._app(scope, receive, send_noting_status)
+            await self._app(scope, receive, send)
         finally:
             self._timelines.end(request)
