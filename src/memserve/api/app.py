@@ -253,7 +253,7 @@ def create_app(
             *([Middleware(BelowRoot, root=config.root_path)] if config.root_path else []),
             *request_log(limits.log_requests, model.name, closing),
             Middleware(Watch, timelines=timelines),
-            Middleware(Cors, origins=limits.cors_origins),
+            *([Middleware(Cors, origins=limits.cors_origins)] if limits.cors_origins else []),
             Middleware(Guard, keys=keys, metrics=metrics),
             Middleware(OwnerOnly, engine=engine),
             Middleware(FixedPaths, routes=generating),
