@@ -12,7 +12,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
 
 from memserve.units import NS_PER_S
 
@@ -89,7 +88,8 @@ class Spread:
     def collect(self) -> Iterator[Metric]:
         """The family."""
         counts = itertools.accumulate(self._counts)
-        buckets = [(floatToGoString(bound), float(count)) for bound, count in zip(self._bounds, counts, strict=True)]
+        names = (*map(repr, self._bounds[:-1]), "+Inf")
+        buckets = [(name, float(count)) for name, count in zip(names, counts, strict=True)]
         family = HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
         family.add_sample(f"{self._name}_created", {}, self._created_s)
         yield family
