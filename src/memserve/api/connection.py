@@ -204,8 +204,10 @@ class Connection(asyncio.BufferedProtocol):
             # A close with unread requests behind this one would reset the connection, and the answer could be lost.
             self._linger(LINGER_BYTES_MAX if not exchange.body_complete else WIRE_LINGER_BYTES_MAX)
         elif exchange.body_complete:
-            # no direct call: thousands of pipelined requests would nest their calls as deeply
-            self._loop.call_soon(self._next_request)
+            if self._reader.held_bytes:  # no direct call: thousands of pipelined requests would nest as deeply
+                self._loop.call_soon(self._next_request)
+            else:
+                self._next_request()
         else:
             self._loop.call_soon(self._read_on)  # drops the rest of the body
 

@@ -28,7 +28,7 @@ class Call:
     def __init__(self, hub: Hub, requests: list[Request]) -> None:
         self._hub = hub
         self._news: list[News] = []
-        self._bell = asyncio.Event()
+        self._bell: asyncio.Future[None] | None = None  # of the task that waits for news
         #: output is being written: if the client does not read it, news piles up here
         self.writing = False
         self.held_bytes = 0  # of the news that came while output was written
@@ -43,8 +43,8 @@ class Call:
         Raises :class:`ClientGone` when the client left, :class:`ApiError` 503 when the server ends all calls.
         """
         while not self._news and self._error is None:
-            self._bell.clear()
-            await self._bell.wait()
+            self._bell = asyncio.get_running_loop().create_future()
+            await self._bell
         if self._error is not None:
             raise self._error
         news, self._news = self._news, []
@@ -62,7 +62,7 @@ class Call:
         if self._error is not None:
             return  # the news will not be read
         self._news.append((at, news))
-        self._bell.set()
+        self._ring()
         if self.writing:
             self.held_bytes += (held := held_bytes(news))
             self._hub.held_bytes += held
@@ -74,7 +74,11 @@ class Call:
         self._news.clear()
         self._hub.held_bytes -= self.held_bytes
         self.held_bytes = 0
-        self._bell.set()
+        self._ring()
+
+    def _ring(self) -> None:
+        if self._bell is not None and not self._bell.done():
+            self._bell.set_result(None)
 
     def abandon(self) -> None:
         """The client left: cancel its requests now, so that the engine frees their memory at once."""
