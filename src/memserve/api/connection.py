@@ -181,7 +181,8 @@ class Connection(asyncio.BufferedProtocol):
 
     async def write(self, data: bytes) -> None:
         """Send ``data`` as soon as the client has read most of what was sent before."""
-        await self._writable.wait()
+        if not self._writable.is_set():
+            await self._writable.wait()
         self.write_now(data)
 
     def write_now(self, data: bytes) -> None:

@@ -194,7 +194,8 @@ class Exchange:
         self._wants_100 = False
         self._wire.taken()
         if not self.gone and not self.complete:
-            await self._news.wait()
+            if not self._news.is_set():
+                await self._news.wait()
             self._news.clear()
         if self.gone or self.complete:
             return {"type": "http.disconnect"}

@@ -7,6 +7,7 @@ if no wake-up is pending.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 
@@ -129,6 +130,7 @@ class Hub:
         self.held_bytes = 0
         self._stream_buffer_bytes = stream_buffer_bytes
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0  # the loop's
         self._mailbox: deque[tuple[Call, int, TokenOutput | Rejected]] = deque()
         self._rung = False
         self._calls: dict[int, Call] = {}  # in order of arrival
@@ -143,7 +145,7 @@ class Hub:
         """Submit ``requests`` as one call. Raises :class:`ApiError` 503 when the server is shutting down."""
         if self.draining:
             raise shutting_down()
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         call = Call(self, requests)
         self._calls[id(call)] = call
         try:
@@ -196,11 +198,14 @@ class Hub:
         call.cancel_rest()
 
     def _post(self, call: Call, at: int, news: TokenOutput | Rejected) -> None:
-        """Called from the engine's thread."""
+        """Called from the engine's thread; a router's may be the event loop's."""
         self._mailbox.append((call, at, news))
         if not self._rung and self._loop is not None:
             self._rung = True
-            self._loop.call_soon_threadsafe(self._empty_mailbox)
+            if threading.get_ident() == self._thread:
+                self._loop.call_soon(self._empty_mailbox)
+            else:
+                self._loop.call_soon_threadsafe(self._empty_mailbox)
 
     def _empty_mailbox(self) -> None:
         self._rung = False  # before reading: news that comes now wakes the loop again
