@@ -232,7 +232,7 @@ def create_app(
     timelines = _timelines(model.name, traces, config.otlp_endpoint, closing)
     feed = Feed(EngineSource(hub, model.name), metrics, timelines)
     dashboard = Dashboard(feed, timelines, keys, metrics_keys)
-    shared = Shared(hub, model, encoder, metrics, edge)
+    shared, documents = Shared(hub, model, encoder, metrics, edge), Documents()
     closing.callback(encoder.close)
 
     @asynccontextmanager
@@ -240,15 +240,9 @@ def create_app(
         with closing:
             yield
 
-    documents = Documents()
     generating = _generating(shared, names, tokens, documents, config)
     app = Starlette(
-        routes=[
-            *generating,
-            *pages.routes(),
-            *_named_prefixes(shared, documents),
-            *dashboard.routes(),
-        ],
+        routes=[*generating, *pages.routes(), *_named_prefixes(shared, documents), *dashboard.routes()],
         middleware=[
             *([Middleware(BelowRoot, root=config.root_path)] if config.root_path else []),
             *request_log(limits.log_requests, model.name, closing),
