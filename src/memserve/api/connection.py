@@ -221,7 +221,7 @@ class Connection(asyncio.BufferedProtocol):
     def _read_on(self) -> None:
         """Read as long as something consumes what is read."""
         try:
-            while not self._blocked():
+            while not (blocked := self._blocked()):
                 event = self._reader.next_event()
                 if event is None:
                     break
@@ -229,7 +229,7 @@ class Connection(asyncio.BufferedProtocol):
         except WireError as error:
             self._refuse(error)
             return
-        self._pause_if(self._blocked() and self._reader.held_bytes >= READ_BYTES_MAX)
+        self._pause_if(blocked and self._reader.held_bytes >= READ_BYTES_MAX)
 
     def _blocked(self) -> bool:
         if self._phase in (_Phase.ANSWERING, _Phase.LINGERING, _Phase.CLOSED):

@@ -192,6 +192,8 @@ def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoi
 
 def _as_configured(plan: Generation, config: ApiConfig, ignored: tuple[str, ...]) -> Generation:
     forced = config.enable_force_include_usage and plan.stream
+    if not (forced or ignored or config.return_tokens_as_token_ids):
+        return plan
     return structs.replace(
         plan,
         ignored=ignored,

@@ -63,7 +63,10 @@ class Head(msgspec.Struct, frozen=True):
 
     def get(self, name: bytes) -> bytes | None:
         """The first header of that name."""
-        return next((value for known, value in self.headers if known == name), None)
+        for known, value in self.headers:
+            if known == name:
+                return value
+        return None
 
 
 class _End(enum.Enum):
