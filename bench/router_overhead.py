@@ -1,18 +1,26 @@
 """What does the router cost per request? A whole router over HTTP, in front of instances that answer at once.
 
     python bench/router_overhead.py --model FOLDER [--instances 8] [--connections 1,32] [--tokens 1024,8192]
+    python bench/router_overhead.py --model FOLDER --rivals sglang-router:cache_aware,vllm-router:cache_aware \
+        --rivals-python PYTHON      # other routers in the same run, in turn round by round
 
 The router is ``memserve serve`` as users run it, alone; the instances are null engines in one other process, behind
 real mailboxes, that answer each request with one token. wrk (which must be installed) makes the load, closed loop, as
 in the published figures of other routers: 64 groups of 8 prompts, half of each prompt shared in its group, with its own
 tail each time. Prompts go as text, which is tokenized here (the other routers forward text), and as token ids, so that
 routing can be separated from tokenizing. Printed per case: requests/s, median and p99 latency, CPU of the router a
-request, its memory.
+request, its memory; ``bad``: answers other than 200 and broken connections.
+
+Rivals run on the same core, one measured at a time, in front of as many null servers: one process, a protocol of
+uvloop that reads a request to its end and writes a fixed answer, 10 us each, on the core of the load. A rival that
+refuses token ids shows it in ``bad``. Any router is limited by the other core as well, where load and null engines
+take 0.1 to 0.2 ms a request.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -97,6 +105,56 @@ def be_instances(model: Path, count: int) -> None:
     del alive
 
 
+_FIXED = {
+    b"/v1/models": b'{"object":"list","data":[{"id":"m","object":"model","owned_by":"x","max_model_len":16384}]}',
+    b"/health": b"OK",
+    b"/version": b'{"version":"0.10.0"}',
+    b"/get_server_info": b'{"model_path":"m","served_model_name":"m","tp_size":1,"dp_size":1,"version":"0.5.0"}',
+    b"/get_model_info": b'{"model_path":"m","tokenizer_path":"m","is_generation":true}',
+}
+"""What routers ask servers before they send requests; ``/server_info`` and ``/model_info`` are asked for as well."""
+_COMPLETION = (
+    b'{"id":"c","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":"x",'
+    b'"finish_reason":"length","logprobs":null}],'
+    b'"usage":{"prompt_tokens":1024,"completion_tokens":1,"total_tokens":1025}}'
+)
+
+
+class NullServer(asyncio.Protocol):
+    """A server that answers every completion with the same token, as quickly as Python can."""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport, self._buffer = transport, bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while (head := self._buffer.find(b"\r\n\r\n")) >= 0:
+            fields = bytes(self._buffer[:head]).lower()
+            words, length = fields.split(b" ", 2), re.search(rb"content-length: *(\d+)", fields)
+            if len(words) < 3 or not words[2].startswith(b"http/1.1") or b"transfer-encoding:" in fields:
+                self._transport.close()  # a router that tries HTTP/2 first
+                return
+            end = head + 4 + (int(length.group(1)) if length else 0)
+            if len(self._buffer) < end:
+                return
+            del self._buffer[:end]
+            body = _FIXED.get(words[1]) or _FIXED.get(b"/get_" + words[1][1:]) or _COMPLETION
+            kind = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            self._transport.write(kind % len(body) + body)
+
+
+def be_servers(ports: list[int]) -> None:
+    """Another process: a null server at each of ``ports``, until it is terminated."""
+    import uvloop
+
+    async def serve() -> None:
+        loop = asyncio.get_running_loop()
+        servers = [await loop.create_server(NullServer, "127.0.0.1", port) for port in ports]
+        await asyncio.gather(*(server.serve_forever() for server in servers))
+
+    uvloop.run(serve())
+
+
 def write_load(folder: Path, tokens: int, as_ids: bool, vocabulary: int) -> Path:
     """A wrk script that posts the prompts in turn, each with its own tail."""
     rng = random.Random(1)
@@ -143,21 +201,36 @@ def resident_mb(pid: int) -> float:
     return int(found.group(1)) / 1024 if found else 0.0
 
 
-def measure(url: str, pid: int, script: Path, connections: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """Medians over rounds of one case."""
-    runs = []
+Router = tuple[str, str, int]
+"""Name, address, process."""
+
+
+def one_round(router: Router, script: Path, connections: int, seconds: float) -> tuple[float, ...]:
+    """Requests/s, median and 99th percentile in ms, CPU of the router a request in us, failures."""
+    _, url, pid = router
+    before = cpu_seconds(pid)
+    command = ["taskset", "-c", "1", "wrk", "-t1", f"-c{connections}", f"-d{seconds:.0f}s", "--timeout", "10s"]
+    run = subprocess.run([*command, "-s", str(script), url], capture_output=True, text=True, check=True)
+    requests, micros, p50, p99, bad = map(int, run.stderr.split()[-5:])
+    cpu_us = (cpu_seconds(pid) - before) / max(1, requests) * 1e6
+    return requests / micros * 1e6, p50 / 1e3, p99 / 1e3, cpu_us, bad
+
+
+def measure(routers: list[Router], script: Path, connections: int, seconds: float, rounds: int) -> list[dict[str, Any]]:
+    """Medians over rounds of one case, in each of which the routers take turns."""
+    runs: dict[Router, list[tuple[float, ...]]] = {router: [] for router in routers}
     for _ in range(rounds):
-        before = cpu_seconds(pid)
-        command = ["taskset", "-c", "1", "wrk", "-t1", f"-c{connections}", f"-d{seconds:.0f}s", "--timeout", "10s"]
-        run = subprocess.run([*command, "-s", str(script), url], capture_output=True, text=True, check=True)
-        requests, micros, p50, p99, bad = map(int, run.stderr.split()[-5:])
-        cpu_us = (cpu_seconds(pid) - before) / max(1, requests) * 1e6
-        runs.append((requests / micros * 1e6, p50 / 1e3, p99 / 1e3, cpu_us, bad))
-    rate, p50_ms, p99_ms, cpu_us, bad = (statistics.median(column) for column in zip(*runs, strict=True))
-    return {
-        "requests_per_s": round(rate, 1), "p50_ms": round(p50_ms, 2), "p99_ms": round(p99_ms, 2),
-        "router_cpu_us": round(cpu_us), "bad": int(bad), "router_mb": round(resident_mb(pid)),
-    }  # fmt: skip
+        for router in routers:
+            runs[router].append(one_round(router, script, connections, seconds))
+    found = []
+    for router, of_router in runs.items():
+        rate, p50_ms, p99_ms, cpu_us, bad = (statistics.median(column) for column in zip(*of_router, strict=True))
+        found.append({
+            "router": router[0], "requests_per_s": round(rate, 1), "p50_ms": round(p50_ms, 2),
+            "p99_ms": round(p99_ms, 2), "router_cpu_us": round(cpu_us), "bad": int(bad),
+            "router_mb": round(resident_mb(router[2])),
+        })  # fmt: skip
+    return found
 
 
 def free_port() -> int:
@@ -178,10 +251,16 @@ def main() -> int:
     parser.add_argument("--tokens", default="1024,8192")
     parser.add_argument("--prompts", default="ids,text", help="how prompts go: as token ids, as text")
     parser.add_argument("--policy", default="cost")
+    parser.add_argument("--rivals", default="", help="sglang-router and vllm-router, each with :POLICY")
+    parser.add_argument("--rivals-python", default=sys.executable, help="the Python of the environment that has them")
     parser.add_argument("--be-instances", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--be-servers", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.be_instances:
         be_instances(args.model, args.be_instances)
+        return 0
+    if args.be_servers:
+        be_servers([int(port) for port in args.be_servers.split(",")])
         return 0
     if not shutil.which("wrk"):
         print("skipped: wrk is not installed (Debian: apt install wrk)")
@@ -199,21 +278,46 @@ def main() -> int:
         null = [sys.executable, __file__, "--model", str(args.model), "--be-instances", str(args.instances)]
         environment = {**os.environ, "ROUTER_ADDRESS": f"127.0.0.1:{port}", "ROUTER_SECRET": secret}
         instances = subprocess.Popen(["taskset", "-c", "1", *null], stdin=subprocess.PIPE, env=environment)
+        routers = [("memserve", f"http://127.0.0.1:{http}", router.pid)]
+        processes = [instances, router]
         try:
-            url = f"http://127.0.0.1:{http}"
-            _wait_until_ready(url)
+            _wait_until_ready(routers[0][1])
+            for rival in filter(None, args.rivals.split(",")):
+                routers.append(_start_rival(rival, args.rivals_python, args.instances, folder, processes))
             for tokens in map(int, args.tokens.split(",")):
                 for kind in args.prompts.split(","):
                     script = write_load(folder, tokens, kind == "ids", vocabulary)
                     for connections in map(int, args.connections.split(",")):
                         case = {"tokens": tokens, "prompt": kind, "connections": connections}
-                        found = measure(url, router.pid, script, connections, args.seconds, args.rounds)
-                        print(json.dumps(case | found), flush=True)
+                        for found in measure(routers, script, connections, args.seconds, args.rounds):
+                            print(json.dumps(case | found), flush=True)
         finally:
-            for process in (instances, router):
+            for process in processes:
                 process.terminate()
                 process.wait(30)
     return 0
+
+
+def _start_rival(name: str, python: str, servers: int, folder: Path, processes: list[subprocess.Popen[Any]]) -> Router:
+    """``sglang-router`` or ``vllm-router``, with its policy behind a colon, in front of null servers of its own."""
+    module, _, policy = name.partition(":")
+    ports = [free_port() for _ in range(servers)]
+    null = [sys.executable, __file__, "--model", ".", "--be-servers", ",".join(map(str, ports))]
+    processes.insert(0, subprocess.Popen(["taskset", "-c", "1", *null]))
+    http, metrics = free_port(), free_port()
+    command = [python, "-m", f"{module.replace('-', '_')}.launch_router", "--host", "127.0.0.1", "--port", str(http)]
+    command += ["--prometheus-port", str(metrics), "--worker-urls", *(f"http://127.0.0.1:{port}" for port in ports)]
+    command += ["--policy", policy] if policy else []
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with (folder / f"{module}.log").open("wb") as log:
+        rival = subprocess.Popen(["taskset", "-c", "0", *command], stdout=log, stderr=log, env=environment)
+    processes.insert(0, rival)
+    url = f"http://127.0.0.1:{http}"
+    try:
+        _wait_until_ready(url)
+    except SystemExit:
+        raise SystemExit(f"{name} did not become ready: {(folder / f'{module}.log').read_text()[-1000:]}") from None
+    return name, url, rival.pid
 
 
 def _wait_until_ready(url: str) -> None:

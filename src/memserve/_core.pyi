@@ -208,6 +208,13 @@ def block_identities(key: bytes, namespace: bytes, tokens: Ids, block_tokens: in
 def fits_vocabulary(tokens: Ids, vocab_size: int) -> bool:
     """Whether each of ``tokens`` is in ``[0, vocab_size)``; ``vocab_size`` is less than 2 ** 32."""
 
+def raise_registers(
+    registers: NDArray[np.uint8], identities: bytes, counted: int, total: float, chance: float
+) -> tuple[float, float, float]:
+    """Add 16-byte ``identities`` to the sketch of :mod:`memserve.policy.distinct`; ``total`` and ``chance`` are its
+    estimate and its probability. Returns both as they are now, and the estimate of how many of the first ``counted``
+    identities are new. The number of ``registers`` is a power of two."""
+
 def value_keys(secret: bytes, scope: bytes, keys: list[bytes]) -> bytes:
     """16 bytes a key: ``siphash128(secret, scope's length as 8 bytes, little-endian, + scope + key)``."""
 
@@ -558,9 +565,10 @@ def json_shape(text: bytes) -> JsonShape:
     than 64 KiB are read without the GIL. What is no JSON is counted as if it were, and is for the parser to refuse.
     """
 
-def json_token_ids(text: bytes) -> bytes | None:
-    """The integers of a JSON array as int32, one behind the other. None: ``text`` is anything but an array of one
-    integer or more, written plainly and each in ``[0, 2 ** 31)``. More than 64 KiB are read without the GIL.
+def json_cut_ids(text: bytes, name: str) -> tuple[bytes, bytes] | None:
+    """``text``, a JSON object, with ``null`` in the place of its field ``name``, and the integers of that field as
+    int32, one behind the other. None: the field is anything but one array of one integer or more, written plainly and
+    each in ``[0, 2 ** 31)``. The rest of ``text`` is not checked. More than 64 KiB are read without the GIL.
     """
 
 class Ticket:

@@ -1,16 +1,20 @@
-"""Events and actions of every serving machine: of an instance as well as of the cluster's router."""
+"""Events and actions of every serving machine: of an instance as well as of the cluster's router.
+
+Those of every request and every message are structs: one is made in a tenth of a frozen dataclass's time.
+"""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 
+import msgspec
+
 from memserve.messages import AnyMessage, Peer
 from memserve.types import Request, TokenArray, TokenOutput, isolation
 
 
-@dataclass(frozen=True, slots=True)
-class RequestArrived:
+class RequestArrived(msgspec.Struct, frozen=True):
     """A client's request, already tokenized and validated against the model's limits."""
 
     request: Request
@@ -64,16 +68,14 @@ class ClockTicked:
     """Time passed: deadlines may have passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageArrived:
+class MessageArrived(msgspec.Struct, frozen=True):
     """A message of another process came. The link has checked its sender, and that no message comes twice."""
 
     sender: Peer
     message: AnyMessage
 
 
-@dataclass(frozen=True, slots=True)
-class EmitTokens:
+class EmitTokens(msgspec.Struct, frozen=True):
     """Deliver new tokens and endings to the sinks of their requests."""
 
     outputs: list[TokenOutput]
@@ -97,8 +99,7 @@ class RejectRequest:
     conflict: KeyConflict | None = None  # None: it has none with another request of the same key
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a message to another process. It may get lost; no machine waits for an answer without a deadline."""
 
     to: Peer

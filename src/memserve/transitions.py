@@ -24,6 +24,8 @@ class Transitions(Generic[PhaseT, CauseT]):
     def __init__(self, name: str, initial: PhaseT, table: Mapping[tuple[PhaseT, CauseT], PhaseT]) -> None:
         self.name, self.initial = name, initial
         self.table = MappingProxyType(dict(table))
+        #: the table by the names of its keys: an Enum's own hash is computed in Python
+        self._next = {(phase._name_, cause._name_): to for (phase, cause), to in table.items()}
         reached = {initial}
         while more := {to for (phase, _), to in self.table.items() if phase in reached} - reached:
             reached |= more
@@ -35,7 +37,7 @@ class Transitions(Generic[PhaseT, CauseT]):
 
     def step(self, phase: PhaseT, cause: CauseT) -> PhaseT:
         """The phase that follows ``phase`` after ``cause``; :class:`InvariantError` if the table has no such move."""
-        to = self.table.get((phase, cause))
+        to = self._next.get((phase._name_, cause._name_))
         if to is None:
             raise InvariantError(f"{self.name}: {cause.name} is no legal cause in {phase.name}")
         return to

@@ -85,8 +85,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # the device failed, or this sequence's own row did
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True):
     """How the next token is drawn from the logits (OpenAI's meanings and ranges).
 
     Drawing is stateless: token ``i`` of sequence ``k`` depends only on the logits and ``(seed, k, i)``. So a sequence
@@ -123,8 +122,7 @@ class SamplingParams:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StopParams:
+class StopParams(msgspec.Struct, frozen=True):
     """When a sequence ends. Stop *strings* are found by the edge, which then posts ``SequenceStopped``."""
 
     max_tokens: int = 16
@@ -137,7 +135,7 @@ _ADAPTER = "lora-"
 
 def salt_of(salt: str, adapter: str) -> str:
     """``Request.salt`` for the digests of a client's own salt and of an adapter; each may be empty."""
-    return "-".join(part for part in (_ADAPTER + adapter if adapter else "", salt) if part)
+    return "-".join(part for part in (_ADAPTER + adapter, salt) if part) if adapter else salt
 
 
 def adapter_of(salt: str) -> str:

@@ -77,7 +77,7 @@ def test_the_last_id_is_good_and_so_are_arrays() -> None:
 )  # fmt: skip
 def test_sampling_that_means_nothing_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(UserError) as caught:
-        check_request(plain(sampling=replace(SamplingParams(), **{field: value})), 131)
+        check_request(plain(sampling=structs.replace(SamplingParams(), **{field: value})), 131)
     assert caught.value.param == field and "\n" not in caught.value.message and len(caught.value.message) < 200
 
 

@@ -1,4 +1,8 @@
+#include <nanobind/ndarray.h>
+
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <string>
 
 #include "identity/identity.h"
@@ -69,6 +73,31 @@ bool fits_vocabulary(nb::handle tokens, uint32_t vocab_size) {
   return span.size() == 0 || most < vocab_size;
 }
 
+using Registers = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// One batch for the sketch of policy/distinct.py, which says what the numbers mean: (total, chance, new).
+nb::tuple raise_registers(Registers registers, nb::bytes identities, size_t counted, double total, double chance) {
+  const size_t size = registers.shape(0);
+  if (!std::has_single_bit(size)) throw nb::value_error("the number of registers must be a power of two");
+  if (identities.size() % kIdentityBytes != 0) throw nb::value_error("an identity has 16 bytes");
+  const auto* at = reinterpret_cast<const uint8_t*>(identities.c_str());
+  const size_t count = identities.size() / kIdentityBytes;
+  const double before = total;
+  double after = total;
+  for (size_t place = 0; place < count; ++place, at += kIdentityBytes) {
+    const Hash128 identity = load_identity(at);
+    uint8_t& known = registers.data()[identity.high & (size - 1)];
+    const int rank = 1 + std::countl_zero(static_cast<uint32_t>(identity.low >> 32));
+    if (rank > known) {
+      total += 1.0 / chance;
+      chance -= (std::ldexp(1.0, -known) - std::ldexp(1.0, -rank)) / static_cast<double>(size);
+      known = static_cast<uint8_t>(rank);
+    }
+    if (place < counted) after = total;
+  }
+  return nb::make_tuple(total, chance, after - before);
+}
+
 }  // namespace
 
 void bind_identity(nb::module_& m) {
@@ -76,6 +105,8 @@ void bind_identity(nb::module_& m) {
   m.def("block_identities", &block_identities, nb::arg("key"), nb::arg("namespace"), nb::arg("tokens"),
         nb::arg("block_tokens"));
   m.def("fits_vocabulary", &fits_vocabulary, nb::arg("tokens"), nb::arg("vocab_size"));
+  m.def("raise_registers", &raise_registers, nb::arg("registers"), nb::arg("identities"), nb::arg("counted"),
+        nb::arg("total"), nb::arg("chance"));
   m.def("value_keys", &value_keys, nb::arg("secret"), nb::arg("scope"), nb::arg("keys"));
 }
 

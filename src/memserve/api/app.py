@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -131,6 +132,25 @@ class BelowRoot:
         await self._app(scope, receive, send)
 
 
+class FixedPaths:
+    """ASGI middleware: the application of a path without a pattern is looked up. Starlette tries the patterns of its
+    routes one after the other, and catches errors of its own that these applications do not raise."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+        """``routes``: with ASGI applications behind them, not functions."""
+        self._app = app
+        self._found = {
+            (method, route.path): route.app
+            for route in routes
+            for method in route.methods or ()
+            if not route.param_convertors and not inspect.isroutine(route.endpoint)
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._found.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        await (found or self._app)(scope, receive, send)
+
+
 def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
@@ -212,7 +232,7 @@ def create_app(
     timelines = _timelines(model.name, traces, config.otlp_endpoint, closing)
     feed = Feed(EngineSource(hub, model.name), metrics, timelines)
     dashboard = Dashboard(feed, timelines, keys, metrics_keys)
-    shared = Shared(hub, model, encoder, metrics, edge)
+    shared, documents = Shared(hub, model, encoder, metrics, edge), Documents()
     closing.callback(encoder.close)
 
     @asynccontextmanager
@@ -220,20 +240,17 @@ def create_app(
         with closing:
             yield
 
+    generating = _generating(shared, names, tokens, documents, config)
     app = Starlette(
-        routes=[
-            *_generating(shared, names, tokens, documents := Documents(), config),
-            *pages.routes(),
-            *_named_prefixes(shared, documents),
-            *dashboard.routes(),
-        ],
+        routes=[*generating, *pages.routes(), *_named_prefixes(shared, documents), *dashboard.routes()],
         middleware=[
             *([Middleware(BelowRoot, root=config.root_path)] if config.root_path else []),
             *request_log(limits.log_requests, model.name, closing),
             Middleware(Watch, timelines=timelines),
-            Middleware(Cors, origins=limits.cors_origins),
+            *([Middleware(Cors, origins=limits.cors_origins)] if limits.cors_origins else []),
             Middleware(Guard, keys=keys, metrics=metrics),
             Middleware(OwnerOnly, engine=engine),
+            Middleware(FixedPaths, routes=generating),
         ],
         exception_handlers={HTTPException: on_http_error},
         lifespan=lifespan,

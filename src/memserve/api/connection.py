@@ -181,7 +181,8 @@ class Connection(asyncio.BufferedProtocol):
 
     async def write(self, data: bytes) -> None:
         """Send ``data`` as soon as the client has read most of what was sent before."""
-        await self._writable.wait()
+        if not self._writable.is_set():
+            await self._writable.wait()
         self.write_now(data)
 
     def write_now(self, data: bytes) -> None:
@@ -204,8 +205,10 @@ class Connection(asyncio.BufferedProtocol):
             # A close with unread requests behind this one would reset the connection, and the answer could be lost.
             self._linger(LINGER_BYTES_MAX if not exchange.body_complete else WIRE_LINGER_BYTES_MAX)
         elif exchange.body_complete:
-            # no direct call: thousands of pipelined requests would nest their calls as deeply
-            self._loop.call_soon(self._next_request)
+            if self._reader.held_bytes:  # no direct call: thousands of pipelined requests would nest as deeply
+                self._loop.call_soon(self._next_request)
+            else:
+                self._next_request()
         else:
             self._loop.call_soon(self._read_on)  # drops the rest of the body
 
@@ -218,7 +221,7 @@ class Connection(asyncio.BufferedProtocol):
     def _read_on(self) -> None:
         """Read as long as something consumes what is read."""
         try:
-            while not self._blocked():
+            while not (blocked := self._blocked()):
                 event = self._reader.next_event()
                 if event is None:
                     break
@@ -226,7 +229,7 @@ class Connection(asyncio.BufferedProtocol):
         except WireError as error:
             self._refuse(error)
             return
-        self._pause_if(self._blocked() and self._reader.held_bytes >= READ_BYTES_MAX)
+        self._pause_if(blocked and self._reader.held_bytes >= READ_BYTES_MAX)
 
     def _blocked(self) -> bool:
         if self._phase in (_Phase.ANSWERING, _Phase.LINGERING, _Phase.CLOSED):

@@ -224,12 +224,16 @@ TENANT_KEY = "memserve.tenant"
 """Where the guard leaves the tenant in the ASGI scope."""
 
 
+_FIELDS_KEY = "memserve.fields"
+
+
 def header(scope: Scope, name: bytes) -> str | None:
     """The first header of that ``name``, which is in lower case; None: there is none."""
-    for known, value in scope["headers"]:
-        if known == name:
-            return str(value, "latin-1")
-    return None
+    fields = scope.get(_FIELDS_KEY)
+    if fields is None:  # a request is asked for eight of them
+        fields = scope[_FIELDS_KEY] = dict(reversed(list(scope["headers"])))
+    value = fields.get(name)
+    return None if value is None else str(value, "latin-1")
 
 
 class ClientGone(Exception):

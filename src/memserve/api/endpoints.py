@@ -7,10 +7,10 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType, structs
+from msgspec import structs
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from memserve._core import json_token_ids
+from memserve._core import json_cut_ids
 from memserve.api.config import ApiConfig
 from memserve.api.documents import Document, Documents, size_of
 from memserve.api.edge import TENANT_KEY, Edge, header, json_body
@@ -60,24 +60,22 @@ class Planner(Protocol):
         """The engine requests for a body. Raises :class:`ApiError` 400 and 404."""
 
 
-class _Completion(CompletionBody, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """A body of which the prompt is still JSON."""
-
-    prompt: msgspec.Raw | UnsetType = UNSET
+_decode_completion = msgspec.json.Decoder(CompletionBody).decode
 
 
 def parse_completion(data: bytes, leniency: Leniency) -> tuple[CompletionBody, tuple[str, ...]]:
     """As :func:`parse_leniently`; a prompt of token ids is an int32 array instead of a list of as many objects."""
-    refuse_shape(data)
+    cut = json_cut_ids(data, "prompt")
+    if cut is None:
+        return parse_leniently(data, CompletionBody, leniency)
+    rest, prompt = cut
+    ids = np.frombuffer(prompt, np.int32)
+    refuse_shape(rest, more_values=len(ids), more_containers=1)
     try:
-        body = msgspec.json.decode(data, type=_Completion)
-        if isinstance(body.prompt, msgspec.Raw):
-            text = bytes(body.prompt)
-            ids = json_token_ids(text)
-            prompt = msgspec.json.decode(text) if ids is None else np.frombuffer(ids, np.int32)
-            structs.force_setattr(body, "prompt", prompt)  # no other code has seen the body yet
+        body = _decode_completion(rest)
     except ValueError:  # of another kind, no JSON, no UTF-8: all of it is read once more, for what it is
         return parse_leniently(data, CompletionBody, leniency)
+    structs.force_setattr(body, "prompt", ids)  # no other code has seen the body yet
     refuse_unsupported(body)
     return body, ()
 
@@ -194,6 +192,8 @@ def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoi
 
 def _as_configured(plan: Generation, config: ApiConfig, ignored: tuple[str, ...]) -> Generation:
     forced = config.enable_force_include_usage and plan.stream
+    if not (forced or ignored or config.return_tokens_as_token_ids):
+        return plan
     return structs.replace(
         plan,
         ignored=ignored,

@@ -71,13 +71,11 @@ def new_id() -> str:
 
 def head_of_answer(status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
     """Status line, headers, and the empty line."""
-    lines = [_STATUS_LINES.get(status, b"HTTP/1.1 %d \r\n" % status)]
-    for name, value in headers:
-        if b"\r" in value or b"\n" in value or b"\r" in name or b"\n" in name:
-            raise RuntimeError(f"the header {name!r} of an answer contains a line break")
-        lines += (name, b": ", value, b"\r\n")
-    lines.append(b"\r\n")
-    return b"".join(lines)
+    lines = b"".join([b"%b: %b\r\n" % field for field in headers])
+    if not lines.count(b"\r") == lines.count(b"\n") == len(headers):
+        broken = [name for name, value in headers if b"\r" in name + value or b"\n" in name + value]
+        raise RuntimeError(f"the header {broken[0]!r} of an answer contains a line break")
+    return (_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status) + lines + b"\r\n"
 
 
 class Wire(Protocol):
@@ -196,7 +194,8 @@ class Exchange:
         self._wants_100 = False
         self._wire.taken()
         if not self.gone and not self.complete:
-            await self._news.wait()
+            if not self._news.is_set():
+                await self._news.wait()
             self._news.clear()
         if self.gone or self.complete:
             return {"type": "http.disconnect"}

@@ -205,7 +205,7 @@ class Relay:
                 raise given_up(decision)
             if not isinstance(decision, Forward | Prefill):
                 refusal = Refusal.OVERLOADED if decision.overloaded else Refusal.BUSY
-                self._metrics.rejected.inc()
+                self._metrics.rejected.value += 1
                 raise rejected(Rejected(ticket.request_id, decision.reason, decision.retry_after_s, refusal))
             ticket.call = HttpCall(self._host.specs[decision.engine].url)
             is_answer = isinstance(decision, Forward)

@@ -28,7 +28,7 @@ from memserve.api.edge import TENANT_KEY, ClientGone, header
 from memserve.api.errors import ApiError, echo, from_user_error, internal, shutting_down
 from memserve.api.exchange import REQUEST_ID_KEY
 from memserve.api.metrics import ApiMetrics
-from memserve.api.reply import Reply
+from memserve.api.reply import Account, Reply
 from memserve.api.respond import send_json
 from memserve.api.unserved import why_unserved
 from memserve.errors import UserError
@@ -61,6 +61,37 @@ def is_work(path: str) -> bool:
     return path.startswith("/v1/") or path in WORK_ROUTES
 
 
+class Answered:
+    """What the client of a request was sent. One note serves all middleware around an application."""
+
+    __slots__ = ("at_ns", "status")
+
+    def __init__(self) -> None:
+        self.status = 0
+        """0: nothing yet."""
+        self.at_ns: int | None = None
+        """When its answer began, by the monotonic clock."""
+
+
+ANSWERED_KEY = "memserve.answered"
+"""Where the ASGI scope has its :class:`Answered`."""
+
+
+def noting(scope: Scope, send: Send) -> tuple[Answered, Send]:
+    """The note of a request, and ``send`` as it keeps it."""
+    known: Answered | None = scope.get(ANSWERED_KEY)
+    if known is not None:
+        return known, send
+    note = scope[ANSWERED_KEY] = Answered()
+
+    async def send_noting(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            note.status, note.at_ns = message["status"], time.monotonic_ns()
+        await send(message)
+
+    return note, send_noting
+
+
 class Guard:
     """ASGI middleware around the whole application."""
 
@@ -73,22 +104,15 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 0
-
-        async def send_noting_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        self._metrics.in_progress.inc()
+        answered, send = noting(scope, send)
+        self._metrics.in_progress.value += 1
         try:
-            error = await self._run(scope, receive, send_noting_status)
-            if error is not None and status == 0:
-                await send_json(send_noting_status, error.status, error.body(), error.headers)
+            error = await self._run(scope, receive, send)
+            if error is not None and answered.status == 0:
+                await send_json(send, error.status, error.body(), error.headers)
         finally:
-            self._metrics.in_progress.dec()
-        self._metrics.ended(route_of(scope["path"]), status or 499)  # 499: the client left first
+            self._metrics.in_progress.value -= 1
+        self._metrics.ended(route_of(scope["path"]), answered.status or 499)  # 499: the client left first
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
         """Run the application. Returns the error that the client must get, unless an answer has begun."""
@@ -101,7 +125,7 @@ class Guard:
         except UserError as error:
             return from_user_error(error)
         except ClientGone:
-            self._metrics.disconnected.inc()
+            self._metrics.disconnected.value += 1
         except asyncio.CancelledError:  # the server waits no longer for this request: it still gets an answer
             if (task := asyncio.current_task()) is not None:
                 task.uncancel()
@@ -249,18 +273,12 @@ class RequestLog:
         if scope["type"] != "http" or not is_work(scope["path"]):
             await self._app(scope, receive, send)
             return
-        started_ns, status = time.monotonic_ns(), 0
-
-        async def send_noting_status(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
+        started_ns = time.monotonic_ns()
+        answered, send = noting(scope, send)
         try:
-            await self._app(scope, receive, send_noting_status)
+            await self._app(scope, receive, send)
         finally:
-            line = self._line(scope, status or 499, started_ns)
+            line = self._line(scope, answered.status or 499, started_ns)
             is_json = self._kind is RequestLogFormat.JSON
             self._writer.write(msgspec.json.encode(line).decode() if is_json else plain(line))
 
@@ -278,24 +296,23 @@ class RequestLog:
         if (trace_id := scope.get(TRACE_KEY)) is not None:
             line["trace_id"] = trace_id
         reply = scope.get(REPLY_KEY)
-        return line | account(reply, self._model, started_ns) if isinstance(reply, Reply) else line
+        return line | told(reply.account(), self._model, started_ns) if isinstance(reply, Reply) else line
 
 
-def account(reply: Reply, model: str, started_ns: int) -> Line:
+def told(account: Account, model: str, started_ns: int) -> Line:
     """The counts and times of one answer. ``finish_reason`` of several sequences: each reason once, in order;
     ``incomplete``: the client left, the deadline passed, or the server ended."""
-    reasons = [sequence.stream.finish_reason for sequence in reply.sequences]
-    shown = dict.fromkeys(reason.value if reason is not None else "incomplete" for reason in reasons)
-    first_ns = reply.first_token_ns
+    shown = dict.fromkeys(reason.value if reason is not None else "incomplete" for reason in account.finish_reasons)
+    first_ns = account.first_ns
     return {
         "model": model,
-        "stream": reply.plan.stream,
-        "prompt_tokens": reply.prompt_tokens,
-        "cached_tokens": reply.cached_tokens,
-        "output_tokens": reply.completion_tokens,
+        "stream": account.stream,
+        "prompt_tokens": account.prompt_tokens,
+        "cached_tokens": account.cached_tokens,
+        "output_tokens": account.output_tokens,
         "finish_reason": ",".join(shown),
         "ttft_ms": round((first_ns - started_ns) / NS_PER_MS, 1) if first_ns is not None else None,
-        "instances": reply.instances,
+        "instances": account.instances,
     }
 
 

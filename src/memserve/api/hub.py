@@ -7,6 +7,7 @@ if no wake-up is pending.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 
@@ -28,7 +29,7 @@ class Call:
     def __init__(self, hub: Hub, requests: list[Request]) -> None:
         self._hub = hub
         self._news: list[News] = []
-        self._bell = asyncio.Event()
+        self._bell: asyncio.Future[None] | None = None  # of the task that waits for news
         #: output is being written: if the client does not read it, news piles up here
         self.writing = False
         self.held_bytes = 0  # of the news that came while output was written
@@ -43,8 +44,8 @@ class Call:
         Raises :class:`ClientGone` when the client left, :class:`ApiError` 503 when the server ends all calls.
         """
         while not self._news and self._error is None:
-            self._bell.clear()
-            await self._bell.wait()
+            self._bell = asyncio.get_running_loop().create_future()
+            await self._bell
         if self._error is not None:
             raise self._error
         news, self._news = self._news, []
@@ -62,7 +63,7 @@ class Call:
         if self._error is not None:
             return  # the news will not be read
         self._news.append((at, news))
-        self._bell.set()
+        self._ring()
         if self.writing:
             self.held_bytes += (held := held_bytes(news))
             self._hub.held_bytes += held
@@ -74,7 +75,11 @@ class Call:
         self._news.clear()
         self._hub.held_bytes -= self.held_bytes
         self.held_bytes = 0
-        self._bell.set()
+        self._ring()
+
+    def _ring(self) -> None:
+        if self._bell is not None and not self._bell.done():
+            self._bell.set_result(None)
 
     def abandon(self) -> None:
         """The client left: cancel its requests now, so that the engine frees their memory at once."""
@@ -125,6 +130,7 @@ class Hub:
         self.held_bytes = 0
         self._stream_buffer_bytes = stream_buffer_bytes
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0  # the loop's
         self._mailbox: deque[tuple[Call, int, TokenOutput | Rejected]] = deque()
         self._rung = False
         self._calls: dict[int, Call] = {}  # in order of arrival
@@ -139,7 +145,7 @@ class Hub:
         """Submit ``requests`` as one call. Raises :class:`ApiError` 503 when the server is shutting down."""
         if self.draining:
             raise shutting_down()
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         call = Call(self, requests)
         self._calls[id(call)] = call
         try:
@@ -165,7 +171,7 @@ class Hub:
         if time.monotonic_ns() >= until_ns:
             del self._refused[tenant]
         elif b"priority" not in data:
-            self._metrics.rejected.inc()
+            self._metrics.rejected.value += 1
             raise rejected(news)
 
     def close(self, call: Call) -> None:
@@ -192,11 +198,14 @@ class Hub:
         call.cancel_rest()
 
     def _post(self, call: Call, at: int, news: TokenOutput | Rejected) -> None:
-        """Called from the engine's thread."""
+        """Called from the engine's thread; a router's may be the event loop's."""
         self._mailbox.append((call, at, news))
         if not self._rung and self._loop is not None:
             self._rung = True
-            self._loop.call_soon_threadsafe(self._empty_mailbox)
+            if threading.get_ident() == self._thread:
+                self._loop.call_soon(self._empty_mailbox)
+            else:
+                self._loop.call_soon_threadsafe(self._empty_mailbox)
 
     def _empty_mailbox(self) -> None:
         self._rung = False  # before reading: news that comes now wakes the loop again

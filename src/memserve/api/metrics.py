@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from memserve.api.cluster_metrics import cluster_families
 from memserve.api.families import (
     COUNTER,
     GAUGE,
+    LabelledTally,
+    Spread,
     Table,
+    Tally,
     block_bytes_family,
     families,
     layer_families,
@@ -27,16 +30,16 @@ _REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class ApiMetrics:
-    """Counters and histograms of one server. Hot ones are attributes, to save a look-up by label per token."""
+    """Counters and histograms of one server. What requests and tokens change belongs to the event loop alone."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
-        self.requests = Counter(
-            "memserve_http_requests", "HTTP requests by route and status", ["route", "status"], registry=self.registry
+        self.requests = LabelledTally(
+            "memserve_http_requests", "HTTP requests by route and status", ["route", "status"], self.registry
         )
-        self.in_progress = Gauge(
-            "memserve_http_requests_in_progress", "HTTP requests that are being answered", registry=self.registry
+        self.in_progress = Tally(
+            GAUGE, "memserve_http_requests_in_progress", "HTTP requests that are being answered", self.registry
         )
         self.resident = Gauge(
             "memserve_resident_bytes", "Bytes that the process behind this page has resident", registry=self.registry
@@ -62,9 +65,6 @@ class ApiMetrics:
         self.body_bytes = Gauge(
             "memserve_http_body_bytes", "Bytes of request bodies that are being read or parsed", registry=self.registry
         )
-        #: look-ups by label that were made; there are few routes, statuses and tenants
-        self._by_route: dict[tuple[str, int], Counter] = {}
-        self._by_tenant: dict[str, tuple[Counter, ...]] = {}
         #: shown to readers that may know the tenants
         self.by_tenant = CollectorRegistry()
         self.tenant_requests = self._of_tenants("requests", "Generation requests that were answered, by tenant")
@@ -98,19 +98,14 @@ class ApiMetrics:
 
     def ended(self, route: str, status: int) -> None:
         """An HTTP request was answered with ``status``."""
-        if (route, status) not in self._by_route:
-            self._by_route[route, status] = self.requests.labels(route, str(status))
-        self._by_route[route, status].inc()
+        self.requests.inc((route, str(status)))
 
     def answered(self, tenant: str, prompt_tokens: int, generated_tokens: int) -> None:
         """A request of ``tenant`` has its answer."""
-        if tenant not in self._by_tenant:
-            kinds = self.tenant_requests, self.tenant_prompt_tokens, self.tenant_generated_tokens
-            self._by_tenant[tenant] = tuple(kind.labels(tenant) for kind in kinds)
-        requests, prompts, generated = self._by_tenant[tenant]
-        requests.inc()
-        prompts.inc(prompt_tokens)
-        generated.inc(generated_tokens)
+        label = (tenant,)
+        self.tenant_requests.inc(label)
+        self.tenant_prompt_tokens.inc(label, prompt_tokens)
+        self.tenant_generated_tokens.inc(label, generated_tokens)
 
     def read_process(self) -> None:
         """Bring the gauges of this process up to date, before they are read."""
@@ -127,14 +122,14 @@ class ApiMetrics:
         text = generate_latest(self.registry) + generate_latest(registry)
         return text + generate_latest(self.by_tenant) if names_tenants else text
 
-    def _of_tenants(self, name: str, text: str) -> Counter:
-        return Counter(f"memserve_tenant_{name}", text, ["tenant"], registry=self.by_tenant)
+    def _of_tenants(self, name: str, text: str) -> LabelledTally:
+        return LabelledTally(f"memserve_tenant_{name}", text, ["tenant"], self.by_tenant)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(name, text, registry=self.registry)
+    def _counter(self, name: str, text: str) -> Tally:
+        return Tally(COUNTER, name, text, self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Spread:
+        return Spread(name, text, buckets, self.registry)
 
 
 #: name, kind, help, how to read it from ``EngineStats``

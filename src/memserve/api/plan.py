@@ -355,8 +355,8 @@ def _sampling(
     )
 
 
-def _most(*counts: int | None) -> int | None:
-    return max((count for count in counts if count is not None), default=None)
+def _most(one: int | None, other: int | None) -> int | None:
+    return other if one is None else one if other is None else max(one, other)
 
 
 def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:

@@ -243,6 +243,11 @@ SHORT_BYTES_MAX = 16 * 1024
 """Tokenizing this much takes less than ten milliseconds: less than a step of the engine."""
 
 
+TURNS_A_ROUND = 2
+"""Requests that the event loop begins before it looks for what else has arrived: to look costs it a call of the system,
+and a chance to lose the interpreter to another thread."""
+
+
 class Workers:
     """Runs work on clients' texts in threads where it would stall the event loop. Lives in the event loop.
 
@@ -285,6 +290,11 @@ class _Waiting:
         self._lines.setdefault(tenant, deque()).append(turn)
         return turn
 
+    def step_back(self, tenant: str) -> None:
+        """``tenant`` has just had a turn without waiting: all others are before it."""
+        if tenant in self._lines:
+            self._lines[tenant] = self._lines.pop(tenant)
+
     def pass_on(self) -> bool:
         """Give the next future its turn; False: none waits."""
         while self._lines:
@@ -300,23 +310,29 @@ class _Waiting:
 
 
 class _Turns:
-    """Of requests that arrive together, one begins in each round of the event loop, and tenants take turns. So a burst
-    of one tenant delays no other: between two of its requests the loop reads what else has arrived."""
+    """Of requests that arrive together, :data:`TURNS_A_ROUND` begin in each round of the event loop, and tenants take
+    turns. So a burst of one tenant delays no other: between its requests the loop reads what else has arrived."""
 
     def __init__(self) -> None:
         self._waiting = _Waiting()
-        self._is_taken = False
+        self._taken = 0  # in this round
+        self._last: str | None = None  # the tenant that has begun without waiting, in this round
 
     async def wait(self, tenant: str) -> None:
-        if self._is_taken:
+        if self._taken >= TURNS_A_ROUND:
             await self._waiting.add(tenant)
         else:
-            self._is_taken = True
-            asyncio.get_running_loop().call_soon(self._next_round)
+            self._taken, self._last = self._taken + 1, tenant
+            if self._taken == 1:
+                asyncio.get_running_loop().call_soon(self._next_round)
 
     def _next_round(self) -> None:
-        self._is_taken = self._waiting.pass_on()
-        if self._is_taken:
+        if self._last is not None:
+            self._waiting.step_back(self._last)
+        self._taken, self._last = 0, None
+        while self._taken < TURNS_A_ROUND and self._waiting.pass_on():
+            self._taken += 1
+        if self._taken:
             asyncio.get_running_loop().call_soon(self._next_round)
 
 

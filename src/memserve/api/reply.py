@@ -90,6 +90,54 @@ _SHOWN = TokenLogprobs(-1, 0.0)
 """Replaces the logprobs of a token that a stream has shown."""
 
 
+class Account(Struct, frozen=True):
+    """What is told of an answer as it is now: counts, times and reasons, without the texts and tokens, which may be
+    large. A request makes one when it ends; dictionaries are made of it only for a reader."""
+
+    response_id: str
+    stream: bool
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    finish_reasons: tuple[FinishReason | None, ...]
+    """Of each sequence; ``None``: it has none."""
+    started_ns: int
+    now_ns: int
+    first_ns: int | None
+    queue_ns: int | None
+    stories: list[list[tuple[str, str | int | float]]]
+    """The facts of each prompt."""
+
+    @property
+    def instances(self) -> list[str]:
+        """Names of the instances that worked on it, in order; empty for one engine without a cluster."""
+        routes = (str(value) for facts in self.stories for name, value in facts if name == "route")
+        return list(dict.fromkeys(name for route in routes for name in route.split(" to ")))
+
+    def explanation(self) -> dict[str, Any]:
+        """Where the prompt's KV came from, where the time to the first token went, and what was decided and why."""
+        first_ns = (self.first_ns or self.started_ns) - self.started_ns
+        known = self.queue_ns is not None
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "computed_tokens": self.prompt_tokens - self.cached_tokens,
+            "queue_ms": round(self.queue_ns / NS_PER_MS, 3) if self.queue_ns is not None else None,
+            "prefill_ms": round((first_ns - (self.queue_ns or 0)) / NS_PER_MS, 3) if known else None,
+            "ttft_ms": round(first_ns / NS_PER_MS, 3),
+            "total_ms": round((self.now_ns - self.started_ns) / NS_PER_MS, 3),
+            "story": self._told(),
+        }
+
+    def _told(self) -> list[dict[str, str | int | float]]:
+        """The facts in order; with several prompts each names its prompt."""
+        return [
+            {**({"prompt": at} if len(self.stories) > 1 else {}), "fact": name, "value": value}
+            for at, facts in enumerate(self.stories)
+            for name, value in facts
+        ]
+
+
 class Reply:
     """Absorbs a call's news. All counts are of this call alone."""
 
@@ -140,17 +188,6 @@ class Reply:
         return self._unfinished == 0
 
     @property
-    def first_token_ns(self) -> int | None:
-        """When the first token came, by the monotonic clock; ``None``: none has."""
-        return self._first_ns
-
-    @property
-    def instances(self) -> list[str]:
-        """Names of the instances that worked on it, in order; empty for one engine without a cluster."""
-        routes = (str(value) for facts in self._story for name, value in facts if name == "route")
-        return list(dict.fromkeys(name for route in routes for name in route.split(" to ")))
-
-    @property
     def cached_tokens(self) -> int:
         """Prompt tokens with KV from the cache."""
         return sum(count or 0 for count in self._cached)
@@ -161,7 +198,7 @@ class Reply:
         Raises :class:`ApiError` when the engine refused or gave up the request.
         """
         if isinstance(news, Rejected):
-            self._metrics.rejected.inc()
+            self._metrics.rejected.value += 1
             raise rejected(news)
         if error := failure(news):
             raise error
@@ -231,7 +268,7 @@ class Reply:
         now_ns = time.monotonic_ns()
         if self.plan.generates:
             self.completion_tokens += tokens
-            self._metrics.generated_tokens.inc(tokens)
+            self._metrics.generated_tokens.value += tokens
             if tokens and not opens:
                 self._metrics.between_tokens.observe((now_ns - sequence.last_ns) / NS_PER_S / tokens)
         sequence.last_ns = now_ns
@@ -251,8 +288,8 @@ class Reply:
     def finished(self) -> None:
         """Enter the call's totals into the metrics."""
         now_ns = time.monotonic_ns()
-        self._metrics.prompt_tokens.inc(self.prompt_tokens)
-        self._metrics.cached_tokens.inc(self.cached_tokens)
+        self._metrics.prompt_tokens.value += self.prompt_tokens
+        self._metrics.cached_tokens.value += self.cached_tokens
         if self.plan.requests:
             self._metrics.answered(self.plan.requests[0].tenant, self.prompt_tokens, self.completion_tokens)
         self._metrics.whole_request.observe((now_ns - self._started_ns) / NS_PER_S)
@@ -262,27 +299,24 @@ class Reply:
             self._metrics.per_token.observe(spent_s * len(self.sequences) / later)
 
     def explanation(self) -> dict[str, Any]:
-        """Where the prompt's KV came from, where the time to the first token went, and what was decided and why."""
-        first_ns = (self._first_ns or self._started_ns) - self._started_ns
-        known = self._queue_ns is not None
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "computed_tokens": self.prompt_tokens - self.cached_tokens,
-            "queue_ms": round(self._queue_ns / NS_PER_MS, 3) if self._queue_ns is not None else None,
-            "prefill_ms": round((first_ns - (self._queue_ns or 0)) / NS_PER_MS, 3) if known else None,
-            "ttft_ms": round(first_ns / NS_PER_MS, 3),
-            "total_ms": round((time.monotonic_ns() - self._started_ns) / NS_PER_MS, 3),
-            "story": self._told(),
-        }
+        """As of its :class:`Account`."""
+        return self.account().explanation()
 
-    def _told(self) -> list[dict[str, str | int | float]]:
-        """The facts in order; with several prompts each names its prompt."""
-        return [
-            {**({"prompt": at} if len(self._story) > 1 else {}), "fact": name, "value": value}
-            for at, facts in enumerate(self._story)
-            for name, value in facts
-        ]
+    def account(self) -> Account:
+        """What is told of it as it is now."""
+        return Account(
+            self.response_id,
+            self.plan.stream,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.completion_tokens,
+            tuple([sequence.stream.finish_reason for sequence in self.sequences]),
+            self._started_ns,
+            time.monotonic_ns(),
+            self._first_ns,
+            self._queue_ns,
+            self._story,
+        )
 
     def best(self) -> list[Sequence]:
         """The sequences to return, in the order of the response's choices."""

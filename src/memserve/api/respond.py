@@ -102,15 +102,16 @@ async def _answer_whole(call: Call, reply: Reply, shape: Shape, envelope: Envelo
     if reply.plan.explain:
         rest["memserve"] = reply.explanation()
     parts = [_encode(envelope.fields(shape.response_kind, reply.created_s))[:-1] + b',"choices":[']
-    await in_slices((piece for sequence in reply.best() for piece in _listed(shape.choice(reply, sequence))), parts)
+    await in_slices(_choices(reply, shape), parts)
     parts[-1] = b"],"  # instead of the last comma
     await in_slices(shape.beside(reply), parts)
     await send_json(send, 200, b"".join([*parts, _encode(rest)[1:]]), ignored_header(reply))
 
 
-def _listed(choice: Iterator[bytes]) -> Iterator[bytes]:
-    yield from choice
-    yield b","
+def _choices(reply: Reply, shape: Shape) -> Iterator[bytes]:
+    for sequence in reply.best():
+        yield from shape.choice(reply, sequence)
+        yield b","
 
 
 async def in_slices(pieces: Iterator[bytes], parts: list[bytes]) -> None:
@@ -130,8 +131,8 @@ def ignored_header(reply: Reply) -> dict[str, str]:
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
     """One whole JSON response."""
-    fields = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
+    raw = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    raw += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
 

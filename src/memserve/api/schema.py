@@ -340,17 +340,19 @@ def body_of(fields: dict[str, Any], kind: type[Body]) -> Body:
     return body
 
 
-def refuse_shape(data: bytes) -> None:
-    """Raises :class:`ApiError` 400 for JSON that would take long to decode."""
+def refuse_shape(data: bytes, *, more_values: int = 0, more_containers: int = 0) -> None:
+    """Raises :class:`ApiError` 400 for JSON that would take long to decode. What was cut out of ``data`` had
+    ``more_values``, and ``more_containers`` of one level."""
     shape = json_shape(data)
+    values, containers = shape.values + more_values, shape.containers + more_containers
     if shape.depth > DEPTH_MAX:
         raise bad_request(f"The request body is nested {shape.depth} deep; the limit is {DEPTH_MAX}")
     if shape.name_bytes > NAME_BYTES_MAX:
         raise bad_request(f"A field's name has {shape.name_bytes} bytes; the limit is {NAME_BYTES_MAX}")
-    if shape.containers > CONTAINERS_MAX:
-        raise bad_request(f"The request body has {shape.containers} arrays and objects; the limit is {CONTAINERS_MAX}")
-    if shape.values > VALUES_MAX:
-        raise bad_request(f"The request body has {shape.values} values; the limit is {VALUES_MAX}")
+    if containers > CONTAINERS_MAX:
+        raise bad_request(f"The request body has {containers} arrays and objects; the limit is {CONTAINERS_MAX}")
+    if values > VALUES_MAX:
+        raise bad_request(f"The request body has {values} values; the limit is {VALUES_MAX}")
 
 
 def _explain(message: str, kind: type[Body]) -> ApiError:

@@ -201,10 +201,10 @@ class CompletionShape:
         text = self._echo(reply, sequence) + ("".join(sequence.texts) if generates else "")
         yield b'{"text":%b,"index":%d,"logprobs":' % (_encode(text), sequence.choice)
         yield from self._logprobs(reply, sequence, 0, sequence.shown_tokens if generates else 0, opens=True)
-        yield b',"finish_reason":%b,' % _encode(sequence.stream.finish_reason if generates else "length")
+        reason = _encode(sequence.stream.finish_reason if generates else "length")
         ids = (sequence.stream.tokens if generates else []) if reply.plan.token_ids else None
-        yield _encode({"token_ids": ids, "prompt_token_ids": _prompt_ids(reply, sequence.at)})[1:-1]
-        yield b',"prompt_logprobs":'
+        listed = _encode({"token_ids": ids, "prompt_token_ids": _prompt_ids(reply, sequence.at)})[1:-1]
+        yield b',"finish_reason":%b,%b,"prompt_logprobs":' % (reason, listed)
         yield from _prompt_logprobs(self._names, reply, sequence.at)
         yield b"}"
 

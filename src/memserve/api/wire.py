@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import re
 import urllib.parse
+from functools import lru_cache
 
 import httptools
 import msgspec
@@ -29,6 +30,7 @@ FRAMING_BYTES_FREE, FRAMING_SHARE = 256 * KIB, 8
 """Chunk headers may take 256 KiB and an eighth of the body: parsing many tiny chunks would cost too much time."""
 
 _PIECE_BYTES_MAX = 64 * KIB
+_URLS_REMEMBERED = 64
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n]*)?")
 _METHOD_START = re.compile(rb"[A-Za-z]")
 _END_OF_HEAD = b"\r\n\r\n"
@@ -61,7 +63,10 @@ class Head(msgspec.Struct, frozen=True):
 
     def get(self, name: bytes) -> bytes | None:
         """The first header of that name."""
-        return next((value for known, value in self.headers if known == name), None)
+        for known, value in self.headers:
+            if known == name:
+                return value
+        return None
 
 
 class _End(enum.Enum):
@@ -156,6 +161,8 @@ class RequestReader:
 
     def _head(self) -> Head | None:
         buffer = self._buffer
+        if not buffer:
+            return None
         if buffer.startswith((b"\r", b"\n")):  # some clients add an empty line after a body
             del buffer[: len(buffer) - len(buffer.lstrip(b"\r\n"))]
         if buffer and not _METHOD_START.match(buffer):
@@ -180,11 +187,10 @@ class RequestReader:
             raise WireError(431, f"The request has more than {limits.fields_max} headers", "fields")
         if version not in ("1.0", "1.1"):
             raise WireError(505, "The server speaks only HTTP/1.0 and HTTP/1.1", "malformed")
-        raw_path, query = _split_url(seen.url)
+        raw_path, query, path = _split_url(seen.url)
         body_bytes = self._start_body(seen.headers, version)
         method = seen.parser.get_method().decode("ascii")
         del seen.parser  # a reference cycle
-        path = urllib.parse.unquote(raw_path.decode("ascii"))
         keep_alive = seen.keep_alive and version == "1.1"
         return Head(method, raw_path, path, query, version, seen.headers, keep_alive, body_bytes)
 
@@ -275,12 +281,15 @@ class RequestReader:
             raise _too_many_trailers(self._limits)
 
 
-def _split_url(url: bytes) -> tuple[bytes, bytes]:
+@lru_cache(_URLS_REMEMBERED)
+def _split_url(url: bytes) -> tuple[bytes, bytes, str]:
+    """Path and query as they came, and the path decoded; most requests are for one of a few."""
     try:
         parsed = httptools.parse_url(url)
     except httptools.HttpParserError:
         raise WireError(400, "Invalid URL", "malformed") from None
-    return parsed.path or b"/", parsed.query or b""
+    raw_path = parsed.path or b"/"
+    return raw_path, parsed.query or b"", urllib.parse.unquote(raw_path.decode("ascii"))
 
 
 def _bad_chunk() -> WireError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import queue
@@ -216,12 +215,12 @@ class EngineBackend:
         if room < 1:
             raise UserError("the conversation is longer than the model's context", hint="start over with /reset")
         seed = secrets.randbits(63) if options.seed is None else options.seed
-        chosen = chosen_sampling(self._model, {"temperature": options.temperature})
+        sampling = chosen_sampling(self._model, {"temperature": options.temperature}, seed=seed)
         bound = options.max_tokens or self._model.default_max_tokens or room
         return Request(
             request_id=f"chat-{next(self._ids)}",
             prompt=prompt.tokens,
-            sampling=dataclasses.replace(chosen, seed=seed),
+            sampling=sampling,
             stop=StopParams(min(bound, room), 0, tuple(self._model.eos_token_ids)),
         )
 

@@ -101,6 +101,9 @@ class AdmissionController:
         self.memory.expire(now)
         if self.is_closed:
             return None
+        if not self._queue and not self._returning:  # as most events find it
+            self.memory.changed = False
+            return None
         may_fit = self.memory.changed and not self._crowd().is_full
         if self._returning and may_fit:
             return self._readmit(now)
@@ -180,26 +183,28 @@ class AdmissionController:
 
     def overflow(self, newcomer: RequestState) -> Rejection | None:
         """Too many wait, with ``newcomer``: the last request of the tenant with most waiting is rejected."""
-        crowd = self._crowd()
-        victim = self._queue.most_crowded(newcomer.request.tenant) if crowd.overflows else None
+        victim = self._victim(newcomer.request.tenant)
         self.stats.queued += self.is_waiting(newcomer) and victim is not newcomer
-        if victim is None:
-            return None
-        return self._overflowing(victim, crowd)
+        return None if victim is None else self._overflowing(victim)
 
     def excess(self) -> Rejection | None:
         """More wait than may, since admission was closed for a while."""
-        crowd = self._crowd()
-        victim = self._queue.most_crowded("") if crowd.overflows else None
-        return None if victim is None else self._overflowing(victim, crowd)
+        victim = self._victim("")
+        return None if victim is None else self._overflowing(victim)
 
-    def _overflowing(self, victim: RequestState, crowd: Crowd) -> Rejection:
-        return self._reject(victim, "queue", crowd.reason(self._no_room()), self._retry_after_s())
+    def _victim(self, newcomer: str) -> RequestState | None:
+        may_overflow = len(self._queue) > self._config.waiting_max
+        return self._queue.most_crowded(newcomer) if may_overflow and self._crowd().overflows else None
+
+    def _overflowing(self, victim: RequestState) -> Rejection:
+        return self._reject(victim, "queue", self._crowd().reason(self._no_room()), self._retry_after_s())
 
     def hopeless(self, now: int) -> Rejection | None:
         """The head of the queue has no room although no request is active: only time will make room for it."""
-        req = self._queue.head() if not self._active and not self.is_closed else None
-        if req is None or not self.memory.is_counting:
+        if self._active or self.is_closed or not self.memory.is_counting or not self._queue:
+            return None
+        req = self._queue.head()
+        if req is None:
             return None
         retry_after_s = bounded_retry_s(self.memory.room_in_ns(req, now) / NS_PER_S)
         return self._reject(req, "pressure", f"{self._no_room()}, and no request is running", retry_after_s)

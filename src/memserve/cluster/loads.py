@@ -162,8 +162,9 @@ class LoadTable:
     def charge(self, number: int, work: Work) -> Charge:
         """``work`` was sent to a member."""
         for amount, own, since in zip(work, self._own, self._since, strict=True):
-            own[number] += amount
-            since[number] += amount
+            if amount:
+                own[number] += amount
+                since[number] += amount
         return Charge(number, self._beats[number], work)
 
     def discharge(self, charge: Charge) -> None:
@@ -171,8 +172,9 @@ class LoadTable:
         number, beat, work = charge
         counted = self._since if beat == self._beats[number] else self._reported
         for amount, own, known in zip(work, self._own, counted, strict=True):
-            own[number] -= amount
-            known[number] = max(0, known[number] - amount)  # the instance may have reported that it has ended
+            if amount:
+                own[number] -= amount
+                known[number] = max(0, known[number] - amount)  # the instance may have reported that it has ended
 
     def work_of(self, number: int) -> Work:
         """Outstanding work of an instance, as far as is known."""

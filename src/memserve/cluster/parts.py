@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from typing import NamedTuple
 
 from msgspec import structs
@@ -37,7 +36,8 @@ def order_for(parts: Parts, place: int, whole: Dispatch) -> Dispatch:
         slo_ttft_ns=None,  # it is not the first token of this part that the client waits for
     )
     room = min(p.member.info.sequence_tokens for p in parts) - len(prompt)
-    request = structs.replace(request, stop=replace(request.stop, max_tokens=min(request.stop.max_tokens, room)))
+    stop = structs.replace(request.stop, max_tokens=min(request.stop.max_tokens, room))
+    request = structs.replace(request, stop=stop)
     if holds:  # a prompt, and a draw that no client gets
         request = structs.replace(
             request, n=1, sampling=SamplingParams(temperature=0.0), stop=StopParams(max_tokens=2), slo_tpot_ns=None

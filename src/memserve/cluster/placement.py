@@ -129,6 +129,8 @@ class Placer:
         """Numbers of the instances that ``req`` may be dispatched to."""
         loads = self._loads
         numbers = loads.open_numbers(role)
+        if not len(numbers):
+            return numbers
         if prompt_tokens >= loads.context_limit_min:
             numbers = numbers[loads.context_limit[numbers] > prompt_tokens]
         if req.avoid:

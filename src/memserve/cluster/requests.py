@@ -219,7 +219,7 @@ class RequestState:
     @property
     def has_begun(self) -> bool:
         """Whether the client has got anything: then it cannot be rejected any more."""
-        return any(self.introduced) or any(reason is not None for reason in self.finished)
+        return True in self.introduced or any(self.finished)
 
     @property
     def unfinished(self) -> Iterator[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence as Many
-from dataclasses import replace
 
 import numpy as np
 from msgspec import structs
@@ -249,5 +248,5 @@ class RequestIntake:
 
 def _substitute(request: Request) -> Request:
     """The request that runs here for a beam search that leaves: the prompt, and a draw that is discarded."""
-    stop = replace(request.stop, max_tokens=2, min_tokens=0, stop_token_ids=())
-    return structs.replace(request, beam_width=0, stop=stop, sampling=replace(request.sampling, logprobs=None))
+    stop = structs.replace(request.stop, max_tokens=2, min_tokens=0, stop_token_ids=())
+    return structs.replace(request, beam_width=0, stop=stop, sampling=structs.replace(request.sampling, logprobs=None))

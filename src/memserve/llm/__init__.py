@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
 
@@ -205,7 +203,7 @@ class LLM:
         for plan in plans:
             (request,) = plan.requests
             if sampling is not None and (more := {name: getattr(sampling, name) for name in ELSEWHERE[1:]}):
-                request = structs.replace(request, sampling=replace(request.sampling, **more))
+                request = structs.replace(request, sampling=structs.replace(request.sampling, **more))
             call.add(request)
         return call.wait(on_progress)
 
@@ -237,7 +235,7 @@ def _fields(options: Mapping[str, Any], sampling: SamplingParams | None, kind: t
         )
     fields = {name: _plain(value) for name, value in options.items() if value is not None}
     if sampling is not None:
-        said = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(sampling) if f.name not in ELSEWHERE}
+        said = {name: value for name, value in structs.asdict(sampling).items() if name not in ELSEWHERE}
         if twice := sorted({*said, *ELSEWHERE} & fields.keys()):
             raise UserError(f"{twice[0]} is given twice", hint="as a keyword or in sampling, not both", param=twice[0])
         fields |= {name: _plain(value) for name, value in said.items() if value not in (None, ())}

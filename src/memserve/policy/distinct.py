@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memserve._core import raise_registers
 from memserve.errors import check
 
 REGISTERS = 1 << 16
@@ -41,23 +42,9 @@ class DistinctBlocks:
         ``counted`` are new."""
         if not identities:
             return 0.0
-        words = np.frombuffer(identities, "<u8").reshape(-1, IDENTITY_BYTES // 8)
-        at = (words[:, 1] & np.uint64(REGISTERS - 1)).astype(np.int64)
-        # of the upper half, which a double holds exactly: frexp gives the position of its first one
-        ranks = 33 - np.frexp((words[:, 0] >> np.uint64(32)).astype(np.float64))[1]
-        before, after = self.total, None
-        for place in np.flatnonzero(ranks > self._registers[at]).tolist():
-            if after is None and place >= counted:
-                after = self.total
-            self._raise(int(at[place]), int(ranks[place]))
-        return (self.total if after is None else after) - before
-
-    def _raise(self, register: int, rank: int) -> None:
-        known = int(self._registers[register])
-        if rank > known:  # else another identity of the same batch has raised it
-            self.total += 1.0 / self._chance
-            self._chance -= (2.0**-known - 2.0**-rank) / REGISTERS
-            self._registers[register] = rank
+        raised = raise_registers(self._registers, identities, counted, self.total, self._chance)
+        self.total, self._chance, new = raised
+        return new
 
     @property
     def nbytes(self) -> int:

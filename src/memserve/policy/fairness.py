@@ -193,8 +193,8 @@ class FairQueue(Generic[Item]):
         return len(self._lines[tenant]) * SCALE // self._turns.weight(tenant)
 
     def _first(self) -> Place | None:
-        if not self._lines:
-            return None
+        if len(self._lines) < 2:
+            return next((line[0] for line in self._lines.values()), None)
         lines, clock = self._lines.items(), self._turns.at
         return min((line[0].urgency, clock(tenant), line[0].arrival, line[0]) for tenant, line in lines)[3]
 

@@ -206,8 +206,9 @@ class BlockLedger:
 
         Call it with every event: requests that were retired since the last call count as ended ``now``.
         """
-        self._expiring.extend((now + kept_ns, node, entry) for node, entry in self._ended)
-        self._ended.clear()
+        if self._ended:
+            self._expiring.extend((now + kept_ns, node, entry) for node, entry in self._ended)
+            self._ended.clear()
         expired = 0
         while self._expiring and self._expiring[0][0] <= now:
             _, node, entry = self._expiring.popleft()

@@ -264,9 +264,10 @@ def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) ->
         known = (entry.first.number in ask.favourites) + (decoder in ask.favourites)
         return -known, entry.first.number, decoder
 
-    weighed = weigh(ask, first, decoders)
-    least_ns = min([entry.total_ns for entry in weighed])
-    best = min([entry for entry in weighed if entry.total_ns == least_ns], key=rank)
+    best, *others = weighed = weigh(ask, first, decoders)
+    if others:
+        least_ns = min([entry.total_ns for entry in weighed])
+        best = min([entry for entry in weighed if entry.total_ns == least_ns], key=rank)
     return Route(best.first, best.decode_at, _cost_reason(ask, best))
 
 

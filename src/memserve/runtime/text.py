@@ -61,7 +61,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What is left; bytes of an unfinished character show as U+FFFD."""
-        return self._drop_pending(keep=0)
+        return self._drop_pending(keep=0) if self._pending else ""
 
     def _step(self, token: int) -> str | None:
         try:

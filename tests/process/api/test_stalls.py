@@ -143,7 +143,7 @@ def test_small_work_is_done_at_once_and_short_work_passes_long_work() -> None:
     asyncio.run(main())
 
 
-def test_of_a_burst_one_request_begins_in_each_round_of_the_loop() -> None:
+def test_of_a_burst_two_requests_begin_in_each_round_of_the_loop() -> None:
     """Another tenant's request is next but one, and what else the loop has to do is done in between."""
 
     async def main() -> list[str]:
@@ -169,6 +169,24 @@ def test_of_a_burst_one_request_begins_in_each_round_of_the_loop() -> None:
     order = asyncio.run(main())
     assert order[0] == order[-1] == "alone" and order.count("a") == 4 and "left" not in order
     assert order.index("b") <= 4 and order.index("another callback") <= 3, order
+
+
+def test_of_a_long_burst_no_tenant_is_passed_over() -> None:
+    async def main() -> list[str]:
+        workers, order = Workers(), list[str]()
+
+        async def request(tenant: str) -> None:
+            await workers.turn(tenant)
+            order.append(tenant)
+
+        await asyncio.gather(*(request(tenant) for tenant in "aaaaaabbbbbbcccccc"))
+        workers.close()
+        return order
+
+    order = asyncio.run(main())
+    for end in range(3, 16, 3):
+        counts = [order[:end].count(tenant) for tenant in "abc"]
+        assert max(counts) - min(counts) <= 2, order
 
 
 def test_tenants_take_turns_and_who_leaves_loses_none_of_the_others_turns() -> None:

@@ -66,7 +66,7 @@ def test_a_resumed_request_continues_exactly(n, decode_at, given):
 def test_a_resumed_sequence_is_opened_with_its_tokens_behind_its_prompt():
     """Penalties and seeds depend on what is prompt and what is generated: the device is told."""
     fleet = pair()
-    sampling = replace(request("x", [1]).sampling, frequency_penalty=0.5, seed=9)
+    sampling = msgspec.structs.replace(request("x", [1]).sampling, frequency_penalty=0.5, seed=9)
     req = msgspec.structs.replace(request("a", PROMPT[:9], max_tokens=8), sampling=sampling)
     (plan, *_) = plans_of(fleet.members["p"].hear(Dispatch(req, generated=((1, 2, 3),))))
     (opened,) = plan.open

@@ -23,6 +23,40 @@ def identities(names: Iterable[object]) -> bytes:
     return b"".join(map(identity, names))
 
 
+class Twin:
+    """The sketch as it is described, an identity at a time."""
+
+    def __init__(self) -> None:
+        self.registers, self.total, self.chance = [0] * REGISTERS, 0.0, 1.0
+
+    def add(self, batch: bytes, counted: int) -> float:
+        new = 0.0
+        for place in range(len(batch) // IDENTITY_BYTES):
+            low, high = np.frombuffer(batch, "<u8", 2, place * IDENTITY_BYTES).tolist()
+            register, rank = high % REGISTERS, 33 - (low >> 32).bit_length()
+            known = self.registers[register]
+            if rank > known:
+                new += 1.0 / self.chance if place < counted else 0.0
+                self.total += 1.0 / self.chance
+                self.chance -= (2.0**-known - 2.0**-rank) / REGISTERS
+                self.registers[register] = rank
+        return new
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_sketch_is_as_described(seed: int) -> None:
+    rng, sketch, twin = np.random.default_rng(seed), DistinctBlocks(), Twin()
+    pool = rng.bytes(4_000 * IDENTITY_BYTES)
+    for _ in range(60):
+        first, count = int(rng.integers(0, 3_900)), int(rng.integers(1, 300))
+        batch = pool[first * IDENTITY_BYTES : (first + count) * IDENTITY_BYTES]
+        counted = int(rng.integers(0, 400))
+        assert sketch.add(batch, counted) == pytest.approx(twin.add(batch, counted), rel=1e-9, abs=1e-9)
+        assert sketch.total == twin.total and sketch._chance == twin.chance
+    assert sketch._registers.tolist() == twin.registers
+    sketch.check_invariants()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_it_counts_like_a_set(seed: int) -> None:
     rng, sketch, twin = np.random.default_rng(seed), DistinctBlocks(), set()

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from memserve._core import json_token_ids
+from memserve._core import json_cut_ids
 from memserve.api.endpoints import parse_completion
 from memserve.api.errors import ApiError
 from memserve.api.lenient import Leniency
@@ -62,16 +62,35 @@ def test_any_damage_is_found_alike() -> None:
 
 @pytest.mark.parametrize("text", PLAIN)
 def test_plain_ids_become_an_array(text: str) -> None:
-    ids = json_token_ids(text.encode())
-    assert ids is not None
-    assert np.frombuffer(ids, np.int32).tolist() == json.loads(text)
+    body = f'{{"n":[7],"prompt":{text},"a":"prompt"}}'
+    cut = json_cut_ids(body.encode(), "prompt")
+    assert cut is not None
+    assert cut[0].decode() == body.replace(text.strip(), "null")
+    assert np.frombuffer(cut[1], np.int32).tolist() == json.loads(text)
 
 
-@pytest.mark.parametrize("text", OTHER)
+@pytest.mark.parametrize("text", [text for text in OTHER if text != "[1]]"])  # behind the row, the parser looks
 def test_anything_else_is_left_to_the_parser(text: str) -> None:
-    assert json_token_ids(text.encode()) is None
+    for end in ("", ',"n":1'):
+        assert json_cut_ids(f'{{"prompt":{text}{end}}}'.encode(), "prompt") is None
 
 
-def test_a_long_row_is_read_as_a_short_one() -> None:
-    ids = list(range(40_000))
-    assert np.frombuffer(json_token_ids(json.dumps(ids).encode()) or b"", np.int32).tolist() == ids
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"prompt":[1],"prompt":[2]}', '{"prompt":[1],"pr\\u006fmpt":[2]}', '{"a":{"prompt":[1]}}', '["prompt",[1]]',
+        '{"prompts":[1]}', '{"promp":[1]}', '{"a":"prompt"}', '"prompt":[1]', "{", "", '{"prompt"', '{"prompt":',
+    ],
+)  # fmt: skip
+def test_a_field_that_is_not_there_just_once_is_left_to_the_parser(body: str) -> None:
+    assert json_cut_ids(body.encode(), "prompt") is None
+    check_alike(body.encode(), Leniency(all_fields=False))
+
+
+@pytest.mark.parametrize("separator", [",", ", ", " , "])
+def test_rows_of_any_length_are_read_right(separator: str) -> None:
+    rng = random.Random(2)
+    for count in (1, 2, 3, 40, 40_000):
+        ids = [rng.randrange(10 ** rng.randrange(1, 10)) for _ in range(count)]
+        cut = json_cut_ids(f'{{"prompt":[{separator.join(map(str, ids))}]}}'.encode(), "prompt")
+        assert cut is not None and np.frombuffer(cut[1], np.int32).tolist() == ids

@@ -8,15 +8,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from msgspec import Struct
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from memserve.api import fleet_explain, guard
 from memserve.api.edge import TENANT_KEY
 from memserve.api.exchange import REQUEST_ID_KEY
-from memserve.api.fleet_explain import FORWARDED_KEY, told
-from memserve.api.guard import REPLY_KEY, account, is_work, route_of
-from memserve.api.reply import Reply
+from memserve.api.fleet_explain import FORWARDED_KEY
+from memserve.api.guard import REPLY_KEY, Answered, is_work, noting, route_of
+from memserve.api.reply import Account, Reply
 from memserve.units import NS_PER_MS
 
 KEPT = 512
@@ -28,14 +31,59 @@ Ended = Callable[[Scope, Entry, int], None]
 """Is told of each request that has ended: its ASGI scope, its entry, and when it began, in nanoseconds of Unix time."""
 
 
+class _Seen(Struct, frozen=True):
+    """What was seen of a request. An entry is made of it when a page asks, or a trace: most are never asked for."""
+
+    request_id: str
+    tenant: str | None
+    path: str
+    status: int | None
+    """``None``: it is being answered."""
+    started_ns: int
+    started_unix_ns: int
+    now_ns: int
+    answered_ns: int | None
+    account: Account | None
+    forwarded: Entry | None
+    """Of a request for an engine of another project."""
+
+    def has_name(self, name: str) -> bool:
+        """Whether ``name`` is the id of the request or of its answer."""
+        return name == self.request_id or (self.account is not None and name == self.account.response_id)
+
+    def entry(self, model: str) -> Entry:
+        """What is shown of it."""
+        total_ms = self._after_ms(self.now_ns)
+        entry: Entry = {
+            "request_id": self.request_id,
+            "tenant": self.tenant,
+            "route": route_of(self.path),
+            "status": self.status,
+            "started_ms": self.started_unix_ns // NS_PER_MS,
+            "total_ms": total_ms,
+        }
+        if (account := self.account) is not None:
+            own = {"response_id": account.response_id, "total_ms": total_ms}
+            # the account's times count from the arrival, those of the explanation from the end of reading
+            entry |= account.explanation() | guard.told(account, model, self.started_ns) | own
+            entry["stages"] = stages(entry, total_ms)
+        elif self.forwarded is not None:
+            answered_ms = None if self.answered_ns is None else self._after_ms(self.answered_ns)
+            entry |= self.forwarded
+            entry["stages"] = relayed_stages(answered_ms, total_ms)
+        return entry
+
+    def _after_ms(self, at_ns: int) -> float:
+        return round((at_ns - self.started_ns) / NS_PER_MS, 3)
+
+
 class _Open:
     """A request that is being answered. The ASGI scope is read when a page asks: the request pays for a dict entry."""
 
-    __slots__ = ("answered_ns", "scope", "started_ns", "started_unix_ns", "status")
+    __slots__ = ("answered", "scope", "started_ns", "started_unix_ns")
 
-    def __init__(self, scope: Scope) -> None:
-        self.scope, self.status = scope, 0
-        self.answered_ns: int | None = None
+    def __init__(self, scope: Scope, answered: Answered) -> None:
+        self.scope, self.answered = scope, answered
         self.started_ns, self.started_unix_ns = time.monotonic_ns(), time.time_ns()
 
     @property
@@ -44,29 +92,22 @@ class _Open:
         tenant: str | None = self.scope.get(TENANT_KEY)
         return tenant
 
-    def _answered_ms(self) -> float | None:
-        return None if self.answered_ns is None else round((self.answered_ns - self.started_ns) / NS_PER_MS, 3)
-
-    def entry(self, model: str, *, ended: bool) -> Entry:
-        """What is shown of it now."""
-        reply = self.scope.get(REPLY_KEY)
-        entry: Entry = {
-            "request_id": self.scope.get(REQUEST_ID_KEY, ""),
-            "tenant": self.tenant,
-            "route": route_of(self.scope["path"]),
-            "status": (self.status or 499) if ended else None,
-            "started_ms": self.started_unix_ns // NS_PER_MS,
-            "total_ms": round((time.monotonic_ns() - self.started_ns) / NS_PER_MS, 3),
-        }
-        if isinstance(reply, Reply):
-            own = {"response_id": reply.response_id, "total_ms": entry["total_ms"]}
-            # the account's times count from the arrival, those of the explanation from the end of reading
-            entry |= reply.explanation() | account(reply, model, self.started_ns) | own
-            entry["stages"] = stages(entry, entry["total_ms"])
-        elif FORWARDED_KEY in self.scope:
-            entry |= told(*self.scope[FORWARDED_KEY])
-            entry["stages"] = relayed_stages(self._answered_ms(), entry["total_ms"])
-        return entry
+    def seen(self, *, ended: bool) -> _Seen:
+        """As it is now."""
+        scope = self.scope
+        reply, forwarded = scope.get(REPLY_KEY), scope.get(FORWARDED_KEY)
+        return _Seen(
+            scope.get(REQUEST_ID_KEY, ""),
+            self.tenant,
+            scope["path"],
+            (self.answered.status or 499) if ended else None,
+            self.started_ns,
+            self.started_unix_ns,
+            time.monotonic_ns(),
+            self.answered.at_ns,
+            reply.account() if isinstance(reply, Reply) else None,
+            fleet_explain.told(*forwarded) if forwarded is not None else None,
+        )
 
 
 def relayed_stages(answered_ms: float | None, total_ms: float) -> list[Entry]:
@@ -106,21 +147,21 @@ class Timelines:
         self._model = model
         self._tell = ended
         self._open: dict[int, _Open] = {}
-        self._ended: deque[Entry] = deque(maxlen=KEPT)
+        self._ended: deque[_Seen] = deque(maxlen=KEPT)
 
-    def begin(self, scope: Scope) -> _Open:
-        """A request has arrived."""
-        request = self._open[id(scope)] = _Open(scope)
+    def begin(self, scope: Scope, answered: Answered) -> _Open:
+        """A request has arrived; ``answered`` will note its answer."""
+        request = self._open[id(scope)] = _Open(scope, answered)
         return request
 
     def end(self, request: _Open) -> None:
         """The request has its answer, or its client has left. Requests without a valid key are not kept."""
         del self._open[id(request.scope)]
-        if request.tenant is not None and (self._is_shown(request) or request.status >= 400):
-            entry = request.entry(self._model, ended=True)
-            self._ended.append(entry)
+        if request.tenant is not None and (self._is_shown(request) or request.answered.status >= 400):
+            seen = request.seen(ended=True)
+            self._ended.append(seen)
             if self._tell is not None:
-                self._tell(request.scope, entry, request.started_unix_ns)
+                self._tell(request.scope, seen.entry(self._model), request.started_unix_ns)
 
     @staticmethod
     def _is_shown(request: _Open) -> bool:
@@ -129,24 +170,21 @@ class Timelines:
     def live(self, tenant: str | None, most: int) -> list[Entry]:
         """Up to ``most`` requests in flight of ``tenant``, oldest first; ``None``: of all tenants."""
         seen = (request for request in self._open.values() if _visible(request.tenant, tenant))
-        return [request.entry(self._model, ended=False) for _, request in zip(range(most), seen, strict=False)]
+        return [request.seen(ended=False).entry(self._model) for request in islice(seen, most)]
 
     def recent(self, tenant: str | None, most: int) -> list[Entry]:
         """Up to ``most`` requests of ``tenant`` that have ended, newest first; ``None``: of all tenants."""
-        return [entry for _, entry in zip(range(most), self._recent(tenant), strict=False)]
+        return [seen.entry(self._model) for seen in islice(self._recent(tenant), most)]
 
     def find(self, name: str, tenant: str | None) -> Entry | None:
         """The newest request with this id, or with this id of its answer; ``None``: there is none, or not for
         ``tenant``."""
-        for request in reversed(self._open.values()):
-            if _visible(request.tenant, tenant):
-                entry = request.entry(self._model, ended=False)
-                if name in (entry["request_id"], entry.get("response_id")):
-                    return entry
-        return next((e for e in self._recent(tenant) if name in (e["request_id"], e.get("response_id"))), None)
+        shown = (request for request in reversed(self._open.values()) if _visible(request.tenant, tenant))
+        both = chain((request.seen(ended=False) for request in shown), self._recent(tenant))
+        return next((seen.entry(self._model) for seen in both if seen.has_name(name)), None)
 
-    def _recent(self, tenant: str | None) -> Iterator[Entry]:
-        return (entry for entry in reversed(self._ended) if _visible(entry["tenant"], tenant))
+    def _recent(self, tenant: str | None) -> Iterator[_Seen]:
+        return (seen for seen in reversed(self._ended) if _visible(seen.tenant, tenant))
 
 
 def _visible(owner: str | None, viewer: str | None) -> bool:
@@ -163,14 +201,9 @@ class Watch:
         if scope["type"] != "http" or scope["method"] != "POST" or not is_work(scope["path"]):
             await self._app(scope, receive, send)
             return
-        request = self._timelines.begin(scope)
-
-        async def send_noting_status(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                request.status, request.answered_ns = message["status"], time.monotonic_ns()
-            await send(message)
-
+        answered, send = noting(scope, send)
+        request = self._timelines.begin(scope, answered)
         try:
-            await self._app(scope, receive, send_noting_status)
+            await self._app(scope, receive, send)
         finally:
             self._timelines.end(request)

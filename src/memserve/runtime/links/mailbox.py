@@ -168,11 +168,13 @@ class ZmqMailbox:
 
     def _is_new(self, sender: Peer, number: int) -> bool:
         """Whether ``number`` is higher than all that ``sender`` has sent before; remembers it."""
-        newest = self._newest.pop(sender, -1)
-        self._newest[sender] = max(newest, number)
+        newest = self._newest.get(sender, -1)
+        is_new = number > newest
+        self._newest[sender] = number if is_new else newest
+        self._newest.move_to_end(sender)
         if len(self._newest) > _SENDERS_MAX:
             self._newest.popitem(last=False)
-        return number > newest
+        return is_new
 
     def _deliver(self, sender: Peer, message: AnyMessage, letter_bytes: int) -> None:
         self._counters.received += 1

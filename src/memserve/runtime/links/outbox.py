@@ -138,7 +138,11 @@ class Outbox:
     def heard(self, peer: Peer, address: str) -> None:
         """``peer`` spoke, and can be answered at ``address``."""
         with self._lock:
-            known = self._heard.pop(peer, None)
+            known = self._heard.get(peer)
+            if known is not None and known.address == address:
+                self._heard.move_to_end(peer)
+                return
+            self._heard.pop(peer, None)
             self._heard[peer] = _Heard(address, known.answered_ns if known else None)
             if len(self._heard) > _HEARD_MAX:
                 self._heard.popitem(last=False)
