@@ -3,10 +3,10 @@
     python bench/tensor_parallel.py [--workers 2] [--model FOLDER] [--dtype float32] [--rounds 5] [--json FILE]
 
 Both are whole engines in processes of their own, used in turn: decode steps of 1 and of 8 sequences with 512 tokens of
-context each, and prefills of 512 and of 2,048 tokens. Their KV memory was filled once before, because the first touch of
-memory can take longer than what is measured (``--cold``: it was not). Printed: milliseconds a step, or a prefill, the medians of the
-rounds; how many times as fast the workers are (1: as fast; targets 0.9 for decode, 0.95 for prefill); and which share
-of their time the leader waits for the others, beyond the first microseconds of each wait.
+context each, and prefills of 512 and of 2,048 tokens. Their KV memory was filled once before: the first touch of memory
+can take longer than what is measured (``--cold``: it was not). Printed: milliseconds a step, or a prefill, the medians
+of the rounds; how many times as fast the workers are (1: as fast; targets 0.9 for decode, 0.95 for prefill); and which
+share of their time the leader waits for the others, beyond the first microseconds of each wait.
 """
 
 from __future__ import annotations
