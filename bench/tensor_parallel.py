@@ -65,7 +65,7 @@ CASES = {
 
 def fill(llm: LLM) -> None:
     """Let prompts use all of the KV memory once."""
-    blocks = llm.stats().instance.hbm.blocks_total  # type: ignore[union-attr]
+    blocks = llm.stats().instance.hbm.blocks_total
     tokens = blocks * llm.model.geometry.block_tokens
     for asked in prompts(random.Random(-1), -(-tokens // FILLING_TOKENS), FILLING_TOKENS):
         llm.generate([asked], SamplingParams(temperature=0), max_tokens=1)

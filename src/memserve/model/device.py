@@ -106,8 +106,8 @@ class ModelDevice:
         hbm: _core.SharedArena | None,
     ) -> Any:
         """``sizes``: bytes of a block, blocks of HBM, of DRAM."""
-        turns = (0, 1) if self._crew is None else (self._crew.share.rank, self._crew.share.ranks)
-        return KvArenas(*sizes, shared=shared, lower=lower, hbm=hbm, turns=turns)
+        worker = (0, 1) if self._crew is None else (self._crew.share.rank, self._crew.share.ranks)
+        return KvArenas(*sizes, shared=shared, lower=lower, hbm=hbm, worker=worker)
 
     def _make_copier(self, link_bytes_s: float | None) -> Any:
         return PageCopier(link_bytes_s)
