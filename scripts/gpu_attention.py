@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from gpu_report import NO_DEVICE, NotRun, Row, has_device, need_device
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = ROOT / "tests" / "unit" / "model" / "attention" / "test_triton_attention.py"
@@ -20,6 +21,8 @@ from memserve.model.attention.triton_attention import TritonBatch, attend  # noq
 from memserve.types import KVGeometry  # noqa: E402  # needs the path above
 
 DECODE = [(1, 2048), (1, 32768), (8, 2048), (32, 2048), (128, 2048), (256, 512)]  # rows, context
+FULL_TOKENS = 32 * 2048
+"""A decode that reads the KV of so many tokens has work for the whole device."""
 PREFILL = [(1, 2048, 2048), (4, 512, 512), (1, 512, 16384), (8, 512, 4096)]  # rows, new tokens, context
 
 
@@ -105,20 +108,20 @@ def test_module() -> types.ModuleType:
     return module
 
 
-def check_cases() -> list[dict[str, object]]:
-    """Every test case, compiled for this device."""
-    module = test_module()
-    rows = []
+def kernels() -> Iterator[Row]:
+    """Attention against float64: every test case, compiled or interpreted; then batches of real size."""
+    module, is_cuda = test_module(), has_device()
     for name, case in module.CASES.items():
-        error = module.run_case(name, device="cuda")
-        limit = module.TOLERANCE[case[0]]
-        rows.append({"check": name, "dtype": case[0], "error": error, "limit": limit, "ok": error < limit})
-    return rows
+        error, limit = module.run_case(name, device="cuda" if is_cuda else "cpu"), module.TOLERANCE[case[0]]
+        yield {"what": name, "ok": error < limit, "dtype": case[0], "error": error, "limit": limit}
+    if not is_cuda:
+        raise NotRun(f"{NO_DEVICE}: kernels were interpreted, and batches of real size left out")
+    for dtype in ("float32", "bfloat16", "float16"):
+        yield from check_large(KVGeometry(2, 8, 128, 128, dtype), heads=32)
 
 
-def check_large(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
+def check_large(geometry: KVGeometry, heads: int) -> Iterator[Row]:
     """Compare batches of real size with float64 attention over gathered KV."""
-    rows = []
     for count, context in ((1, 1000), (1, 9000), (257, 257), (300, 1500)):
         step = Step(geometry, heads, 3, count, context)
         got = step.run(layer=1)
@@ -126,34 +129,45 @@ def check_large(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
         error = float((got.double() - want).abs().max() / want.abs().max())
         limit = 1e-5 if geometry.dtype == "float32" else 1e-2
         name = f"3 rows, {count} new of {context}"
-        rows.append({"check": name, "dtype": geometry.dtype, "error": error, "limit": limit, "ok": error < limit})
-    return rows
+        yield {"what": name, "ok": error < limit, "dtype": geometry.dtype, "error": error, "limit": limit}
 
 
-def time_decode(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
-    """Time decode steps: one query per row."""
-    rows: list[dict[str, object]] = []
+def speed() -> Iterator[Row]:
+    """Decodes as a share of copy bandwidth, of the bundled model's shape and an 8B's; prefills beside torch's."""
+    need_device()
+    small, large = KVGeometry(2, 3, 64, 64, "bfloat16"), KVGeometry(2, 8, 128, 128, "bfloat16")
+    yield from time_decode(small, 9, "3 KV heads of 64")
+    yield from time_decode(large, 32, "8 KV heads of 128")
+    yield from time_prefill(large, 32)
+
+
+def time_decode(geometry: KVGeometry, heads: int, named: str) -> Iterator[Row]:
+    """Time decode steps: one query per row. Those that can fill the device are judged."""
+    from gpu_bytes import copy_gb_s
+
     for count, context in DECODE:
         step = Step(geometry, heads, count, 1, context)
         ms = milliseconds(step.run)
-        kv_bytes = count * context * geometry.token_bytes // geometry.num_layers
-        rows.append({"rows": count, "context": context, "us": ms * 1e3, "kv_gb_s": kv_bytes / ms / 1e6})
-    return rows
+        kv_gb_s = count * context * geometry.token_bytes // geometry.num_layers / ms / 1e6
+        row: Row = {"what": f"{named}: {count} rows of {context} tokens", "us": ms * 1e3, "kv_gb_s": kv_gb_s}
+        row["share"] = kv_gb_s / copy_gb_s()
+        yield row | ({"target": "attention of a decode"} if count * context >= FULL_TOKENS else {})
 
 
-def time_prefill(geometry: KVGeometry, heads: int) -> list[dict[str, object]]:
-    """Time prefill steps and chunks, and torch's own attention over contiguous KV."""
+def time_prefill(geometry: KVGeometry, heads: int) -> Iterator[Row]:
+    """Time prefill steps and chunks, and torch's flash attention over contiguous KV."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
     dense = torch.nn.functional.scaled_dot_product_attention
-    rows: list[dict[str, object]] = []
     for count, new, context in PREFILL:
         step = Step(geometry, heads, count, new, context)
         ms = milliseconds(step.run)
         pairs = count * (new * context - new * (new - 1) // 2)
         flops = 2 * pairs * heads * (geometry.head_dim_k + geometry.head_dim_v)
-        row: dict[str, object] = {"rows": count, "new": new, "context": context, "ms": ms, "tflops": flops / ms / 1e9}
+        row: Row = {"what": f"{count} prompts, {new} new of {context}", "ms": ms, "tflops": flops / ms / 1e9}
         if new == context:
             k, v = step.gathered()
             q = step.q.view(count, new, *step.q.shape[1:]).transpose(1, 2)
-            row["torch_ms"] = milliseconds(partial(dense, q, k, v, is_causal=True, enable_gqa=True))
-        rows.append(row)
-    return rows
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                row["torch_flash_ms"] = milliseconds(partial(dense, q, k, v, is_causal=True, enable_gqa=True))
+        yield row

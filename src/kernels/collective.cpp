@@ -237,4 +237,10 @@ Collective::Ending Collective::meet() {
   return arrive();
 }
 
+Collective::Ending Collective::announce() {
+  const Ending ending = begin();
+  if (ending == Ending::good) say_arrived();
+  return ending;
+}
+
 }  // namespace memserve

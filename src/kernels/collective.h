@@ -41,6 +41,9 @@ class Collective {
   Ending broadcast(void* data, size_t bytes, int root);
   // Returns when all ranks have come.
   Ending meet();
+  // Says that this rank has come, and waits for no other; `await` waits for one, before the next operation.
+  Ending announce();
+  Ending await(int rank) { return rank == rank_ ? Ending::good : wait_for(rank, number_); }
 
   // All waits of all ranks end, now and from now on.
   void abort();

@@ -67,5 +67,11 @@ void bind_collective(nb::module_& m) {
              run([&] { return self.broadcast(reinterpret_cast<void*>(data), bytes, root); });
            })
       .def("meet", [](Collective& self) { run([&] { return self.meet(); }); })
+      .def("announce", [](Collective& self) { run([&] { return self.announce(); }); })
+      .def("await_rank",
+           [](Collective& self, int rank) {
+             if (rank < 0 || rank >= self.size()) throw nb::value_error("rank must be one of the collective");
+             run([&] { return self.await(rank); });
+           })
       .def("abort", &Collective::abort);
 }

@@ -289,5 +289,9 @@ class Collective:
         """Every rank's ``data`` becomes that of ``root``."""
     def meet(self) -> None:
         """Return when all ranks have come."""
+    def announce(self) -> None:
+        """Say that this rank has come; an operation like all others, but that it waits for no other rank."""
+    def await_rank(self, rank: int) -> None:
+        """Return when ``rank`` has announced: after the own ``announce``, before the next operation."""
     def abort(self) -> None:
         """End all waits of all ranks, now and from now on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memserve.errors import UserError
 from memserve.options import check_ranges, option
@@ -61,6 +61,8 @@ class Share:
     """KV heads of each part."""
     layers: tuple[int, ...]
     """Layers of each stage."""
+    queries: tuple[int, ...] = ()
+    """Query heads of each part. Empty: those of its KV heads."""
 
     @property
     def rank(self) -> int:
@@ -78,6 +80,29 @@ class Share:
         return sum(self.heads[: self.part])
 
     @property
+    def lends(self) -> bool:
+        """Whether queries of a part may read KV heads of another one."""
+        return bool(self.queries)
+
+    def ranges(self) -> list[HeadRange]:
+        """The KV heads that this part's queries read, in the order in which they are to be computed: those that other
+        parts read too, other own ones, those of other parts."""
+        group = sum(self.queries) // sum(self.heads)
+        cuts = list(itertools.accumulate(self.queries, initial=0))
+        owners = [part for part, count in enumerate(self.heads) for _ in range(count)]
+        first, end = cuts[self.part], cuts[self.part + 1]
+        found: list[HeadRange] = []
+        for head in range(first // group, -(-end // group)):
+            begin, stop = max(first, head * group), min(end, (head + 1) * group)
+            is_whole = stop - begin == group
+            last = found[-1] if found else None
+            if last and is_whole and last.is_whole and last.owner == owners[head]:
+                found[-1] = replace(last, heads=last.heads + 1, queries=last.queries + group)
+            else:
+                found.append(HeadRange(owners[head], head, 1, begin - first, stop - begin, is_whole))
+        return sorted(found, key=lambda one: 2 if one.owner != self.part else int(one.is_whole))
+
+    @property
     def own_layers(self) -> range:
         """Of this stage."""
         first = sum(self.layers[: self.stage])
@@ -89,8 +114,24 @@ class Share:
         return self.stage == self.stages - 1
 
 
-def shares(parallel: Parallel, geometry: KVGeometry) -> list[Share]:
-    """One for each worker, by rank. Raises :class:`UserError` for a model with too few heads or layers."""
+@dataclass(frozen=True, slots=True)
+class HeadRange:
+    """KV heads that some of a part's queries read."""
+
+    owner: int
+    """The part that computes and writes their keys and values."""
+    first: int
+    heads: int
+    first_query: int
+    """Among the part's own."""
+    queries: int
+    is_whole: bool
+    """Whether all queries of these heads are the part's."""
+
+
+def shares(parallel: Parallel, geometry: KVGeometry, query_heads: int = 0) -> list[Share]:
+    """One for each worker, by rank. ``query_heads`` of the model; 0: each part has those of its KV heads. Raises
+    :class:`UserError` for a model with too few heads or layers."""
     if parallel.tensor > geometry.num_kv_heads:
         hint = f"use --tensor-parallel 1 to {geometry.num_kv_heads}; more workers by --pipeline-parallel"
         text = f"{parallel.tensor} workers cannot share the {geometry.num_kv_heads} KV heads of this model"
@@ -101,10 +142,27 @@ def shares(parallel: Parallel, geometry: KVGeometry) -> list[Share]:
         raise UserError(text, hint=hint, param="pipeline")
     heads = even(geometry.num_kv_heads, parallel.tensor)
     layers = even(geometry.num_layers, parallel.pipeline)
-    sizes = parallel.tensor, parallel.pipeline
+    sizes, queries = (parallel.tensor, parallel.pipeline), query_parts(heads, query_heads)
     return [
-        Share(part, sizes[0], stage, sizes[1], heads, layers) for stage in range(sizes[1]) for part in range(sizes[0])
+        Share(part, sizes[0], stage, sizes[1], heads, layers, queries)
+        for stage in range(sizes[1])
+        for part in range(sizes[0])
     ]
+
+
+def query_parts(heads: tuple[int, ...], query_heads: int) -> tuple[int, ...]:
+    """Query heads of each part, so that parts with fewer KV ``heads`` have more of them, and all have as much to
+    compute: a query head costs two products (queries, output), and a KV head two (keys, values). Each part has at least
+    one query of each of its KV heads. Empty: KV heads divide evenly, or have one query each."""
+    group, rest = divmod(query_heads, sum(heads))
+    if group < 2 or rest or min(heads) == max(heads):
+        return ()
+    parts, whole, before = len(heads), query_heads + sum(heads), list(itertools.accumulate(heads))
+    cuts = [0]
+    for part, count in enumerate(before[:-1], 1):
+        wanted = (2 * part * whole + parts) // (2 * parts) - count
+        cuts.append(min(max(wanted, (count - 1) * group + 1), (count + 1) * group - 1))
+    return tuple(end - start for start, end in itertools.pairwise([*cuts, query_heads]))
 
 
 def even(count: int, parts: int, unit: int = 1) -> tuple[int, ...]:

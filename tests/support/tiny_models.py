@@ -23,12 +23,12 @@ CONTEXT_TOKENS = 256
 GREEDY = SamplingParams(temperature=0)
 
 
-def _config(family: str) -> Any:
+def _config(family: str, sizes: dict[str, int]) -> Any:
     import transformers as t
 
     common = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     common |= {"max_position_embeddings": CONTEXT_TOKENS, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
-    gated = common | {"num_key_value_heads": 2, "intermediate_size": 48}
+    gated = common | {"num_key_value_heads": 2, "intermediate_size": 48} | sizes
     match family:
         case "llama":
             return t.LlamaConfig(**gated, tie_word_embeddings=True)
@@ -50,12 +50,13 @@ def _config(family: str) -> Any:
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "opt", "gpt_neox")
 
 
-def tiny_module(family: str, seed: int = 0) -> Any:
-    """A random causal language model with weights large enough that its logits have opinions."""
+def tiny_module(family: str, seed: int = 0, **sizes: int) -> Any:
+    """A random causal language model with weights large enough that its logits have opinions. ``sizes``: other ones
+    than usual, for families with gates."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    module = AutoModelForCausalLM.from_config(_config(family), attn_implementation="eager").float()
+    module = AutoModelForCausalLM.from_config(_config(family, sizes), attn_implementation="eager").float()
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1 or "sinks" in name:
             torch.nn.init.normal_(parameter, std=0.25)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from memserve.errors import UserError
-from memserve.parallel import COLUMN_UNIT, Parallel, even, shares
+from memserve.parallel import COLUMN_UNIT, Parallel, even, query_parts, shares
 from memserve.types import KVGeometry
 
 SMOL = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16", block_tokens=32)
@@ -43,6 +44,42 @@ def test_more_workers_than_parts_are_refused(parallel: Parallel, message: str) -
     with pytest.raises(UserError, match=message) as refused:
         shares(parallel, SMOL)
     assert "use --" in refused.value.hint
+
+
+def test_query_heads_of_smollm2_make_up_for_its_odd_kv_heads() -> None:
+    assert query_parts((2, 1), 9) == (4, 5), "with two products of each head: 12 and 12, and not 16 and 8"
+    assert query_parts((1, 1), 6) == () == query_parts((2, 1), 3)
+    first, second = shares(Parallel(2), SMOL, 9)
+    said = [
+        [(one.owner, one.first, one.heads, one.first_query, one.queries) for one in s.ranges()] for s in (first, second)
+    ]
+    assert said == [[(0, 1, 1, 3, 1), (0, 0, 1, 0, 3)], [(1, 2, 1, 2, 3), (0, 1, 1, 0, 2)]], "what others read is first"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_query_reads_its_kv_head_and_parts_have_as_much_to_do(seed: int) -> None:
+    rng = random.Random(5100 + seed)
+    parts = rng.randrange(2, 7)
+    heads, group = rng.randrange(parts, 40), rng.randrange(2, 9)
+    found = shares(Parallel(parts), replace(SMOL, num_kv_heads=heads), heads * group)
+    if heads % parts == 0:
+        assert not found[0].lends
+        return
+    read, before = [], 0
+    for share in found:
+        ranges = share.ranges()
+        for one in ranges:
+            assert one.queries == one.heads * group or one.heads == 1
+            of_query = [one.first + (before + one.first_query + at) // group - (before + one.first_query) // group
+                        for at in range(one.queries)]  # fmt: skip
+            read += [(before + one.first_query + at, head) for at, head in enumerate(of_query)]
+        own = {head for one in ranges if one.owner == share.part for head in range(one.first, one.first + one.heads)}
+        assert own == set(range(share.first_head, share.first_head + share.heads[share.part])), "all are written"
+        before += share.queries[share.part]
+    assert sorted(read) == [(query, query // group) for query in range(heads * group)]
+    costs = [share.queries[share.part] + share.heads[share.part] for share in found]
+    wholes = [(group + 1) * count for count in found[0].heads]
+    assert sum(costs) == sum(wholes) and max(costs) <= max(max(wholes), sum(costs) / parts + 1)
 
 
 def test_one_worker_is_no_division() -> None:

@@ -49,8 +49,10 @@ class KvArenas:
         shared: bool = False,
         lower: _core.LowerPages | None = None,
         hbm: _core.SharedArena | None = None,
+        worker: tuple[int, int] = (0, 1),
     ) -> None:
-        """``hbm``: memory that the workers of an instance share, for the tier of that name. None: its own."""
+        """``hbm``: memory that the workers of an instance share, for the tier of that name. None: its own. ``worker``:
+        this worker's number and how many there are, each of which prepares its part of that memory."""
         self.block_bytes = block_bytes
         self._lower = lower
         #: the tiers that peers can read; only with ``shared``, only those that have blocks
@@ -58,6 +60,7 @@ class KvArenas:
         self._pages = block_bytes // lower.page_bytes if lower is not None else 1  # of a block
         lower_bytes = self._pages * lower.lower_page_bytes if lower is not None else block_bytes
         self._huge_bytes = 0  # of the HBM arena, from its start: requested to be on huge pages
+        self._workers = worker
         self._hbm_arena = hbm
         if shared:
             self.hbm = self._share(Tier.HBM, hbm_blocks, hbm)
@@ -85,7 +88,10 @@ class KvArenas:
         used_bytes = (max(blocks) + 1) * self.block_bytes
         while self._huge_bytes < used_bytes:
             step_bytes = min(_HUGE_STEP_BYTES, arena.nbytes - self._huge_bytes)
-            arena.collapse(self._huge_bytes, step_bytes)
+            worker, workers = self._workers
+            own_bytes = -(-step_bytes // workers)  # the first touch of memory is slow
+            first = min(worker * own_bytes, step_bytes)
+            arena.collapse(self._huge_bytes + first, min(own_bytes, step_bytes - first))
             self._huge_bytes += step_bytes
 
     def copy(self, order: CopyBlocks) -> None:

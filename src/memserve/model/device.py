@@ -64,8 +64,8 @@ class ModelDevice:
         self._device = model.device
         lower = lower_pages(geometry, pool.lower_dtype)
         sizes = geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks
-        self._arenas = self._make_arenas(sizes, shared=shared, lower=lower, hbm=hbm)
         self._crew = crew
+        self._arenas = self._make_arenas(sizes, shared=shared, lower=lower, hbm=hbm)
         self._drawn: Drawing = []
         # a step under way may sample one token beyond the last that the machine will use
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
@@ -78,10 +78,9 @@ class ModelDevice:
         sizes_of_slots = scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size
         self._slots = SlotTable(*sizes_of_slots, self.grammars, config.adapters)
         self._forward = forward or EagerForward(model.module)
-        share = None if crew is None else crew.share
-        self._attention = attention or choose_attention(self._arenas.hbm, geometry, share)
+        self._attention = attention or choose_attention(self._arenas.hbm, geometry, crew)
         #: of pages, as blocks of a model with one layer
-        self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1), share)
+        self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1), crew)
         addresses = self._arenas.base, self._arenas.dram.data_ptr()
         self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
         self._copier = self._make_copier(link_bytes_s)
@@ -107,7 +106,8 @@ class ModelDevice:
         hbm: _core.SharedArena | None,
     ) -> Any:
         """``sizes``: bytes of a block, blocks of HBM, of DRAM."""
-        return KvArenas(*sizes, shared=shared, lower=lower, hbm=hbm)
+        worker = (0, 1) if self._crew is None else (self._crew.share.rank, self._crew.share.ranks)
+        return KvArenas(*sizes, shared=shared, lower=lower, hbm=hbm, worker=worker)
 
     def _make_copier(self, link_bytes_s: float | None) -> Any:
         return PageCopier(link_bytes_s)
@@ -198,8 +198,7 @@ class ModelDevice:
             self._crew.whole.meet()
 
     def _will_use(self, blocks: Sequence[int]) -> None:
-        if self._leads:
-            self._arenas.will_use(blocks)
+        self._arenas.will_use(blocks)
 
     def _place(self, order: PlaceByLayer) -> None:
         frames = [*order.kept.values(), *order.staging]

@@ -117,6 +117,9 @@ def _range_of(name: str, linear: nn.Linear, styles: dict[str, str], share: Share
     """Which columns (or rows, of a ``rowwise`` linear) this worker has: first and count."""
     size = linear.out_features if _style(styles, name) == "colwise" else linear.in_features
     kind = _HEADS_OF.get(name.rpartition(".")[2])
+    if kind == "queries" and share.lends:
+        of_a_query = size // sum(share.queries)
+        return sum(share.queries[: share.part]) * of_a_query, share.queries[share.part] * of_a_query
     if kind is not None:
         of_a_head = size // g.num_kv_heads
         return share.first_head * of_a_head, share.heads[share.part] * of_a_head

@@ -78,9 +78,9 @@ class _Order:
 class Workers:
     """The processes beside the leader."""
 
-    def __init__(self, options: EngineOptions, config: InstanceConfig, geometry: KVGeometry) -> None:
+    def __init__(self, options: EngineOptions, config: InstanceConfig, geometry: KVGeometry, query_heads: int) -> None:
         """Start them; they load their parts meanwhile. Raises :class:`UserError` for a model that cannot be divided."""
-        self.shares = shares(options.parallel, geometry)
+        self.shares = shares(options.parallel, geometry, query_heads)
         if config.scheduler.layerwise != "off" and options.parallel.pipeline > 1:
             hint = "use --tensor-parallel, or leave out --layerwise"
             raise UserError("layers of several stages cannot be placed by layer", hint=hint, param="layerwise")
@@ -236,7 +236,7 @@ def build_divided(
     if model.device.type != "cpu":
         hint = "use --device cpu, or leave out --tensor-parallel and --pipeline-parallel"
         raise UserError("instances of several workers run on a CPU so far", hint=hint, param="tensor")
-    workers = Workers(options, config, model.geometry)
+    workers = Workers(options, config, model.geometry, model.query_heads)
     try:
         vocabularies = shard(model.module, workers.shares[0], model.geometry, model.adapters)
         workers.wait_loaded()

@@ -79,6 +79,22 @@ def test_workers_give_the_answers_of_one(
     assert not workers_of(os.getpid()), "they end with the engine"
 
 
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by layer"])
+def test_workers_share_three_kv_heads_and_answer_as_one(tmp_path: Path, by_layer: bool) -> None:
+    """Queries of worker 1 read a KV head that worker 0 writes."""
+    sizes = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 96}
+    model = str(save_folder(tiny_module("llama", **sizes), tmp_path / "odd"))
+    options = {**SMALL, "kv_memory": "600KiB"}
+    if by_layer:
+        options |= {"kv_memory": "300KiB", "layerwise": "auto", "link_gbps": 1.0, "enable_prefix_caching": False}
+    with LLM(model, **SMALL) as llm:
+        expected = answers(llm)
+    with LLM(model, **options, tensor_parallel=2) as llm:
+        assert llm._engine._instance._device._crew.share.queries == (4, 5)
+        assert answers(llm) == expected == answers(llm)
+        assert not by_layer or llm._engine.stats().instance.layers.begun
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_give_the_answers_of_each_adapter(tmp_path: Path, kind: str) -> None:
     """Rows of two adapters and of the base share steps; some prompts begin alike."""

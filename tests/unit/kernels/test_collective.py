@@ -115,6 +115,30 @@ def test_a_rank_that_ends_ends_the_waits_of_all() -> None:
         assert isinstance(error, RuntimeError) and "has ended" in str(error)
 
 
+def test_a_rank_that_announces_waits_for_no_other() -> None:
+    seen: list[str] = []
+    asked = threading.Event()
+
+    def work(collective: _kernels.Collective) -> float:
+        if collective.rank == 0:
+            collective.announce()  # rank 1 has not come
+            seen.append("announced")
+            asked.set()
+        else:
+            assert asked.wait(20)
+            collective.announce()
+            collective.await_rank(0)
+            collective.await_rank(1)
+            seen.append("awaited")
+        x = torch.full((4,), float(1 + collective.rank))
+        collective.all_reduce(x.data_ptr(), x.data_ptr(), 4, 0)
+        with pytest.raises(ValueError, match="one of the collective"):
+            collective.await_rank(2)
+        return float(x[0])
+
+    assert together(2, work) == [3.0, 3.0] and seen == ["announced", "awaited"]
+
+
 def test_a_rank_that_does_not_come_is_late() -> None:
     first, second = together(2, lambda collective: collective.rank or collective.meet(), timeout_s=0.05)
     assert isinstance(first, RuntimeError) and "does not answer" in str(first) and second == 1

@@ -73,3 +73,22 @@ def test_a_shared_arena_grows_onto_huge_pages_without_losing_a_byte() -> None:
     arenas.will_use([95, 2])
     assert arenas._huge_bytes == 96 << 20
     assert (arenas.hbm[40] == 7).all() and not arenas.hbm[39].any() and not arenas.hbm[95].any()
+
+
+def test_workers_prepare_every_piece_of_their_memory_once() -> None:
+    prepared: list[tuple[int, int]] = []
+
+    class Arena:
+        nbytes = 77 << 20
+
+        def collapse(self, offset: int, size: int) -> None:
+            prepared.append((offset, offset + size))
+
+    for worker in range(3):
+        arenas = KvArenas(block_bytes=1 << 20, hbm_blocks=0, dram_blocks=0, worker=(worker, 3))
+        arenas._hbm_arena = Arena()
+        arenas.will_use([10])
+        arenas.will_use([76, 40])
+        arenas.will_use([3])
+    ends = [0, *(end for _, end in sorted(prepared))]
+    assert [start for start, _ in sorted(prepared)] == ends[:-1] and ends[-1] == 77 << 20 and len(prepared) == 9

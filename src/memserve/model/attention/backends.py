@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 from memserve.errors import UserError
 from memserve.model.attention.context import StepAttention
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
-from memserve.parallel import Share
 from memserve.types import KVGeometry
+
+if TYPE_CHECKING:
+    from memserve.model.crew import Crew
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +69,31 @@ class KernelAttention:
         """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
         _, heads, tokens, _ = q.shape
         out = q.new_empty((1, tokens, heads, self._head_dims[1]))
+        self.attend_into(out, layer, q, (k, v), scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return out
+
+    def attend_into(
+        self,
+        out: Tensor,
+        layer: int,
+        q: Tensor,
+        kv: tuple[Tensor, Tensor] | None,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """As :meth:`attend`, with the results in ``out [1, T, H, Dv]``, any strides with a dense last dimension.
+        ``kv`` None: nothing is written."""
         out[:, self.batch.tokens :] = 0
         # rows with a strided last dimension are copied; the copies must live until the kernel is done
-        q, k, v = _dense(q), _dense(k), _dense(v)
+        q = _dense(q)
+        k, v = (q, q) if kv is None else map(_dense, kv)
         self._attend(
             self.batch,
             layer,
-            heads,
+            q.shape[1],
             (q.data_ptr(), q.stride(2), q.stride(1)),
             (k.data_ptr(), k.stride(2), k.stride(1)),
             (v.data_ptr(), v.stride(2), v.stride(1)),
@@ -82,8 +102,8 @@ class KernelAttention:
             window,
             softcap,
             None if sinks is None else sinks.detach().float().numpy(),
+            kv is not None,
         )
-        return out
 
     def attend_part(
         self, layer: int, q: Tensor, kv: tuple[Tensor, Tensor] | None, *, scale: float, softcap: float = 0.0
@@ -104,6 +124,50 @@ class KernelAttention:
             None, kv is not None, statistics.numpy(),
         )  # fmt: skip
         return out, statistics
+
+
+class LentHeads:
+    """The CPU kernel over one step's batch, for a worker some of whose queries read KV heads that others write.
+
+    What others read is computed first, and announced; what others compute is read last. So no worker waits, as a rule.
+    """
+
+    def __init__(self, base: int, geometry: KVGeometry, crew: Crew, *batch: Int32s) -> None:
+        """``base``: address of the arena; ``geometry``: of whole pages; ``batch``: see :data:`AttentionFactory`."""
+        whole, stage = geometry.num_kv_heads, crew.stage
+        of_a_head = geometry.page_bytes // whole
+        self._part, self._first = crew.share.part, crew.share.first_head
+        self._announce, self._await = stage.announce, stage.await_rank
+        self._parts = [
+            (
+                one,
+                KernelAttention(base + one.first * of_a_head, replace(geometry, num_kv_heads=one.heads), whole, *batch),
+            )
+            for one in crew.share.ranges()
+        ]
+        self._lent = sum(one.owner == self._part and not one.is_whole for one, _ in self._parts)
+        self._dim = geometry.head_dim_v
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """See :meth:`memserve.model.attention.context.StepAttention.attend`; ``q``, ``k``, ``v`` and ``sinks`` of this
+        worker's heads."""
+        out = q.new_empty((1, q.shape[2], q.shape[1], self._dim))
+        for at, (one, attention) in enumerate(self._parts):
+            if at == self._lent:
+                self._announce()
+            mine, queries = one.owner == self._part, slice(one.first_query, one.first_query + one.queries)
+            if not mine:
+                self._await(one.owner)
+            heads = slice(one.first - self._first, one.first - self._first + one.heads)
+            attention.attend_into(
+                out[:, :, queries], layer, q[:, queries], (k[:, heads], v[:, heads]) if mine else None,
+                sinks=None if sinks is None else sinks[queries], **options,
+            )  # fmt: skip
+        if self._lent == len(self._parts):
+            self._announce()
+        return out
 
 
 class TritonAttention:
@@ -159,15 +223,17 @@ class TritonAttention:
         return out[None]
 
 
-def choose_attention(arena: Tensor, geometry: KVGeometry, share: Share | None = None) -> AttentionFactory:
+def choose_attention(arena: Tensor, geometry: KVGeometry, crew: Crew | None = None) -> AttentionFactory:
     """The fastest attention for the device of ``arena`` (uint8, blocks) and for the geometry.
 
-    ``share``: only the heads of one worker; the others of every page are other workers'. Raises :class:`UserError`
+    ``crew``: only the heads of one worker; the others of every page are other workers'. Raises :class:`UserError`
     where only whole pages can be attended."""
-    flat = arena.view(-1)
+    flat, share = arena.view(-1), None if crew is None else crew.share
     if flat.device.type == "cpu" and _kernel_supports(geometry):
         whole = geometry.num_kv_heads
         first, own = (0, whole) if share is None else (share.first_head, share.heads[share.part])
+        if crew is not None and crew.share.lends:
+            return partial(LentHeads, flat.data_ptr(), geometry, crew)
         base = flat.data_ptr() + first * (geometry.page_bytes // whole)
         return partial(KernelAttention, base, replace(geometry, num_kv_heads=own), whole)
     if share is not None and share.parts > 1:

@@ -96,6 +96,9 @@ def attend_dense(
     heads, count, _ = q.shape
     kv_heads, context, _ = k.shape
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if heads % kv_heads:  # queries of a worker that reads some KV heads of others: any of its own stand in for them
+        read = torch.arange(heads, device=q.device) * kv_heads // heads
+        k, v, kv_heads = k[read], v[read], heads
     grouped = q.to(exact).reshape(kv_heads, heads // kv_heads * count, -1)
     scores = (grouped @ k.to(exact).transpose(1, 2) * scale).view(heads, count, context)
     if softcap:

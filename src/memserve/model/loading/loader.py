@@ -76,6 +76,7 @@ class LoadedModel:
     kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known
     attends_plainly: bool = True  # no layer has a window or sinks
     adapters: Adapters | None = None  # LoRA adapters; None: none
+    query_heads: int = 0  # of every layer; 0: not known, or not alike
 
 
 def model_sizes(model: LoadedModel) -> ModelSizes:
@@ -137,6 +138,7 @@ def load_model(
         generation_defaults=_generation_defaults(folder),
         attends_plainly=not any(layer.window or layer.sinks for layer in layers),
         adapters=_adapters(module, adapters),
+        query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
     )
 
 

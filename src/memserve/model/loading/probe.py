@@ -35,6 +35,7 @@ class ProbedLayer:
     head_dim_v: int
     window: int
     sinks: bool = False
+    query_heads: int = 0
 
 
 class DenseAttention:
@@ -56,7 +57,8 @@ class DenseAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
-        self.layers.append(ProbedLayer(layer, k.shape[1], k.shape[3], v.shape[3], window, sinks is not None))
+        sizes = k.shape[1], k.shape[3], v.shape[3]
+        self.layers.append(ProbedLayer(layer, *sizes, window, sinks is not None, q.shape[1]))
         return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
 
 

@@ -1,0 +1,105 @@
+"""What each worker of a divided instance has to compute, in CPU time: one process, one thread, nothing exchanged.
+
+    python bench/tensor_parallel_work.py [--workers 2] [--model FOLDER] [--dtype float32] [--rounds 6] [--json FILE]
+
+Three cuts by turns: the whole model; parts that have the queries of their own KV heads; parts as they are served, where
+queries make up for KV heads that do not divide evenly. Printed: milliseconds of each part, the medians of the rounds,
+and the whole's time for each worker over that of the longest part (1: all workers have as much to do, and nothing is
+done twice). CPU time says nothing of waiting and of sums, and can be measured on a machine that does other things, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from memserve.model.attention.backends import choose_attention
+from memserve.model.attention.context import attending
+from memserve.model.capture.forward import best_forward
+from memserve.model.crew import exchanging
+from memserve.model.loading.loader import DEFAULT_MODEL, load_model
+from memserve.model.sharding import shard
+from memserve.parallel import Parallel, shares
+
+CASES = {"decode behind 512 tokens": (1, 513), "prefill of 512": (512, 512), "512 behind 1,536": (512, 2048)}
+"""New tokens, and the context that they end."""
+DECODES_A_ROUND = 8
+ALONE: Any = SimpleNamespace(all_reduce=lambda x: x.clone())
+"""In place of the other workers: a sum is read and written, and that is all."""
+
+
+class Part:
+    """One worker's part of the model, with KV of its own."""
+
+    def __init__(self, args: argparse.Namespace, part: int, workers: int, *, lends: bool) -> None:
+        model = load_model(args.model, args.dtype, "cpu", threads=1)
+        geometry, crew = model.geometry, None
+        if workers > 1:
+            share = shares(Parallel(workers), geometry, model.query_heads if lends else 0)[part]
+            shard(model.module, share, geometry)
+            crew = SimpleNamespace(
+                share=share, stage=SimpleNamespace(announce=lambda: None, await_rank=lambda rank: None)
+            )
+        self._exchange = None if crew is None else ALONE
+        self._forward = best_forward(model.module)
+        blocks = max(context for _, context in CASES.values()) // geometry.block_tokens + 1
+        self._arena = torch.zeros(blocks * geometry.block_bytes, dtype=torch.uint8)
+        self._table = np.arange(blocks, dtype=np.int32)[None]
+        self._attention: Any = choose_attention(self._arena, geometry, crew)
+
+    def cpu_ms(self, count: int, context: int) -> float:
+        """Of one step."""
+        starts, contexts = np.array([0, count], np.int32), np.array([context], np.int32)
+        attention = self._attention(self._table, np.zeros(1, np.int32), starts, contexts)
+        ids, positions = torch.arange(count) % 4000 + 7, torch.arange(context - count, context)
+        with torch.inference_mode(), attending(attention), exchanging(self._exchange):
+            begin = time.thread_time()
+            self._forward(ids, positions, torch.tensor([count - 1]))
+            return (time.thread_time() - begin) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    cuts = {"own heads": False, "as served": True}
+    parts = {"whole": [Part(args, 0, 1, lends=False)]}
+    parts |= {
+        cut: [Part(args, at, args.workers, lends=lends) for at in range(args.workers)] for cut, lends in cuts.items()
+    }
+    record: dict[str, Any] = {}
+    for case, (count, context) in CASES.items():
+        found: dict[str, list[list[float]]] = {cut: [[] for _ in members] for cut, members in parts.items()}
+        for turn in range((args.rounds if count > 1 else args.rounds * DECODES_A_ROUND) + 1):
+            for cut in list(parts)[:: 1 if turn % 2 else -1]:
+                for times, member in zip(found[cut], parts[cut], strict=True):
+                    ms = member.cpu_ms(count, context)
+                    times += [ms] if turn else []  # the first is the first use of each shape
+        medians = {cut: [statistics.median(times) for times in members] for cut, members in found.items()}
+        each = medians["whole"][0] / args.workers
+        record[case] = {cut: {"ms": medians[cut], "evenness": each / max(medians[cut])} for cut in cuts} | {
+            "each": each
+        }
+        print(f"{case}: the whole for each worker {each:.1f} ms", flush=True)
+        for cut in cuts:
+            said = ", ".join(f"{ms:.1f}" for ms in medians[cut])
+            print(f"    {cut}: parts {said} ms; {record[case][cut]['evenness']:.2f}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Bytes of KV on a CUDA device: seals, copies to and from the host, pages of another process. Parts of
+``scripts/gpu_check.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import torch
+from gpu_attention import milliseconds
+from gpu_report import Row, need_device
+
+from memserve.types import KVGeometry
+
+OWN_PAGES = "--own-pages"
+"""How ``gpu_check.py`` is told to be the owner of :func:`pull`."""
+
+
+@cache
+def copy_gb_s() -> float:
+    """Bytes read and written a second by a copy inside the device."""
+    big = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    return (1 << 30) / milliseconds(lambda: big[: 1 << 29].copy_(big[1 << 29 :])) / 1e6
+
+
+def seals() -> Iterator[Row]:
+    """Seals computed on the device: those of the CPU, and how fast."""
+    need_device()
+    from memserve import _core
+    from memserve.runtime.links.gpu_memory import GpuMemory
+
+    for range_bytes in (64, 4096, 737_280, 4 << 20):
+        host = torch.randint(0, 256, (8 * range_bytes,), dtype=torch.uint8)
+        offsets = np.arange(8, dtype=np.int64) * range_bytes
+        want = _core.seal_ranges(host.data_ptr(), offsets, range_bytes)
+        memory, target = GpuMemory(host.cuda()), GpuMemory(torch.zeros(8 * range_bytes, dtype=torch.uint8).cuda())
+        right = (memory.seal(offsets, range_bytes) == want).all()
+        landed = (target.land(offsets, memory.tensor, offsets, range_bytes) == want).all()
+        same = torch.equal(memory.tensor, target.tensor)
+        hosted = (target.land_host(offsets, host.data_ptr(), offsets, range_bytes) == want).all()
+        yield {"what": f"seals of {range_bytes} bytes", "ok": bool(right and landed and same and hosted)}
+    big = GpuMemory(torch.zeros(1 << 30, dtype=torch.uint8, device="cuda"))
+    offsets = np.arange(1 << 8, dtype=np.int64) << 22
+    ms = milliseconds(lambda: big.seal(offsets, 1 << 22))
+    yield {"what": "sealing 1 GiB", "gb_s": (1 << 30) / ms / 1e6}
+
+
+def copies() -> Iterator[Row]:
+    """Between pinned host memory and the device: by copy engines, whole blocks; by a kernel, pages."""
+    need_device()
+    from memserve.model.gpu import Cuda
+
+    gpu = Cuda(torch.device("cuda"))
+    for size in (1 << 17, 1 << 20, 1 << 22):
+        count = (1 << 28) // size
+        device = gpu.zeros(count, size, dtype=torch.uint8)
+        host = torch.randint(0, 256, (count, size), dtype=torch.uint8)
+        gpu.pin(host)
+        order = torch.randperm(count).int()
+        places = torch.arange(count, dtype=torch.int32)
+        for name in ("blocks up", "blocks down", "pages up", "pages down"):
+            target, source = (device, host) if name.endswith("up") else (host, device)
+            source.copy_(torch.randint(0, 256, source.shape, dtype=torch.uint8))
+            stream, seconds = gpu.stream(), []
+            for _ in range(4):
+                began = time.perf_counter()
+                if name.startswith("blocks"):
+                    stream.copy_blocks(target, source, places.tolist(), order.tolist())
+                else:
+                    stream.copy_pages(target, source, places, order)
+                stream.wait()
+                seconds.append(time.perf_counter() - began)
+            same = torch.equal(target.cpu(), source.cpu()[order.long()])
+            yield {"what": f"{name} of {size} bytes", "ok": same, "gb_s": (1 << 28) / min(seconds) / 1e9}
+        torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+
+def pull() -> Iterator[Row]:
+    """KV pulled out of another process's memory on this card; and what a reader sees when the owner is killed."""
+    need_device()
+    command = [sys.executable, str(sys.argv[0]), OWN_PAGES]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        yield from _pull_from(owner, json.loads(owner.stdout.readline()))
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterator[Row]:
+    from memserve.messages import ArenaPlace, Peer, PeerInfo
+    from memserve.runtime.links.gpu_memory import GpuMemory
+    from memserve.runtime.links.ipc import IpcLink
+    from memserve.runtime.links.link import LinkError
+    from memserve.runtime.links.ranges import Ranges
+    from memserve.runtime.links.shm import this_host
+    from memserve.types import Role, Tier
+
+    peer, geometry, count = Peer("owner", 1), KVGeometry(32, 8, 128, 128, "bfloat16"), 128
+    size, exported = geometry.block_bytes, bytes.fromhex(str(said["exported"]))
+    place = ArenaPlace(Tier.HBM, said["address"], count * size, said["fd"], True, exported)
+    info = PeerInfo(
+        peer, Role.PREFILL, "tcp://127.0.0.1:1", "ns", geometry, count, 0, 100, True, this_host(), said["pid"],
+        (place,),
+    )  # fmt: skip
+    link = IpcLink({Tier.HBM: GpuMemory(torch.zeros(count * size, dtype=torch.uint8, device="cuda"))})
+    link.add_peer(info)
+    offsets = np.arange(count, dtype=np.int64) * size
+    ranges = Ranges(offsets, offsets[::-1].copy(), size)
+    pulled = link.read(peer, Tier.HBM, Tier.HBM, ranges)
+    yield {"what": "seals of what was pulled", "ok": [str(one) for one in pulled] == said["seals"]}
+    ms = milliseconds(lambda: link.read(peer, Tier.HBM, Tier.HBM, ranges))
+    share = 2 * count * size / ms / 1e6 / copy_gb_s()
+    yield {"what": f"{count} blocks", "target": "pull between two processes", "share": share,
+           "gb_s": count * size / ms / 1e6}  # fmt: skip
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    try:
+        link.read(peer, Tier.HBM, Tier.HBM, ranges)
+        told = "reads what was there"
+    except LinkError as error:
+        told = str(error)
+    yield {"what": "a read after the owner was killed", "said": told}
+    torch.zeros(1, device="cuda").item()
+    yield {"what": "the reader's context lives", "ok": True}
+
+
+def own_pages() -> None:
+    """The owner of :func:`pull`: exports an arena, says its seals, waits for its end."""
+    from memserve.runtime.links.gpu_memory import GpuMemory
+
+    size = KVGeometry(32, 8, 128, 128, "bfloat16").block_bytes
+    arena = GpuMemory(torch.randint(0, 256, (128 * size,), dtype=torch.uint8, device="cuda"))
+    arena.generation = 1
+    torch.cuda.synchronize()
+    sealed = [str(one) for one in arena.seal(np.arange(128, dtype=np.int64) * size, size)]
+    said = {"address": arena.address, "fd": arena.fd, "pid": os.getpid(), "exported": arena.export().hex()}
+    print(json.dumps(said | {"seals": sealed}), flush=True)
+    sys.stdin.read()
