@@ -114,7 +114,7 @@ def serve(
     """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(log_level)
-    cluster = _for_routers(routers, cluster, store, placement, alone=in_process, engines=bool(fleet.engines))
+    cluster = _for_routers(routers, cluster, placement, alone=in_process, engines=bool(fleet.engines))
     keys = credentials.api_keys(api_key, api_key_file)
     secrets = (keys, credentials.metrics_key(metrics_key), credentials.tls_of(tls_cert, tls_key))
     answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
@@ -140,7 +140,6 @@ def serve(
 def _for_routers(
     routers: int,
     cluster: ClusterConfig,
-    store: StoreOptions,
     placement: PlacementOptions,
     *,
     alone: bool,
@@ -154,9 +153,6 @@ def _for_routers(
     if engines:
         hint = "leave out --routers; start several servers with the same engines"
         raise UserError("--routers is for instances, not for --engine", hint=hint, param="routers")
-    if store.is_used:
-        hint = "leave out --routers, or the store"
-        raise UserError("a store tells one router what it holds", hint=hint, param="routers")
     if placement.asked is not None:
         raise UserError(
             "--routers is for one host", hint="start `memserve router --join` on the others", param="routers"
