@@ -4,7 +4,9 @@ Parts are filled from the front, each with as many whole blocks as its instance 
 room for the answer. An attempt that follows a failed one puts the same parts at the same instances, as far as they are
 there: what they have computed is in their caches.
 
-One such sequence runs at a time: two of them, each with half of its instances, would wait for each other for ever.
+One such sequence runs at a time: two of them, each with half of its instances, would wait for each other for ever. That
+holds for one router; where others have such sequences, an instance refuses a part while it has one of another. All
+routers take instances in the order of their names, so the one that is furthest in it is refused by none.
 """
 
 from __future__ import annotations
@@ -21,8 +23,6 @@ from memserve.messages import PeerInfo
 from memserve.policy.candidates import Candidate, Route
 from memserve.types import Admission
 
-RETRY_S = 0.2
-"""Between two looks whether the instances are free."""
 PATIENCE = 4
 """A request whose sequence was shared waits so many times as long for instances: one has to be started anew."""
 
@@ -40,7 +40,8 @@ class SpanPlacer:
         if not self._may_split(req) or self._is_busy():
             return None
         emitted = max(map(len, req.emitted))
-        parts = self._cut(req, self._in_order(req), emitted)
+        keeps_places = bool(req.parts) and req.past[-1].ended != "refused"
+        parts = self._cut(req, self._in_order(req), emitted, keeps_places=keeps_places)
         if parts is None:
             return None
         first = parts[0].member
@@ -79,12 +80,12 @@ class SpanPlacer:
         filled = [m if m is not None else rest.pop(0) if rest else None for m in places]
         return [m for m in filled if m is not None] + rest
 
-    def _cut(self, req: RequestState, members: Sequence[Member], emitted: int) -> Parts | None:
+    def _cut(self, req: RequestState, members: Sequence[Member], emitted: int, *, keeps_places: bool) -> Parts | None:
         """As few parts as hold prompt and answer; else as many as there may be, with what they can hold."""
         prompt, answer = len(req.request.prompt), max(1, req.request.stop.max_tokens)
         found: Parts | None = None
         for count in range(2, min(len(members), self._config.sequence_instances_max) + 1):
-            some = members[:count]
+            some = members[:count] if keeps_places else in_turn(members[:count])
             most = min(m.info.sequence_tokens for m in some)
             parts, first = [], 0
             for member in some[:-1]:
@@ -98,6 +99,11 @@ class SpanPlacer:
                 if room >= min(answer, most - prompt):
                     break
         return found
+
+
+def in_turn(members: Sequence[Member]) -> list[Member]:
+    """In the order in which every router takes them."""
+    return sorted(members, key=lambda member: member.name)
 
 
 def _segment_tokens(info: PeerInfo) -> int:

@@ -139,6 +139,8 @@ class Routers:
             counters = node.machine.cluster.stats().counters
             done.update({"followers: dispatches": counters.dispatches, "followers: adopted": counters.attempts_adopted})
             done.update({"followers: finished": counters.requests_finished})
+            done.update({"followers: sequences shared": counters.sequences_split})
+            done.update({"followers: attempts refused": counters.attempts_failed.get("refused", 0)})
             admission = node.machine.cluster.stats().admission
             done.update({"followers: admitted": admission.admitted})
             done.update({f"followers: {cause} rejected": count for cause, count in admission.rejected.items()})
