@@ -102,7 +102,8 @@ def router(
 ) -> None:
     """Serve the API of a cluster beside its `memserve serve`: this router places requests by itself.
 
-    Give it the options of that command which requests depend on: model, --lora, --policy, --caching, --admission, keys.
+    Give it the options of that command which requests depend on: model, --lora, --policy, --caching, --admission,
+    --sequence-parallel, keys.
     """
     cluster.admission.refuse_idle()
     tls = credentials.tls_of(tls_cert, tls_key)

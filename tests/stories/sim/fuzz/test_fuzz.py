@@ -107,6 +107,7 @@ CAUGHT = {
     "answer-end": (64, "keeps answers for ever"),
     "segment-drop": (1873, "is stale"),
     "segment-share": (29, "instead of"),
+    "segment-turns": (4056, "healthy world"),
     "worker-late": (3, "has written to"),
     "two-routers": (246, "healthy world"),
     "attempt-router": (246, "healthy world"),
