@@ -37,10 +37,10 @@ class SpanPlacer:
 
     def place(self, req: RequestState) -> Placement | None:
         """Parts for ``req``, which fits no instance. None: there are none, or not now."""
-        if not self._may_split(req) or self._is_busy():
+        if not self._may_split(req) or self._is_busy(req):
             return None
         emitted = max(map(len, req.emitted))
-        keeps_places = bool(req.parts) and req.past[-1].ended != "refused"
+        keeps_places = bool(req.parts) and not was_refused(req)
         parts = self._cut(req, self._in_order(req), emitted, keeps_places=keeps_places)
         if parts is None:
             return None
@@ -51,7 +51,7 @@ class SpanPlacer:
 
     def waits(self, req: RequestState) -> bool:
         """Whether ``req`` may get parts later: others run, or an instance of its last ones is about to come back."""
-        return self._may_split(req) and (self._is_busy() or bool(req.parts))
+        return self._may_split(req) and (self._is_busy(req) or bool(req.parts))
 
     def longest(self) -> int:
         """The longest prompt and answer that instances can share now, the prompt's tokens with one more."""
@@ -63,9 +63,12 @@ class SpanPlacer:
         split = request.beam_width == 0 and not request.sampling.prompt_logprobs
         return split and self._config.sequence_instances_max > 1 and mode in (Admission.NONE, Admission.BOUNDED)
 
-    def _is_busy(self) -> bool:
-        running = self._requests.by_attempt.values()
-        return any(req.attempt is not None and req.attempt.parts for req in running)
+    def _is_busy(self, req: RequestState) -> bool:
+        """Whether another one runs, or tries again and again to get instances: one does, not all that wait."""
+        running, waiting = self._requests.by_attempt.values(), self._requests.unplaced.values()
+        if any(other.attempt is not None and other.attempt.parts for other in running):
+            return True
+        return not was_refused(req) and any(was_refused(other) for other in waiting)
 
     def _able(self) -> list[Member]:
         return [m for m in self._registry if m.info.segments_at and m.state is MemberState.LIVE]
@@ -99,6 +102,11 @@ class SpanPlacer:
                 if room >= min(answer, most - prompt):
                     break
         return found
+
+
+def was_refused(req: RequestState) -> bool:
+    """Whether an instance has refused a part of ``req`` last, because it has one of another router's sequence."""
+    return bool(req.parts and req.past) and req.past[-1].ended == "refused"
 
 
 def in_turn(members: Sequence[Member]) -> list[Member]:

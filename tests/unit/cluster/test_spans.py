@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from cluster_world import BLOCK, a_request, info
-from memserve.cluster.events import EmitTokens, InstanceDied, RejectRequest, RequestArrived, Send
+from memserve.cluster.events import EmitTokens, InstanceDied, RejectRequest, RequestArrived, RequestCancelled, Send
 from memserve.cluster.machine import Cluster
 from memserve.cluster.spans import longest
 from memserve.config import AdmissionConfig, ClusterConfig
@@ -159,6 +159,25 @@ def test_an_attempt_that_an_instance_refuses_is_made_elsewhere_or_again_and_cost
         ((name, order),) = told(it.handle(ClockTicked()), Dispatch)
     ((name, last),) = told(it.hears(name, held(order)), Dispatch)
     assert not last.span.holds and name == "c"
+
+
+def test_of_those_that_wait_for_other_routers_one_tries_again() -> None:
+    """Each try sends a long prompt."""
+    it = Router("a", "b")
+    ((_, order),) = told(it.asked(50, "first"), Dispatch)
+    assert not told(it.asked(50, "second"), Dispatch)
+    refused = RequestRefused(order.request.request_id, "another's", RETRY_S)
+    assert not told(it.hears("a", refused), Dispatch)
+    tried = []
+    for _ in range(10):
+        it.now += int(RETRY_S * 1000) * MS
+        for name, again in told(it.handle(ClockTicked()), Dispatch):
+            tried.append(again.request.request_id.partition("#")[0])
+            it.hears(name, RequestRefused(again.request.request_id, "another's", RETRY_S))
+    assert tried == ["first"] * 10
+    it.handle(RequestCancelled("first"))
+    it.now += int(RETRY_S * 1000) * MS
+    assert [again.request.request_id[:6] for _, again in told(it.handle(ClockTicked()), Dispatch)] == ["second"]
 
 
 @pytest.mark.parametrize(
