@@ -19,6 +19,9 @@ from __future__ import annotations
 from memserve.peers import Message, Natural, Peer
 from memserve.types import TokenArray
 
+RETRY_S = 0.2
+"""Between two looks whether instances are free for parts of another sequence."""
+
 
 class Segment(Message, frozen=True):
     """Tokens of a sequence, one behind the other, whose KV another instance keeps."""

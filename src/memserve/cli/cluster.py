@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memserve.cli.progress import shown
-from memserve.cli.shape import room_text
+from memserve.cli.shape import follow_context, model_of, room_text, with_models
 from memserve.config import ClusterConfig, EngineOptions
 from memserve.errors import UserError
 from memserve.messages import ROUTER, PeerInfo
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from memserve.cli.named_store import NamedStore
     from memserve.cli.options import HttpOptions
     from memserve.model.loading.card import RemoteModel
-    from memserve.model.loading.sources import ModelFolder
     from memserve.runtime.router import RouterEngine
     from memserve.runtime.scaling import Perform
     from memserve.runtime.supervisor import ChildOrder, Supervisor
@@ -202,6 +201,7 @@ def running_cluster(
             with shown("loading" if supervisor.names else "waiting"):
                 infos = _wait_until_ready(engine, supervisor, named, options, say)
             model = model_of(infos, folder, options.config.sequence_instances_max, tokenizer)
+            follow_context(engine, model, options.config.sequence_instances_max)
             supervisor.settle()
             text = _describe(infos, options, engine_options, model)
             with _scaled(engine, options, engine_options, elsewhere or LocalInstances(supervisor, engine).scale):
@@ -345,26 +345,6 @@ def _are_ready(members: dict[str, PeerInfo], names: list[str]) -> bool:
     namespaces = {info.namespace for info in with_models(members).values()}
     stores = [info for info in members.values() if info.role is Role.STORE]
     return bool(namespaces) and members.keys() >= set(names) and all(one.namespace in namespaces for one in stores)
-
-
-def with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
-    """Those of ``members`` that run requests, by name."""
-    return {name: info for name, info in members.items() if info.role.has_model}
-
-
-def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int, early: Any = None) -> RemoteModel:
-    """What the edge must know of the model that ``infos`` serve, at most ``instances_max`` of them one sequence.
-    ``early``: the folder's :func:`~memserve.model.loading.card.early_tokenizer`."""
-    from memserve.cluster.spans import longest
-    from memserve.model.loading.card import ModelCard, remote_model
-
-    largest = max(infos, key=lambda info: info.context_tokens)  # a request goes where its context fits
-    card = ModelCard.decode(largest.model_card)
-    shared = longest(infos, instances_max)  # or to several instances
-    if shared > card.max_model_tokens:
-        note = "" if shared == largest.sequence_tokens else card.context_note
-        card = dataclasses.replace(card, max_model_tokens=shared, context_note=note)
-    return remote_model(card, folder, early)
 
 
 def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: EngineOptions, model: RemoteModel) -> str:

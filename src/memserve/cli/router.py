@@ -17,9 +17,9 @@ from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.child import child_of_serve
-from memserve.cli.cluster import model_of, with_models
 from memserve.cli.instance import SECRET_HINT, listens_at, own_address_to
-from memserve.cli.serve import ChatTokens, GenerationDefaults, ServedNames, one_instance_each, serve_until_signal
+from memserve.cli.serve import ChatTokens, GenerationDefaults, ServedNames, serve_until_signal
+from memserve.cli.shape import follow_context, model_of, with_models
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, ClusterConfig, EngineOptions, MemberConfig
 from memserve.errors import UserError
 from memserve.model.loading.adapter import read_adapters
@@ -102,10 +102,10 @@ def router(
 ) -> None:
     """Serve the API of a cluster beside its `memserve serve`: this router places requests by itself.
 
-    Give it the options of that command which requests depend on: model, --lora, --policy, --caching, --admission, keys.
+    Give it the options of that command which requests depend on: model, --lora, --policy, --caching, --admission,
+    --sequence-parallel, keys.
     """
     cluster.admission.refuse_idle()
-    cluster = one_instance_each(cluster)
     tls = credentials.tls_of(tls_cert, tls_key)
     names = tuple(served_model_name or ())
 
@@ -169,6 +169,7 @@ def run_follower(
 
             folder = resolve_source(engine.model, "float32")
             model = model_of(infos, folder, place.config.sequence_instances_max)
+            follow_context(router, model, place.config.sequence_instances_max)
             served = Served(router, model)
             with bind(http.host, http.port, is_shared=http.port != 0) as listener:
                 serve_until_signal(served, engine.model, adapters, [listener], http, started)

@@ -114,7 +114,7 @@ def serve(
     """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
     cluster.admission.refuse_idle()
     opt.set_up_logging(log_level)
-    cluster = _for_routers(routers, cluster, store, placement, alone=in_process, engines=bool(fleet.engines))
+    _check_routers(routers, placement, alone=in_process, engines=bool(fleet.engines))
     keys = credentials.api_keys(api_key, api_key_file)
     secrets = (keys, credentials.metrics_key(metrics_key), credentials.tls_of(tls_cert, tls_key))
     answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
@@ -137,40 +137,19 @@ def serve(
     run_server(engine, http, run)
 
 
-def _for_routers(
-    routers: int,
-    cluster: ClusterConfig,
-    store: StoreOptions,
-    placement: PlacementOptions,
-    *,
-    alone: bool,
-    engines: bool,
-) -> ClusterConfig:
-    """``cluster`` for so many routers. Raises :class:`UserError` for what one router alone can do."""
+def _check_routers(routers: int, placement: PlacementOptions, *, alone: bool, engines: bool) -> None:
+    """Raise :class:`UserError` for what one router alone can do."""
     if routers == 1:
-        return cluster
+        return
     if alone:
         raise UserError("--in-process runs one engine without a router", hint="leave out --routers or --in-process")
     if engines:
         hint = "leave out --routers; start several servers with the same engines"
         raise UserError("--routers is for instances, not for --engine", hint=hint, param="routers")
-    if store.is_used:
-        hint = "leave out --routers, or the store"
-        raise UserError("a store tells one router what it holds", hint=hint, param="routers")
     if placement.asked is not None:
         raise UserError(
             "--routers is for one host", hint="start `memserve router --join` on the others", param="routers"
         )
-    return one_instance_each(cluster)
-
-
-def one_instance_each(cluster: ClusterConfig) -> ClusterConfig:
-    """``cluster`` for several routers: sequences are not shared by instances, since two routers could each hold the
-    memory that the other one's sequence waits for. Raises :class:`UserError` where that is asked for."""
-    if cluster.sequence_parallel not in ("auto", "off"):
-        hint = "use --sequence-parallel off, or one router"
-        raise UserError("one router alone shares sequences", hint=hint, param="sequence_parallel")
-    return dataclasses.replace(cluster, sequence_parallel="off")
 
 
 def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:

@@ -1,8 +1,15 @@
-"""How many instances this machine gets where the options do not say so, and what fits into them."""
+"""How many instances this machine gets where the options do not say so, what fits into them, and what clients are told
+of that."""
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
 from memserve.config import EngineOptions
+from memserve.errors import UserError
+from memserve.messages import PeerInfo
 from memserve.placement import ScalingOptions
 from memserve.policy.capacity import (
     APART_CORES_MIN,
@@ -16,6 +23,11 @@ from memserve.policy.capacity import (
 from memserve.runtime.gpus import device_here
 from memserve.runtime.memory import available_memory_bytes, usable_cores
 from memserve.types import Role
+
+if TYPE_CHECKING:
+    from memserve.model.loading.card import ModelCard, RemoteModel
+    from memserve.model.loading.sources import ModelFolder
+    from memserve.runtime.router import RouterEngine
 
 FIXED = ScalingOptions()
 
@@ -74,3 +86,41 @@ def room_text(kv_tokens: int, context_tokens: int, running_max: int) -> str:
         f"memory: {kv_tokens:,} tokens of KV, contexts up to {context_tokens:,}:"
         f" about {clients:,} client{'s' if clients != 1 else ''} at once with {each:,} tokens each"
     )
+
+
+def with_models(members: dict[str, PeerInfo]) -> dict[str, PeerInfo]:
+    """Those of ``members`` that run requests, by name."""
+    return {name: info for name, info in members.items() if info.role.has_model}
+
+
+def model_of(infos: list[PeerInfo], folder: ModelFolder, instances_max: int, early: Any = None) -> RemoteModel:
+    """What the edge must know of the model that ``infos`` serve, at most ``instances_max`` of them one sequence.
+    ``early``: the folder's :func:`~memserve.model.loading.card.early_tokenizer`."""
+    from memserve.model.loading.card import remote_model
+
+    return remote_model(_card_of(infos, instances_max), folder, early)
+
+
+def follow_context(engine: RouterEngine, model: RemoteModel, instances_max: int) -> None:
+    """``model`` takes what members take, at most ``instances_max`` of them together; also those that join later."""
+
+    def look() -> None:
+        with suppress(UserError):  # that of another release: what is served stays as it is
+            if infos := list(with_models(engine.members()).values()):
+                model.context.grow(_card_of(infos, instances_max))
+
+    engine.on_joined = look
+    look()
+
+
+def _card_of(infos: list[PeerInfo], instances_max: int) -> ModelCard:
+    from memserve.cluster.spans import longest
+    from memserve.model.loading.card import ModelCard
+
+    largest = max(infos, key=lambda info: info.context_tokens)  # a request goes where its context fits
+    card = ModelCard.decode(largest.model_card)
+    shared = longest(infos, instances_max)  # or to several instances
+    if shared > card.max_model_tokens:
+        note = "" if shared == largest.sequence_tokens else card.context_note
+        card = dataclasses.replace(card, max_model_tokens=shared, context_note=note)
+    return card

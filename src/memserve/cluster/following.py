@@ -28,6 +28,7 @@ from memserve.messages import (
     PeerInfo,
     PeerJoined,
 )
+from memserve.types import Role
 
 ANY_ROUTER = Peer(ROUTER, 0)
 
@@ -43,7 +44,7 @@ class Following(Membership):
         """``asking`` None: there is no admission."""
         super().__init__(*parts)  # type: ignore[arg-type]  # those of Membership, in order
         self._asking = asking
-        self._known: dict[str, PeerInfo] = {}  # instances that are members, as the owner has said
+        self._known: dict[str, PeerInfo] = {}  # instances and stores that are members, as the owner has said
 
     # -- what the owner says
 
@@ -57,13 +58,13 @@ class Following(Membership):
             case JoinAccepted(peers):
                 if self._asking is not None:
                     self._asking.owner_accepts(owner)
-                infos = {info.peer.name: info for info in peers if info.role.has_model}
+                infos = {info.peer.name: info for info in peers if info.role is not Role.ROUTER}
                 for name in [name for name, info in self._known.items() if infos.get(name) != info]:
                     self._forget(name, "the owner does not name it any more", now)
                 for info in infos.values():
                     self._know(info)
             case PeerJoined(info):
-                if info.role.has_model and self._known.get(info.peer.name) != info:
+                if info.role is not Role.ROUTER and self._known.get(info.peer.name) != info:
                     self._forget(info.peer.name, "it was started anew", now)
                     self._know(info)
             case PeerGone(peer, reason):
@@ -75,7 +76,7 @@ class Following(Membership):
 
     def _know(self, info: PeerInfo) -> None:
         self._known[info.peer.name] = info
-        if self._registry.named(info.peer.name) is None:
+        if info.role.has_model and self._registry.named(info.peer.name) is None:
             self._registry.awaited[info.peer.name] = None
 
     def _forget(self, name: str, reason: str, now: int) -> None:
@@ -85,10 +86,10 @@ class Following(Membership):
         if member is not None:
             self.gone(member, reason, now, died=True)
 
-    # -- what instances say
+    # -- what instances and stores say
 
     def join(self, sender: Peer, message: Join, now: int) -> None:
-        """Instances ask the owner."""
+        """They ask the owner."""
 
     def stranger(self, sender: Peer, message: AnyMessage, now: int) -> Member | None:
         """The first message of a member, or the first after a silence."""

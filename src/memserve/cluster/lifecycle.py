@@ -22,12 +22,13 @@ from memserve.cluster.registry import Member, Registry
 from memserve.cluster.report import Counters
 from memserve.cluster.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
 from memserve.cluster.sessions import Handles, Sessions
-from memserve.cluster.spans import PATIENCE, RETRY_S, SpanPlacer
+from memserve.cluster.spans import PATIENCE, SpanPlacer
 from memserve.cluster.tallies import Tallies
 from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.messages import Cancel, RequestRefused
 from memserve.policy.candidates import Candidate, Route
+from memserve.segments import RETRY_S
 from memserve.types import Caching, FinishReason, TokenOutput
 from memserve.units import NS_PER_S, ns_from_s
 

@@ -237,6 +237,8 @@ class MemoryBudget:
             here = need.at(member.info.role, decodes=decodes)
             if member is attempt.decode_at:
                 here = self._as_it_arrives(attempt, member, here)
+            if self.ledger.needs(member.number, attempt.attempt_id) is not None:
+                self.ledger.free(attempt.attempt_id, member.number)  # it had ended here, and is taken up again
             self.ledger.allocate(attempt.attempt_id, member.number, here)
             dropped += self.reservations.give_way(member.number)
         for holder in attempt.holders:

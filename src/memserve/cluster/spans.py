@@ -4,7 +4,9 @@ Parts are filled from the front, each with as many whole blocks as its instance 
 room for the answer. An attempt that follows a failed one puts the same parts at the same instances, as far as they are
 there: what they have computed is in their caches.
 
-One such sequence runs at a time: two of them, each with half of its instances, would wait for each other for ever.
+One such sequence runs at a time: two of them, each with half of its instances, would wait for each other for ever. That
+holds for one router; where others have such sequences, an instance refuses a part while it has one of another. All
+routers take instances in the order of their names, so the one that is furthest in it is refused by none.
 """
 
 from __future__ import annotations
@@ -21,8 +23,6 @@ from memserve.messages import PeerInfo
 from memserve.policy.candidates import Candidate, Route
 from memserve.types import Admission
 
-RETRY_S = 0.2
-"""Between two looks whether the instances are free."""
 PATIENCE = 4
 """A request whose sequence was shared waits so many times as long for instances: one has to be started anew."""
 
@@ -37,10 +37,11 @@ class SpanPlacer:
 
     def place(self, req: RequestState) -> Placement | None:
         """Parts for ``req``, which fits no instance. None: there are none, or not now."""
-        if not self._may_split(req) or self._is_busy():
+        if not self._may_split(req) or self._is_busy(req):
             return None
         emitted = max(map(len, req.emitted))
-        parts = self._cut(req, self._in_order(req), emitted)
+        keeps_places = bool(req.parts) and not was_refused(req)
+        parts = self._cut(req, self._in_order(req), emitted, keeps_places=keeps_places)
         if parts is None:
             return None
         first = parts[0].member
@@ -50,7 +51,7 @@ class SpanPlacer:
 
     def waits(self, req: RequestState) -> bool:
         """Whether ``req`` may get parts later: others run, or an instance of its last ones is about to come back."""
-        return self._may_split(req) and (self._is_busy() or bool(req.parts))
+        return self._may_split(req) and (self._is_busy(req) or bool(req.parts))
 
     def longest(self) -> int:
         """The longest prompt and answer that instances can share now, the prompt's tokens with one more."""
@@ -62,9 +63,12 @@ class SpanPlacer:
         split = request.beam_width == 0 and not request.sampling.prompt_logprobs
         return split and self._config.sequence_instances_max > 1 and mode in (Admission.NONE, Admission.BOUNDED)
 
-    def _is_busy(self) -> bool:
-        running = self._requests.by_attempt.values()
-        return any(req.attempt is not None and req.attempt.parts for req in running)
+    def _is_busy(self, req: RequestState) -> bool:
+        """Whether another one runs, or tries again and again to get instances: one does, not all that wait."""
+        running, waiting = self._requests.by_attempt.values(), self._requests.unplaced.values()
+        if any(other.attempt is not None and other.attempt.parts for other in running):
+            return True
+        return not was_refused(req) and any(was_refused(other) for other in waiting)
 
     def _able(self) -> list[Member]:
         return [m for m in self._registry if m.info.segments_at and m.state is MemberState.LIVE]
@@ -79,12 +83,12 @@ class SpanPlacer:
         filled = [m if m is not None else rest.pop(0) if rest else None for m in places]
         return [m for m in filled if m is not None] + rest
 
-    def _cut(self, req: RequestState, members: Sequence[Member], emitted: int) -> Parts | None:
+    def _cut(self, req: RequestState, members: Sequence[Member], emitted: int, *, keeps_places: bool) -> Parts | None:
         """As few parts as hold prompt and answer; else as many as there may be, with what they can hold."""
         prompt, answer = len(req.request.prompt), max(1, req.request.stop.max_tokens)
         found: Parts | None = None
         for count in range(2, min(len(members), self._config.sequence_instances_max) + 1):
-            some = members[:count]
+            some = members[:count] if keeps_places else in_turn(members[:count])
             most = min(m.info.sequence_tokens for m in some)
             parts, first = [], 0
             for member in some[:-1]:
@@ -98,6 +102,16 @@ class SpanPlacer:
                 if room >= min(answer, most - prompt):
                     break
         return found
+
+
+def was_refused(req: RequestState) -> bool:
+    """Whether an instance has refused a part of ``req`` last, because it has one of another router's sequence."""
+    return bool(req.parts and req.past) and req.past[-1].ended == "refused"
+
+
+def in_turn(members: Sequence[Member]) -> list[Member]:
+    """In the order in which every router takes them."""
+    return sorted(members, key=lambda member: member.name)
 
 
 def _segment_tokens(info: PeerInfo) -> int:

@@ -12,7 +12,7 @@ heard, a follower goes on with the members that it knows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -64,7 +64,6 @@ class Follower:
         admission = config.admission.mode
         info = structs.replace(info, admission="" if admission is Admission.NONE else admission.value)
         self.member = MemberMachine(follower_info(info), owners, member)
-        config = replace(config, sequence_parallel="off")  # two routers could wait for memory that the other one holds
         self.cluster = Cluster(config, identity_key=identity_key, follows=info.peer)
         self._actions: list[FollowerAction] = []
 

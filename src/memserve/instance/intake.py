@@ -16,6 +16,7 @@ from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Group, Phase, RemoteState, Sequence
 from memserve.messages import Dispatch, Peer
 from memserve.policy.capacity import impossible_reason
+from memserve.segments import RETRY_S
 from memserve.serving import RejectRequest
 from memserve.types import FinishReason, Request
 from memserve.units import NS_PER_MS, NS_PER_S
@@ -178,10 +179,17 @@ class RequestIntake:
         refusal = self.refusal(request, now) or self._contradiction(order)
         if refusal is not None:
             return refusal
+        if order.span is not None and self._has_part():
+            return RejectRequest(request.request_id, "it has a part of another long sequence", RETRY_S)
         remote = self._remote_state(order, me, now)
         group = self.open(request if remote.original is None else _substitute(request), now, remote.deadline_ns)
         group.remote, group.span = remote, order.span
         return group
+
+    def _has_part(self) -> bool:
+        """Whether a part of a sequence that instances share is here: another one would wait for its memory, and be
+        waited for elsewhere."""
+        return any(group.span is not None for group in self._state.groups.values())
 
     def _remote_state(self, order: Dispatch, me: Peer, now: int) -> RemoteState:
         """A beam search leaves by a substitute, if it leaves at all."""

@@ -59,6 +59,7 @@ from memserve.messages import (
 )
 from memserve.serving import MessageArrived, Send
 from memserve.store_messages import JoinRequest
+from memserve.types import Role
 
 ANY_ROUTER = Peer(ROUTER, 0)
 """Any router that is at the address that is dialled."""
@@ -78,6 +79,8 @@ class MemberMachine:
         self._dialled = ANY_ROUTER  # messages to another generation of the router do not leave
         self._rejoins_at: Peer | None = None  # the newest router that took over: it is asked until it answers
         self._peers: dict[str, PeerInfo] = {}  # the other members
+        #: those of them that are routers, by name
+        self.followers: dict[str, Peer] = {}
         self._members_digest: int | None = None  # of all members; counted when it is asked for
         self._is_reborn = True  # False between BecomeNew and Reborn
         self.drains = False
@@ -260,11 +263,14 @@ class MemberMachine:
     def _meet(self, info: PeerInfo) -> None:
         if info.peer.name != self.me.name and self._peers.get(info.peer.name) != info:
             self._peers[info.peer.name], self._members_digest = info, None
+            if info.role is Role.ROUTER:
+                self.followers[info.peer.name] = info.peer
             self._do(MeetPeer(info))
 
     def _part(self, peer: Peer) -> None:
         if self.knows(peer):
             del self._peers[peer.name]
+            self.followers.pop(peer.name, None)
             self._members_digest = None
             self._do(PartFromPeer(peer))
 
@@ -352,6 +358,8 @@ class MemberMachine:
         check(lone or not self.is_alone, "a member is alone, and knows others")
         check(self.router is None or self._is_reborn, "a member waits for its next incarnation")
         check(self.me.name not in self._peers, f"{self.me.name} is its own peer")
+        routers = {name: info.peer for name, info in self._peers.items() if info.role is Role.ROUTER}
+        check(self.followers == routers, "{} are followers, not {}", self.followers, routers)
         if self._members_digest is not None:
             known = members_digest([self.me, *(info.peer for info in self._peers.values())])
             check(self._members_digest == known, "the digest is not that of the members")

@@ -100,6 +100,10 @@ class RouterChanges:
     def asked(self, key: str, router: Peer) -> None:
         """A client asks ``router`` for the answer with this key: what is here of it is told, and runs on for it."""
         answers = [self._take(held, router) for held in self._kept.with_key(key)]
+        for attempt_id, group in self._state.groups.items():
+            former = self._routers.router_of(attempt_id) if group.span is not None else None
+            if former is not None and former != router and group.request.key == key:
+                self._answers.append(Send(former, AnswerTaken(attempt_id)))  # no part of it can go on for another
         self._answers.append(Send(router, AnswersHeld(tuple(answers), True, key)))
 
     def _take(self, held: AnswerHeld, router: Peer) -> AnswerHeld:

@@ -100,6 +100,8 @@ class RouterEngine:
         """Why the owner does not accept this follower. Empty: it does, or this is the owner."""
         self.on_left: Callable[[], None] = lambda: None
         """Called when this follower is no member any more, and will not be one again."""
+        self.on_joined: Callable[[], None] = lambda: None
+        """Called when an instance has joined."""
         self._closed = False
         self._keeper = keeper
         self._is_listening = keeper is None  # before the machine has recovered, members would be strangers to it
@@ -289,9 +291,7 @@ class RouterEngine:
                 self._mailbox.connect(router, address)
             case MeetPeer(info):
                 self._mailbox.connect(info.peer, info.address)
-                with self._changed:
-                    self._members[info.peer.name] = info
-                    self._changed.notify_all()
+                self._enter(info)
             case PartFromPeer(peer):
                 self._mailbox.disconnect(peer)
                 with self._changed:
@@ -332,9 +332,14 @@ class RouterEngine:
             isinstance(a, Send) and isinstance(a.message, JoinAccepted) for a in actions
         ):
             self._connect(message.info)
-            with self._changed:
-                self._members[event.sender.name] = message.info
-                self._changed.notify_all()
+            self._enter(message.info)
+
+    def _enter(self, info: PeerInfo) -> None:
+        with self._changed:
+            self._members[info.peer.name] = info
+            self._changed.notify_all()
+        if info.role.has_model:
+            self.on_joined()
 
     def _connect(self, info: PeerInfo) -> None:
         self._mailbox.connect(info.peer, info.address)

@@ -49,8 +49,6 @@ from memserve.messages import (
     AnyMessage,
     AskEvents,
     JoinAccepted,
-    KvEvents,
-    KvSnapshot,
     Leave,
     Load,
     Peer,
@@ -185,7 +183,7 @@ class StoreMachine:
         while self._hear_disks(now):
             self._go_on_ending(now)
         self.values.settle()
-        self._tell_router(self._feed.news())
+        self._tell_news()
         actions = self.jobs.take()
         for exchange_action in self.kv.exchange.take_actions():
             actions.append(exchange_action)
@@ -240,7 +238,8 @@ class StoreMachine:
                 case ReadLoad(with_stats):
                     load = Load(transfers_open=self.kv.exchange.transfers_open)
                     stats = msgspec.msgpack.encode(self.clients.numbers()) if with_stats else b""
-                    self._follow_event(LoadRead(load, self._feed.next_event, stats), now)
+                    followers = tuple((follower, load) for follower in self.member.followers.values())
+                    self._follow_event(LoadRead(load, self._feed.next_event, stats, followers), now)
                 case Joined():
                     pass
                 case Left(refused):
@@ -263,6 +262,8 @@ class StoreMachine:
         if sender.name != ROUTER:
             if isinstance(message, Leave):
                 self.kv.peer_gone(sender, now)
+            elif isinstance(message, AskEvents) and self.member.followers.get(sender.name) == sender:
+                self._tell_changes(message.first, sender)
             else:
                 self.kv.hear(sender, message, now)
             return
@@ -271,7 +272,7 @@ class StoreMachine:
                 self._fits_a_model = False  # those of an earlier router are no members any more
                 self._look_for_models(peers)
                 self.kv.act(self.kv.exchange.set_members(peers, now), now)
-                self._tell_changes(None)
+                self._tell_changes(None, sender)
             case PeerJoined(info):
                 self._look_for_models((info,))
                 if info.peer.name != self.info.peer.name:
@@ -279,17 +280,21 @@ class StoreMachine:
             case PeerGone(peer):
                 self.kv.peer_gone(peer, now)
             case AskEvents(first):
-                self._tell_changes(first)
+                self._tell_changes(first, sender)
             case _:
                 pass
 
-    def _tell_changes(self, first: int | None) -> None:
-        self._tell_router(self._feed.news())
-        self._tell_router(self._feed.answer(first))
+    def _tell_changes(self, first: int | None, to: Peer) -> None:
+        self._tell_news()
+        if (rest := self._feed.answer(first)) is not None:
+            self.jobs.send(to, rest)
 
-    def _tell_router(self, news: KvEvents | KvSnapshot | None) -> None:
-        if news is not None and self.member.router is not None:
-            self.jobs.send(self.member.router, news)
+    def _tell_news(self) -> None:
+        """Every router hears what has changed."""
+        news = self._feed.news()
+        for router in (self.member.router, *self.member.followers.values()):
+            if news is not None and router is not None:
+                self.jobs.send(router, news)
 
     def _look_for_models(self, members: tuple[PeerInfo, ...]) -> None:
         """Members with a model say what KV looks like. What this store was started with stays once one has it."""

@@ -6,13 +6,29 @@ from collections.abc import Iterator
 
 import pytest
 
+from disks_world import split
 from exchange_world import BLOCK, LEASE_NS, Node, array
+from memserve.follower.machine import NO_KV
 from memserve.kv_transfer.events import FetchEnded, Released
-from memserve.messages import KEEP, Offer, Release, Withdraw
+from memserve.messages import (
+    KEEP,
+    AskEvents,
+    Heartbeat,
+    KvEvents,
+    KvSnapshot,
+    Offer,
+    Peer,
+    PeerGone,
+    PeerInfo,
+    PeerJoined,
+    Release,
+    Withdraw,
+)
 from memserve.store.disk_config import DisksConfig
 from memserve.store_messages import ForgetKv
-from memserve.types import Tier
-from store_world import BLOCK_BYTES, StoreWorld, push
+from memserve.types import Role, Tier
+from memserve.units import NS_PER_S
+from store_world import BLOCK_BYTES, ROUTER_PEER, Client, StoreWorld, push
 
 PROMPT = list(range(100, 100 + 4 * BLOCK + 1))  # four whole blocks and a token
 
@@ -55,6 +71,36 @@ def test_what_one_instance_offers_another_one_gets(world) -> None:
     assert set(world.store.known_to_router().values()) == {Tier.DRAM}
     assert fetch(world, d) == 4
     assert ends(d, FetchEnded)[0].ok
+
+
+def test_every_router_hears_what_the_store_holds(world) -> None:
+    """The owner and each follower, as long as that is a member: changes, heartbeats, and what it asks for."""
+    world.open_store(blocks=8)
+    p = world.instance("p")
+    router, stranger = (world.clients.setdefault(name, Client(world, Peer(name, 3))) for name in ("router-2", "x"))
+    info = PeerInfo(router.peer, Role.ROUTER, "tcp://r", "", NO_KV, 0, 0, 0, False)
+    push(world, p, "t", PROMPT)
+    world.run()
+    world.store.hear(ROUTER_PEER, PeerJoined(info))
+    world.wait(NS_PER_S)
+    world.run()
+    (beat,) = [said for said in router.heard if isinstance(said, Heartbeat)]
+    for one in (router, stranger):
+        one.say(AskEvents(0))
+    world.run()
+    (whole,) = [said for said in router.heard if isinstance(said, KvSnapshot)]
+    assert beat.next_event == whole.next_event > 0 and not stranger.heard
+    assert set(split(whole.dram)) == set(world.store.identities("t", PROMPT))
+    push(world, p, "u", PROMPT)
+    world.run()
+    (news,) = [said for said in router.heard if isinstance(said, KvEvents)]
+    assert news.first == beat.next_event
+    world.store.hear(ROUTER_PEER, PeerGone(router.peer, "it died"))
+    said = len(router.heard)
+    push(world, p, "v", PROMPT[: 2 * BLOCK + 1])
+    world.wait(NS_PER_S)
+    world.run()
+    assert len(router.heard) == said and world.store.told[-1].first > news.first
 
 
 def test_tenants_share_nothing(world) -> None:

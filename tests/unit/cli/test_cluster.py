@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
+from cluster_world import BLOCK, info
 from memserve.cli import cluster
 from memserve.cli import shape as shape_module
 from memserve.cli.cluster import ClusterOptions
 from memserve.cli.main import command_line
 from memserve.cli.options import split_address
-from memserve.cli.shape import choose_counts, room_text, shape_text
+from memserve.cli.shape import choose_counts, follow_context, room_text, shape_text
 from memserve.config import ClusterConfig, EngineOptions, SchedulerConfig
 from memserve.errors import UserError
+from memserve.model.loading.card import Context, ModelCard
 from memserve.model.loading.sources import weight_bytes
 from memserve.options import command_line_of
 from memserve.policy.capacity import Machine, Shape, choose_shape
@@ -136,3 +140,30 @@ def test_addresses_are_checked(text: str) -> None:
 def test_addresses_are_read() -> None:
     assert split_address("10.0.0.1:5900", "--join") == ("10.0.0.1", 5900)
     assert split_address("tcp://[::1]:5900", "--join") == ("::1", 5900)
+
+
+def test_clients_are_told_of_the_longest_context_that_members_take_together() -> None:
+    """It grows when another joins, and stays when one is gone: the next process of its name is on its way."""
+
+    def member(name: str, tokens: int) -> object:
+        card = ModelCard("tiny", tokens, 100, (2,), {}, "", f"{tokens} fit").encode()
+        rest = {"model_card": card, "segments_at": "tcp://there:1", "sequence_tokens": 250}
+        return structs.replace(info(name, Role.COLOCATED), context_tokens=tokens, **rest)
+
+    members = {"a": member("a", 20 * BLOCK + 1), "s": info("s", Role.STORE)}
+    engine = SimpleNamespace(members=lambda: members, on_joined=None)
+    model = SimpleNamespace(context=Context(20 * BLOCK + 1, "81 fit"))
+    follow_context(engine, model, 3)
+    assert model.context == Context(81, "81 fit")
+    for name, served in (("b", (161, "81 fit")), ("c", (241, "81 fit")), ("d", (241, "81 fit"))):
+        members[name] = member(name, 20 * BLOCK + 1)
+        engine.on_joined()
+        assert model.context == Context(*served)
+    members.clear()
+    engine.on_joined()
+    members["a"] = structs.replace(member("a", 500), model_card=b"of another release")
+    engine.on_joined()
+    assert model.context == Context(241, "81 fit")
+    members["a"] = member("a", 500)
+    engine.on_joined()
+    assert model.context == Context(500, "500 fit")

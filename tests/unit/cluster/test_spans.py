@@ -9,14 +9,14 @@ import pytest
 from msgspec import structs
 
 from cluster_world import BLOCK, a_request, info
-from memserve.cluster.events import EmitTokens, InstanceDied, RejectRequest, RequestArrived, Send
+from memserve.cluster.events import EmitTokens, InstanceDied, RejectRequest, RequestArrived, RequestCancelled, Send
 from memserve.cluster.machine import Cluster
 from memserve.cluster.spans import longest
 from memserve.config import AdmissionConfig, ClusterConfig
 from memserve.errors import UserError
-from memserve.messages import Cancel, Dispatch, Join, PeerInfo, Tokens
-from memserve.segments import SegmentHeld
-from memserve.serving import MessageArrived
+from memserve.messages import Cancel, Dispatch, Join, PeerInfo, RequestRefused, Tokens
+from memserve.segments import RETRY_S, SegmentHeld
+from memserve.serving import ClockTicked, MessageArrived
 from memserve.types import Admission, FinishReason, Role, SamplingParams, TokenOutput, salt_of
 
 ROOM = 8 * BLOCK
@@ -132,6 +132,52 @@ def test_one_sequence_at_a_time() -> None:
     told(it.asked(50), Dispatch)
     assert not told(it.asked(50, "second"), Dispatch)
     assert told(it.asked(10, "short"), Dispatch)
+
+
+def test_all_routers_take_instances_in_the_order_of_their_names() -> None:
+    """Whatever their numbers and loads are: of two that meet at an instance, one goes on."""
+    it = Router("c", "a", "b")
+    ((name, first),) = told(it.asked(70), Dispatch)
+    assert name == "a"
+    ((name, _),) = told(it.hears("a", held(first)), Dispatch)
+    assert name == "b"
+
+
+def test_an_attempt_that_an_instance_refuses_is_made_elsewhere_or_again_and_costs_no_try() -> None:
+    it = Router("c", "a", "b", attempts_max=2)
+
+    def refuses(name: str, order: Dispatch) -> list[tuple[str, Dispatch]]:
+        return told(it.hears(name, RequestRefused(order.request.request_id, "another's", RETRY_S)), Dispatch)
+
+    ((name, order),) = told(it.asked(50), Dispatch)
+    for first, second in [("a", "b"), ("b", "a")] * 2:
+        assert name == first
+        ((name, order),) = refuses(first, order)
+        assert name == second, "it and the last one are enough"
+        assert refuses(second, order) == []
+        it.now += int(RETRY_S * 1000) * MS
+        ((name, order),) = told(it.handle(ClockTicked()), Dispatch)
+    ((name, last),) = told(it.hears(name, held(order)), Dispatch)
+    assert not last.span.holds and name == "c"
+
+
+def test_of_those_that_wait_for_other_routers_one_tries_again() -> None:
+    """Each try sends a long prompt."""
+    it = Router("a", "b")
+    ((_, order),) = told(it.asked(50, "first"), Dispatch)
+    assert not told(it.asked(50, "second"), Dispatch)
+    refused = RequestRefused(order.request.request_id, "another's", RETRY_S)
+    assert not told(it.hears("a", refused), Dispatch)
+    tried = []
+    for _ in range(10):
+        it.now += int(RETRY_S * 1000) * MS
+        for name, again in told(it.handle(ClockTicked()), Dispatch):
+            tried.append(again.request.request_id.partition("#")[0])
+            it.hears(name, RequestRefused(again.request.request_id, "another's", RETRY_S))
+    assert tried == ["first"] * 10
+    it.handle(RequestCancelled("first"))
+    it.now += int(RETRY_S * 1000) * MS
+    assert [again.request.request_id[:6] for _, again in told(it.handle(ClockTicked()), Dispatch)] == ["second"]
 
 
 @pytest.mark.parametrize(

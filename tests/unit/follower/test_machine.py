@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from cluster_world import a_request, info
+from cluster_world import BLOCK, a_request, info
 from memserve.answers import AnswerHeld, AnswersHeld, AnswerTaken, AskAnswers
 from memserve.cluster.answers import TAKEN_OVER
 from memserve.config import ClusterConfig, MemberConfig
 from memserve.follower.machine import NO_KV, Follower, FollowerStarts
 from memserve.instance.events import BecomeNew, DialRouter, MeetPeer, PartFromPeer, Reborn
+from memserve.mempool.identity import block_identities, namespace_id
 from memserve.messages import (
+    AskEvents,
     Dispatch,
     Expelled,
     Heartbeat,
+    Holder,
     Join,
     JoinAccepted,
+    KvChange,
+    KvEvents,
+    KvSnapshot,
     Leave,
     Load,
     Peer,
@@ -33,7 +39,7 @@ from memserve.serving import (
     RequestArrived,
     Send,
 )
-from memserve.types import FinishReason, Role, TokenOutput
+from memserve.types import FinishReason, Role, Tier, TokenOutput
 from memserve.units import NS_PER_S
 
 OWNER, ME = Peer("router", 5), Peer("router-2", 3)
@@ -128,6 +134,38 @@ def test_a_prompt_that_no_known_member_can_take_waits_for_those_that_were_named(
     assert not [one for one in actions if isinstance(one, RejectRequest)]
     orders = sent(world.hear(large.peer, Heartbeat(Load())), Dispatch)
     assert [to for to, _ in orders] == [large.peer]
+
+
+def test_a_store_is_heard_as_instances_are_and_named_to_the_instance_that_fetches() -> None:
+    """What it holds a follower hears from the store itself; a gap is asked for."""
+    store, prompt = info("s1", Role.STORE), list(range(1, 3 * BLOCK + 2))
+    names = block_identities(namespace_id("", "ns"), a_request("", prompt).prompt, BLOCK)
+    run = b"".join(names)
+    world = World(C1)
+    world.beat(C1)
+    asked = world.hear(store.peer, Heartbeat(Load(), 5))
+    assert world.members == [C1.peer, store.peer] and sent(asked, AskEvents) == [(store.peer, AskEvents(0))]
+    world.hear(store.peer, KvSnapshot(5, b"", run[:32], run[32:48]))
+    ((to, order),) = sent(world.post(RequestArrived(a_request("a", prompt))), Dispatch)
+    assert (to, order.holders) == (C1.peer, (Holder(store.peer, 3 * BLOCK, Tier.SSD, BLOCK),))
+    world.hear(store.peer, KvEvents(5, (KvChange("evicted", Tier.SSD, run[32:48]),)))
+    world.hear(C1.peer, Tokens((TokenOutput(order.request.request_id, 0, (1,), finish_reason=FinishReason.STOP),)))
+    world.now += 60 * NS_PER_S  # nothing is expected of the first any more
+    world.beat(C1, store)
+    world.beat(C1, store)
+    ((_, order),) = sent(world.post(RequestArrived(a_request("b", prompt))), Dispatch)
+    assert order.holders == (Holder(store.peer, 2 * BLOCK, Tier.DRAM, 0),)
+    world.hear(OWNER, PeerGone(store.peer, "dead"))
+    ((_, order),) = sent(world.post(RequestArrived(a_request("c", prompt))), Dispatch)
+    assert order.holders == () and world.members == [C1.peer]
+
+
+def test_a_store_that_is_not_heard_keeps_no_prompt_waiting() -> None:
+    """It could not take one that is too long for the instances."""
+    world = World(structs.replace(C1, context_tokens=16))
+    world.beat(structs.replace(C1, context_tokens=16))
+    actions = world.post(RequestArrived(a_request("long", list(range(40)))))
+    assert [one.request_id for one in actions if isinstance(one, RejectRequest)] == ["long"]
 
 
 def test_an_answer_that_runs_at_an_instance_goes_on_here() -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
+from fleet_world import BLOCK, GEOMETRY, fleet_config
+from instance_world import PROMPT, request
+from memserve.answers import AnswersHeld, AnswerTaken, AskAnswers
+from memserve.instance.machine import Instance
 from memserve.instance.routers import Routers
-from memserve.messages import Load, Peer, PeerInfo, RequestRefused, Tokens
-from memserve.serving import EmitTokens, RejectRequest, Send
-from memserve.types import KVGeometry, Role, TokenOutput
+from memserve.messages import Cancel, Dispatch, JoinAccepted, Load, Peer, PeerGone, PeerInfo, RequestRefused, Tokens
+from memserve.segments import RETRY_S, Span
+from memserve.serving import EmitTokens, MessageArrived, RejectRequest, Send
+from memserve.types import KVGeometry, Role, TokenArray, TokenOutput
 
 NO_KV = KVGeometry(1, 1, 1, 1, "float32", 1)
 OWNER, R2, R3 = Peer("router", 5), Peer("router-2", 1), Peer("router-3", 1)
@@ -89,3 +96,69 @@ def test_a_newer_incarnation_takes_the_place_of_an_older_one() -> None:
     assert [*books.followers] == [R3]
     books.owner_changes(Peer("router", 6))
     assert not books.is_of("b", OWNER) and books.is_of("b", Peer("router", 6))
+
+
+class Shared:
+    """An instance of two routers that has a part of a long sequence of the first one."""
+
+    def __init__(self, key: str = "") -> None:
+        self.machine = Instance(fleet_config(), BLOCK, me=Peer("p", 1), geometry=GEOMETRY)
+        self.hears(OWNER, JoinAccepted((info(R2), info(R3))))
+        assert not self.told(self.part("a", R2, key))
+
+    def hears(self, sender: Peer, message: object) -> list:
+        actions = self.machine.handle(MessageArrived(sender, message), 0)
+        self.machine.check_invariants()
+        return actions
+
+    def part(self, name: str, router: Peer, key: str = "") -> list:
+        asked = structs.replace(request(name, PROMPT[:8]), key=key)
+        return self.hears(router, Dispatch(asked, span=Span(nothing(), (), True)))
+
+    @staticmethod
+    def told(actions: list) -> list:
+        return [action for action in actions if isinstance(action, Send | RejectRequest) and not is_of_feed(action)]
+
+    @property
+    def parts(self) -> list[str]:
+        return [*self.machine.state.groups]
+
+
+def nothing() -> TokenArray:
+    return request("", PROMPT[:1]).prompt[:0]
+
+
+def is_of_feed(action: object) -> bool:
+    return isinstance(action, Send) and type(action.message).__name__ in ("KvEvents", "KvSnapshot", "Heartbeat")
+
+
+def test_a_part_of_another_routers_sequence_is_refused_until_the_first_is_over() -> None:
+    """Of whatever router; other requests are taken."""
+    it = Shared()
+    for name, router in (("b", R3), ("c", R2)):
+        (refused,) = it.told(it.part(name, router))
+        assert refused.to == router and isinstance(refused.message, RequestRefused)
+        assert (refused.message.request_id, refused.message.retry_after_s) == (name, RETRY_S)
+    (refused,) = it.told(it.part("d", OWNER))
+    assert isinstance(refused, RejectRequest) and refused.request_id == "d"
+    assert not it.told(it.hears(R3, Dispatch(request("short", PROMPT[:3])))) and it.parts == ["a", "short"]
+    assert not it.told(it.part("a", R2)), "the same order again is none of another"
+    it.hears(R3, Cancel("a"))
+    assert it.parts == ["a", "short"], "another router has no say"
+    it.hears(R2, Cancel("a"))
+    assert not it.told(it.part("b", R3)) and it.parts == ["short", "b"]
+
+
+def test_a_router_that_is_gone_leaves_no_part() -> None:
+    it = Shared("key")
+    it.hears(OWNER, PeerGone(R2, "it died"))
+    assert not it.parts and not it.told(it.part("b", R3))
+
+
+def test_a_client_that_asks_another_router_ends_the_parts_at_the_first() -> None:
+    """They go on for no other router: the first one hears that its client has gone, and cancels."""
+    it = Shared("key")
+    assert not [one for one in it.told(it.hears(R3, AskAnswers("other"))) if isinstance(one.message, AnswerTaken)]
+    told = it.told(it.hears(R3, AskAnswers("key")))
+    assert told == [Send(R2, AnswerTaken("a")), Send(R3, AnswersHeld((), True, "key"))]
+    assert len(it.told(it.hears(R2, AskAnswers("key")))) == 1, "its own router is told of nothing new"

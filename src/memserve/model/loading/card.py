@@ -69,19 +69,42 @@ class ModelCard:
             raise UserError(f"cannot read the model card of an instance: {error}", hint=hint) from error
 
 
+@dataclass(slots=True)
+class Context:
+    """What is served of a model's context. It grows when instances join that can take more, alone or together."""
+
+    tokens: int
+    note: str = ""
+    """Why it is less than the model's own; empty: it is not."""
+
+    def grow(self, card: ModelCard) -> None:
+        """As ``card`` says, if that is more."""
+        if card.max_model_tokens > self.tokens:
+            self.tokens, self.note = card.max_model_tokens, card.context_note
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
     """A model that runs elsewhere, as the API sees it."""
 
     name: str
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
-    max_model_tokens: int
+    context: Context
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float] = dataclasses.field(default_factory=dict)
-    context_note: str = ""
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS
     kv_lower_dtype: str = AS_COMPUTED
+
+    @property
+    def max_model_tokens(self) -> int:
+        """The context that is served."""
+        return self.context.tokens
+
+    @property
+    def context_note(self) -> str:
+        """Why that is less than the model's own; empty: it is not."""
+        return self.context.note
 
 
 def remote_model(card: ModelCard, folder: ModelFolder, early: Any = None) -> RemoteModel:
@@ -101,11 +124,10 @@ def remote_model(card: ModelCard, folder: ModelFolder, early: Any = None) -> Rem
     return RemoteModel(
         card.name,
         tokenizer,
-        card.max_model_tokens,
+        Context(card.max_model_tokens, card.context_note),
         card.vocab_size,
         card.eos_token_ids,
         card.generation_defaults,
-        card.context_note,
         kv_lower_dtype=card.kv_lower_dtype,
     )
 

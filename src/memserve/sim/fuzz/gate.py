@@ -107,6 +107,8 @@ class Before(NamedTuple):
     at_once: bool
     """Several requests came, or the time ended in which none is admitted: how many waited when one of them was rejected
     is not known."""
+    returned: int
+    """Requests of an expelled follower that the event has let in again, before all that wait."""
 
 
 def _told_to_followers(actions: Sequence[ClusterAction]) -> list[tuple[str, GuestGrant]]:
@@ -156,6 +158,7 @@ class GateJudge:
         at_once = before_opening or asks > 1
         read = {waiter.reader: name for name, waiter in here.items()}
         waited = {name: waiter for name, waiter in here.items() if waiter.waits}
+        returning = [waiter for waiter in here.values() if waiter.returns]
         ran = [name for name, waiter in here.items() if not (waiter.waits or waiter.returns)]
         for action in actions:
             if isinstance(action, Send) and isinstance(action.message, Dispatch):
@@ -181,19 +184,20 @@ class GateJudge:
             waiter.waits, waiter.left = waiter.waits and admission.is_waiting(req), len(req.past) + handed_over
             waiter.returns = req in admission._returning
         let_in = [name for name in waited if name in here and not here[name].waits]
+        before = Before(waited, ran, bool(let_in), at_once, sum(not waiter.returns for waiter in returning))
         for action in actions:
             if isinstance(action, RejectRequest) and (cause := cause_of(action)):
                 self.refused[action.request_id] = cause
                 if action.retry_after_s is not None:
                     self.told[action.request_id] = action.retry_after_s
                 name = read.get(action.request_id, action.request_id)
-                self._judge_refusal(cluster, name, action, cause, Before(waited, ran, bool(let_in), at_once), now)
+                self._judge_refusal(cluster, name, action, cause, before, now)
         for name, grant in told:
             if grant.cause:
                 late = RejectRequest(name, grant.reason, grant.retry_after_s, grant.cause in ("wait", "pressure"))
                 require(cause_of(late) == grant.cause, f"{name}: {grant}")
                 self._reasons.add(grant.reason)
-                self._judge_refusal(cluster, name, late, grant.cause, Before(waited, ran, bool(let_in), at_once), now)
+                self._judge_refusal(cluster, name, late, grant.cause, before, now)
         self._judge_waiting(cluster, now)
         self._judge_turns([waited[name].request for name in let_in])
 
@@ -306,7 +310,7 @@ class GateJudge:
         config, waiting = self._config, len(before.waited)
         require(waiting > config.waiting_max, f"{name}: {waiting} wait: {action.reason}")
         if config.mode is Admission.BOUNDED:
-            crowd, room = waiting + len(before.ran), config.waiting_max + (config.active_max or 0)
+            crowd, room = waiting + len(before.ran) + before.returned, config.waiting_max + (config.active_max or 0)
             require(crowd > room, f"{name}: {crowd} are there, and there is room for {room}: {action.reason}")
         if not (before.let_in or before.at_once):
             self._judge_victim(before.waited[name].request.tenant, before.waited)

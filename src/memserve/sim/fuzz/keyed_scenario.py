@@ -34,8 +34,6 @@ class Drawn(Protocol):
     remembers: bool
     keyed: bool
     followers: int
-    store: Any
-    shared: Any
     step_ns: tuple[int, int]
     admission: AdmissionConfig
 
@@ -78,8 +76,7 @@ def put_followers(scenario: Drawn, routers: int | None) -> list[tuple[str, int, 
     Drawn from a stream of its own. Returns faults of followers: kind, when and for how long (ms), which."""
     random = Random(f"{scenario.seed}/{scenario.setting}/followers")
     is_drawn = random.random() < FOLLOWED_SHARE
-    unfit = scenario.shared is not None or scenario.store is not None
-    unfit = unfit or any(conversation.tenant == FLOOD for conversation in scenario.conversations)
+    unfit = any(conversation.tenant == FLOOD for conversation in scenario.conversations)
     unfit = unfit or any(fault.kind == "row" for fault in scenario.faults)
     if unfit or routers == 1 or not (is_drawn or routers):
         return []

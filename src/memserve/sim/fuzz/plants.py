@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace as replace_struct
 
 from memserve.answers import AnswerHeld, AnswerLog
+from memserve.cluster import spans as spans_module
 from memserve.cluster.answer_phases import Answer
 from memserve.cluster.answers import Answers
 from memserve.cluster.asking import AskingController
@@ -24,6 +25,7 @@ from memserve.errors import UserError
 from memserve.instance import batch as batch_module
 from memserve.instance.batch import InflightPlan
 from memserve.instance.events import Before, DropSegment, StepFinished, StepPlan
+from memserve.instance.intake import RequestIntake
 from memserve.instance.layered import LayerPlacer
 from memserve.instance.member import MemberMachine
 from memserve.instance.results import StepResults
@@ -252,6 +254,19 @@ def _segment_share() -> list[Swap]:
     return [(batch_module, "_before", _last_part_alone)]
 
 
+def _has_no_part(self: RequestIntake) -> bool:
+    return False
+
+
+def _by_number(members: Iterable[Member]) -> list[Member]:
+    return sorted(members, key=lambda member: member.number)
+
+
+def _segment_turns() -> list[Swap]:
+    """Routers take the instances of shared sequences in orders of their own, and an instance takes parts of several."""
+    return [(RequestIntake, "_has_part", _has_no_part), (spans_module, "in_turn", _by_number)]
+
+
 def _says_it_runs(self: RouterChanges, held: AnswerHeld, router: Peer) -> AnswerHeld:
     return held
 
@@ -314,6 +329,7 @@ PLANTS: dict[str, Callable[[], list[Swap]]] = {
     "answer-end": _answer_end,
     "segment-drop": _segment_drop,
     "segment-share": _segment_share,
+    "segment-turns": _segment_turns,
     "worker-late": _worker_late,
     "two-routers": _two_routers,
     "attempt-router": _attempt_router,

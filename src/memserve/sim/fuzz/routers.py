@@ -12,13 +12,14 @@ from memserve.config import ClusterConfig, MemberConfig
 from memserve.follower.machine import Follower
 from memserve.messages import Dispatch
 from memserve.serving import RequestArrived, RequestCancelled, Send, SequenceStopped
-from memserve.sim.fuzz import checks
+from memserve.sim.fuzz import checks, store_checks
 from memserve.sim.fuzz.clients import Ask, Referee
 from memserve.sim.fuzz.gate import guest_name
 from memserve.sim.fuzz.instances import FuzzedInstance, FuzzHost
 from memserve.sim.fuzz.keyed import KeyedClients
 from memserve.sim.fuzz.router import FuzzedRouter
 from memserve.sim.fuzz.scenario import MS, Scenario
+from memserve.sim.fuzz.stores import FuzzedStore
 from memserve.sim.fuzz.truth import require
 from memserve.sim.nodes import FollowedHost, FollowerNode
 from memserve.units import NS_PER_S
@@ -56,6 +57,7 @@ class Host(FuzzHost, FollowedHost, Protocol):
     referee: Referee
     keyed: KeyedClients
     instances: list[FuzzedInstance]
+    store: FuzzedStore | None
 
     @property
     def router(self) -> FuzzedRouter:
@@ -137,6 +139,8 @@ class Routers:
             counters = node.machine.cluster.stats().counters
             done.update({"followers: dispatches": counters.dispatches, "followers: adopted": counters.attempts_adopted})
             done.update({"followers: finished": counters.requests_finished})
+            done.update({"followers: sequences shared": counters.sequences_split})
+            done.update({"followers: attempts refused": counters.attempts_failed.get("refused", 0)})
             admission = node.machine.cluster.stats().admission
             done.update({"followers: admitted": admission.admitted})
             done.update({f"followers: {cause} rejected": count for cause, count in admission.rejected.items()})
@@ -150,7 +154,10 @@ class Routers:
         for node in self.followers:
             name = node.peer.name
             require(node.alive and not node.paused, f"{name} was not put right")
-            checks.check_at_rest(node.machine.cluster, host.instances, [], has_events)
+            stores = [] if host.store is None else [host.store]
+            checks.check_at_rest(node.machine.cluster, host.instances, stores, has_events)
+            for store in stores:
+                store_checks.check_tree(node.machine.cluster, store)
             require(not node.machine.cluster.stats().requests_live, f"{name} has requests that do not end")
             require(not len(node.machine.cluster.answers), f"{name} keeps answers for ever")
             if not host.scenario.faults:

@@ -28,7 +28,7 @@ def check_at_rest(router: Cluster, store: FuzzedStore) -> None:
     require(not machine.kv.exchange.transfers_open, f"{machine.kv.exchange.transfers_open} transfers are open")
     require(not machine.loads.open and not machine.values.writes_open, "the store still reads or writes")
     require(machine.values.disks.idle, "its disks are busy")
-    _check_tree(router, store)
+    check_tree(router, store)
 
 
 def check_memory_is_whole(store: FuzzedStore) -> None:
@@ -89,7 +89,8 @@ def _block(cells: list[int], layers: int) -> bytes:
     return b"".join(value.to_bytes(8, "little") for value in values)
 
 
-def _check_tree(router: Cluster, store: FuzzedStore) -> None:
+def check_tree(router: Cluster, store: FuzzedStore) -> None:
+    """The router knows where each block lies, tier by tier."""
     log, trees = store.machine.values.log, router._trees
     member = router._registry.get(store.peer)
     require(member is not None, f"{store.peer} is no member")

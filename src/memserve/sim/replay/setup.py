@@ -121,9 +121,6 @@ class Setup:
 
     def _check_stores(self, stores: StoreSetup) -> None:
         stores.blocks(self.machine.geometry.block_bytes)
-        if self.routers > 1:
-            hint = "leave out --routers, or the store"
-            raise UserError("a store tells one router what it holds", hint=hint, param="routers")
         hosts = ceil_div(sum(self.instances.values()), self.around.instances_per_host)
         if not 1 <= stores.count <= hosts:
             raise UserError(f"{stores.count} stores on {hosts} hosts", hint=f"one a host: --stores 1 to {hosts}")

@@ -172,9 +172,21 @@ def test_all_routers_have_one_gate() -> None:
     assert 0 < follower.admitted < 24 and not owner.active
 
 
+def test_all_routers_name_what_a_store_holds() -> None:
+    """Each hears the store for itself: prompts that HBM has lost come from its memory, at any router."""
+    stores = StoreSetup(2000 * SMALL.geometry.block_bytes)
+    few = dataclasses.replace(SMALL, hbm_blocks=200, context_tokens=4000)
+    asked = [Turn(Blocks(16, (Span(1 + 10_000 * (at % 4), 3200),)), 5, due_s=2.0 * at) for at in range(16)]
+    sessions = tuple(Session(f"s{at}", (turn,), history=History.GIVEN) for at, turn in enumerate(asked))
+    world = played(Setup({Role.COLOCATED: 1}, few, routers=2, stores=stores), Workload("four", "test", sessions))
+    assert min(dispatched(world)) >= 4
+    tiers = [served.fetched_tier for served in world.clients.served]
+    assert tiers[4:] == ["store"] * 12, tiers
+    at_follower = [int(name) for name in world.balancer.at(world.followers[0])]
+    assert any(number >= 4 for number in at_follower)
+
+
 def test_what_production_refuses_is_refused() -> None:
-    with pytest.raises(UserError, match="a store tells one router"):
-        Setup({Role.COLOCATED: 2}, SMALL, routers=2, stores=StoreSetup(8 << 30))
     with pytest.raises(UserError, match="0 routers"):
         Setup({Role.COLOCATED: 2}, SMALL, routers=0)
     with pytest.raises(UserError, match="is called 'router-2'"):

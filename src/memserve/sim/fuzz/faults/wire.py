@@ -26,14 +26,15 @@ def _partition(world: World, fault: Fault, node: FuzzedInstance, random: Random)
 
 
 def _follower_cut(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo | None:
-    """A router that is not the owner is cut off from the owner, from an instance, or from all."""
+    """A router that is not the owner is cut off from the owner, from an instance or a store, or from all."""
     followers = world.routers.followers
     if not followers:
         return None
     name, owner = followers[fault.seed % len(followers)].peer.name, world.router.peer.name
     instances = [one.peer.name for one in world.instances]
     mode, both_ways = random.choice(["lose", "hold"]), random.random() < 0.7
-    ends = random.choice([[owner], [owner], [node.peer.name], [owner, *instances]])
+    stores = [] if world.store is None else [[world.store.peer.name]]
+    ends = random.choice([[owner], [owner], [node.peer.name], [owner, *instances], *stores])
     ways = [way for end in ends for way in world.network.part(name, end, mode, both_ways)]
     return lambda: world.network.heal(ways, mode)
 
