@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from memserve.messages import AnyMessage, Dispatch, Peer, Tokens
-from memserve.sim.fuzz.campaign import play, setting_of
+from memserve.sim.fuzz.campaign import parse_setting, play, setting_of
 from memserve.sim.fuzz.clients import Conversation, Turn
 from memserve.sim.fuzz.network import FaultyNetwork
 from memserve.sim.fuzz.scenario import MIXES, MS, Scenario, Setting
@@ -77,6 +77,11 @@ def test_followers_share_sequences_and_wait_for_instances_of_others() -> None:
     for seed in (39, 58, 88, 159):
         seen = play(seed, setting_of(seed), routers=3).achievements()
         assert all(seen[name] for name in OF_SHARED_AT_FOLLOWERS), (seed, seen)
+
+
+def test_a_client_that_was_away_was_not_starved() -> None:
+    """One of the quiet tenant has its answer, loses its connection, and reads it after the flood of the other one."""
+    play(83002623, parse_setting("pd-caching-1/by-request-agg/1C/healthy"))
 
 
 # -- the referee is awake
