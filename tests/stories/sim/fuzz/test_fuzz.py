@@ -105,7 +105,7 @@ CAUGHT = {
     "draft-check": (0, "tokens that do not exist"),
     "answer-offsets": (91, "instead of"),
     "answer-end": (64, "keeps answers for ever"),
-    "segment-drop": (1892, "is stale"),
+    "segment-drop": (2895, "is stale"),
     "segment-share": (29, "instead of"),
     "segment-turns": (4056, "healthy world"),
     "worker-late": (3, "has written to"),
