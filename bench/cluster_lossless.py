@@ -54,6 +54,8 @@ def settings(small: str) -> list[Setting]:
     pd, cramped = roles(1, 1, 0), ("--kv-memory", small, "--dram-memory", "2GiB", "--policy", "least-load")
     by_layer = (*pd, "--kv-memory", small, "--dram-memory", "2GiB", "--layerwise", "auto")
     turns = "memserve_instance_layerwise_turns_total"
+    drafts = "memserve_instance_drafts_kept_total"
+    tensor, stages = ("--tensor-parallel", "2"), ("--pipeline-parallel", "2")
     stored = ("memserve_instance_store_blocks_taken_total", "memserve_instance_store_tokens_total")
     kept = ("--kv-memory", small, "--policy", "least-load", "--store-dram", "2GiB")
     taken, handed = f'{turns}{{turn="taken_over_parked"}}', f'{turns}{{turn="handed_over"}}'
@@ -72,6 +74,13 @@ def settings(small: str) -> list[Setting]:
         ),
         Setting("1P1D, KV by layer", by_layer, (*pulled, handed, taken)),
         Setting("1P1D, KV by layer, nixl", (*by_layer, "--link", "nixl"), (*pulled, handed, taken)),
+        Setting("drafts", (*roles(0, 0, 1), "--draft-tokens", "8", *ROOMY), (*cached, drafts)),
+        Setting("drafts, 1P1D", (*pd, "--draft-tokens", "8", *ROOMY), (*pulled, drafts)),
+        *(
+            Setting(f"workers: {name}", (*roles(0, 0, 1), *parallel, *ROOMY), cached)
+            for name, parallel in (("TP 2", tensor), ("TP 3", ("--tensor-parallel", "3")), ("PP 2", stages))
+        ),
+        Setting("workers: TP 2 x PP 2", (*roles(0, 0, 1), *tensor, *stages, *ROOMY), cached),
         Setting("degrees: prefill TP 1, decode TP 2", (*pd, *degrees(1, 2), *ROOMY), pulled),
         Setting("degrees: prefill TP 2, decode TP 1", (*pd, *degrees(2, 1), *ROOMY), pulled),
         Setting("degrees: prefill TP 2, decode TP 3", (*pd, *degrees(2, 3), *ROOMY), pulled),
