@@ -96,15 +96,20 @@ def measure_router(args: argparse.Namespace) -> None:
     os.sched_setaffinity(0, {1})  # the page's own work must not take the router's core
     with tempfile.TemporaryDirectory() as name, null_cluster(args.model, Path(name)) as (url, pid):
         script = null.write_load(Path(name), TOKENS, True, vocabulary)
-        null.measure(url, pid, script, CONNECTIONS, args.seconds, 1)  # warms
+        router: null.Router = ("memserve", url, pid)
+
+        def round_of_load() -> dict[str, Any]:
+            return null.measure([router], script, CONNECTIONS, args.seconds, 1)[0]
+
+        round_of_load()  # warms
         rounds: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
         for number in range(args.rounds):
             for is_open in (False, True) if number % 2 else (True, False):
                 if is_open:
                     with open_page(url):
-                        rounds[True].append(null.measure(url, pid, script, CONNECTIONS, args.seconds, 1))
+                        rounds[True].append(round_of_load())
                 else:
-                    rounds[False].append(null.measure(url, pid, script, CONNECTIONS, args.seconds, 1))
+                    rounds[False].append(round_of_load())
     for figure in ("requests_per_s", "router_cpu_us", "p99_ms"):
         without, with_page = ([found[figure] for found in rounds[is_open]] for is_open in (False, True))
         changes = [100 * (b / a - 1) for a, b in zip(without, with_page, strict=True)]
