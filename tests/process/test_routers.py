@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -47,6 +48,41 @@ def balanced(tmp_path_factory: pytest.TempPathFactory):
     balanced.server.process.terminate()
     assert balanced.server.process.wait(60) == 0
     assert not [name for name, pid in children.items() if is_alive(pid)]
+
+
+@pytest.fixture
+def another(tmp_path: Path) -> Iterator[Callable[..., Balanced]]:
+    """Starts a server of the test's own with the flags given; it ends with the test, and in order."""
+    started: list[Balanced] = []
+
+    def start(*flags: str) -> Balanced:
+        started.append(Balanced(tmp_path, *flags))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.server.process.terminate()
+    assert [one.server.process.wait(60) for one in started] == [0] * len(started)
+
+
+def read_all(streams: Sequence[Stream], meanwhile: Callable[[], object] = lambda: None) -> None:
+    """All of them side by side, to their ends; ``meanwhile`` once they are begun."""
+    threads = [threading.Thread(target=stream.read) for stream in streams]
+    for thread in threads:
+        thread.start()
+    meanwhile()
+    for thread in threads:
+        thread.join(180)
+
+
+def killing(follower: int, streams: Sequence[Stream], events: int) -> Callable[[], None]:
+    """Kills the follower once the streams have more than so many events together."""
+
+    def kill() -> None:
+        eventually(lambda: sum(len(stream.events) for stream in streams) > events)
+        os.kill(follower, signal.SIGKILL)
+
+    return kill
 
 
 def listeners(balanced: Balanced) -> int:
@@ -89,20 +125,13 @@ def test_what_the_owner_keeps_is_answered_by_the_owner(balanced: Balanced) -> No
 def test_a_killed_router_costs_its_clients_nothing(balanced: Balanced) -> None:
     bodies = [question(number, 1500) for number in range(12)]
     found = [Stream(balanced, body) for body in bodies]
-    threads = [threading.Thread(target=stream.read) for stream in found]
     begun = balanced.server.counter("generated_tokens")
     truths = [plain(balanced, body) for body in bodies]
     # instances tell it now and then
     eventually(lambda: balanced.server.counter("generated_tokens") >= begun + 12 * 1500)
     generated = balanced.server.counter("generated_tokens")
     eventually(lambda: listeners(balanced) == 2)
-    follower = balanced.follower()
-    for thread in threads:
-        thread.start()
-    eventually(lambda: sum(len(stream.events) for stream in found) > 200)
-    os.kill(follower, signal.SIGKILL)
-    for thread in threads:
-        thread.join(120)
+    read_all(found, killing(balanced.follower(), found, events=200))
     eventually(lambda: listeners(balanced) == 2)
     assert [stream.texts() for stream in found] == truths
     assert sum(stream.breaks for stream in found) > 0, "no client was at the router that was killed"
@@ -115,13 +144,9 @@ def test_a_killed_router_costs_its_clients_nothing(balanced: Balanced) -> None:
 
 
 @pytest.fixture
-def gated(tmp_path: Path):
+def gated(another: Callable[..., Balanced]) -> Balanced:
     """Three requests may be active at both routers together, and none waits."""
-    flags = "--admission", "memory", "--max-active", "3", "--admission-queue", "0"
-    gated = Balanced(tmp_path, "--colocated", "1", *flags)
-    yield gated
-    gated.server.process.terminate()
-    assert gated.server.process.wait(60) == 0
+    return another("--colocated", "1", "--admission", "memory", "--max-active", "3", "--admission-queue", "0")
 
 
 class Holder:
@@ -209,10 +234,12 @@ def ask_each(balanced: Balanced) -> tuple[list[str], list[str]]:
     return answers, members
 
 
-def test_every_router_knows_what_a_store_holds_and_a_killed_one_leaves_nothing_in_it(tmp_path: Path) -> None:
+def test_every_router_knows_what_a_store_holds_and_a_killed_one_leaves_nothing_in_it(
+    another: Callable[..., Balanced], tmp_path: Path
+) -> None:
     """The instance has memory for one of the prompts: what comes again is in the store's memory alone."""
     flags = "--ssd", f"{tmp_path}/ssd=64MiB", "--store-dram", "16MiB", "--ssd-sync", "none"
-    kept = Balanced(tmp_path, "--colocated", "1", "--block-tokens", "8", "--kv-memory", str(60 * 3072), *flags)
+    kept = another("--colocated", "1", "--block-tokens", "8", "--kv-memory", str(60 * 3072), *flags)
     eventually(lambda: listeners(kept) == 2)
     truths, _ = ask_each(kept)
     asked = [ask_each(kept) for _ in range(3)]
@@ -220,27 +247,19 @@ def test_every_router_knows_what_a_store_holds_and_a_killed_one_leaves_nothing_i
     fetches = [member for _, members in asked for member in members]
     assert set(fetches) <= {"s1", ""} and fetches.count("s1") >= 12, fetches  # on a busy machine some are computed
     streams = [Stream(kept, body) for body in LONG for _ in range(4)]
-    threads = [threading.Thread(target=stream.read) for stream in streams]
-    follower = kept.follower()
-    for thread in threads:
-        thread.start()
-    eventually(lambda: sum(len(stream.events) for stream in streams) > 20)
-    os.kill(follower, signal.SIGKILL)
-    for thread in threads:
-        thread.join(120)
+    read_all(streams, killing(kept.follower(), streams, events=20))
     assert [stream.texts() for stream in streams] == [[truth] for truth in truths for _ in range(4)]
     assert sum(stream.breaks for stream in streams) > 0, "no client was at the router that was killed"
     eventually(lambda: listeners(kept) == 2 and is_idle(kept))
     answers, members = ask_each(kept)
     assert answers == truths and members.count("s1") >= 3, members
-    kept.server.process.terminate()
-    assert kept.server.process.wait(60) == 0
 
 
-def test_both_routers_share_sequences_and_a_killed_one_leaves_no_segment(tmp_path: Path) -> None:
+def test_both_routers_share_sequences_and_a_killed_one_leaves_no_segment(
+    another: Callable[..., Balanced], tmp_path: Path
+) -> None:
     """Prompts that need all three instances, several at both routers: one at a time has them."""
-    flags = "--colocated", "3", "--kv-memory", str(3 * 12_288)
-    shared = Balanced(tmp_path, *flags)
+    shared = another("--colocated", "3", "--kv-memory", str(3 * 12_288))
     bodies = [question(0, 24, prompt=[int(token) for token in prompt(230, seed)]) for seed in range(4)]
     with LLM(str(tmp_path / "tiny"), dtype="float32", kv_memory="4MiB", threads=1) as one:
         greedy = {"max_tokens": 24, "ignore_eos": True, "temperature": 0}
@@ -249,19 +268,10 @@ def test_both_routers_share_sequences_and_a_killed_one_leaves_no_segment(tmp_pat
     follower = shared.follower()
     for kills in (False, True):
         streams = [Stream(shared, body) for body in bodies for _ in range(2)]
-        threads = [threading.Thread(target=stream.read) for stream in streams]
-        for thread in threads:
-            thread.start()
-        if kills:
-            eventually(lambda streams=streams: sum(len(stream.events) for stream in streams) > 5)
-            os.kill(follower, signal.SIGKILL)
-        for thread in threads:
-            thread.join(180)
+        read_all(streams, *([killing(follower, streams, events=5)] if kills else []))
         assert [stream.texts() for stream in streams] == [[truth] for truth in truths for _ in range(2)]
         assert not kills or sum(stream.breaks for stream in streams) > 0, "no client was at the killed router"
         eventually(lambda: listeners(shared) == 2 and is_idle(shared))
-    shared.server.process.terminate()
-    assert shared.server.process.wait(60) == 0
 
 
 def test_what_one_router_alone_can_do_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
