@@ -36,6 +36,20 @@ def test_what_ended_a_minute_ago_keeps_nobody_out():
     world.run()
 
 
+def test_an_attempt_that_had_ended_and_is_taken_up_again_counts_once():
+    """Its client has asked another router, and comes back: what is kept of the attempt becomes its own again."""
+    world = gated(("c", C), mode=Admission.MEMORY, evictions_max=0, output_tokens_max=0, caching=Caching.PD_CACHING_3)
+    world.ask(a_request("r", [1] * 120))
+    (req,) = world.cluster._lifecycle.requests.by_id.values()
+    memory, attempt = world.cluster._lifecycle.admission.memory, req.attempt
+    node, before = attempt.first.number, memory.ledger.blocks_free(attempt.first.number)
+    world.run()
+    assert memory.ledger.blocks_inactive(node)
+    memory.reserve(req, attempt)
+    memory.ledger.check_invariants()
+    assert not memory.ledger.blocks_inactive(node) and before - memory.ledger.blocks_free(node) <= 1, "its answer alone"
+
+
 def test_what_is_let_go_makes_room_for_who_waits():
     world = gated(("c", C), mode=Admission.MEMORY, evictions_max=0, output_tokens_max=0, caching=Caching.PD_CACHING_3,
                   kept_ns=2 * NS_PER_S)  # fmt: skip
