@@ -7,7 +7,8 @@
 ``router``: the null instances and the load of ``router_overhead.py``, prompts of 1,024 token ids over 32 connections,
 in rounds that alternate between no page and one: its stream of events and, every two seconds, its prefixes, as the page
 asks for them. Printed: requests/s and CPU of the router a request, medians of the rounds, and the median change of a
-pair of rounds with its quartiles. Needs wrk.
+pair of rounds with its quartiles; then the CPU that the router takes a second for a page, with all that the load has
+left behind to show, while no request comes: a share of a core that noise does not hide. Needs wrk.
 
 ``ceiling``: the attainable hit rate of a trace in Mooncake's form, by the router's sketch and by a set of all blocks.
 
@@ -41,6 +42,7 @@ import router_overhead as null
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 VIEWS = ("cluster", "cache", "requests", "trees")
 TREES_S, CONNECTIONS, TOKENS, INSTANCES = 2.0, 32, 1024, 8
+IDLE_S = 20.0
 
 
 @contextmanager
@@ -110,6 +112,7 @@ def measure_router(args: argparse.Namespace) -> None:
                         rounds[True].append(round_of_load())
                 else:
                     rounds[False].append(round_of_load())
+        alone = statistics.median(page_share(url, pid) for _ in range(5))
     for figure in ("requests_per_s", "router_cpu_us", "p99_ms"):
         without, with_page = ([found[figure] for found in rounds[is_open]] for is_open in (False, True))
         changes = [100 * (b / a - 1) for a, b in zip(without, with_page, strict=True)]
@@ -118,6 +121,20 @@ def measure_router(args: argparse.Namespace) -> None:
             f"{figure}: without {statistics.median(without):,.1f}, with a page {statistics.median(with_page):,.1f}; "
             f"change of a pair {middle:+.2f} % (quartiles {low:+.2f} to {high:+.2f} %, {len(changes)} pairs)"
         )
+    print(f"a page without requests: {100 * alone:.2f} % of the router's core")
+
+
+def page_share(url: str, pid: int) -> float:
+    """Of a second, what the router computes more with a page open while no request comes."""
+
+    def of_a_second() -> float:
+        began_s, began_cpu_s = time.monotonic(), null.cpu_seconds(pid)
+        time.sleep(IDLE_S)
+        return (null.cpu_seconds(pid) - began_cpu_s) / (time.monotonic() - began_s)
+
+    without = of_a_second()
+    with open_page(url):
+        return of_a_second() - without
 
 
 def measure_leak(args: argparse.Namespace) -> None:

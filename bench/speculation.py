@@ -4,11 +4,14 @@
         [--llamacpp PYTHON --gguf FILE]
 
 Four kinds of requests: *chats*, turns of real conversations with the model's own answers in the history; *agents*,
-calls of recorded agents with what came before; *again*, the chats once more, which the prefix cache has seen answered;
-*drawn*, the chats at temperature 1, where little can be foretold. All but the last are greedy. ``--batch N``: N
-requests at a time, ``--limit N``: N of each kind at most. Two engines of the same process take turns request by
-request, another one first each time; both have the prompts cached before. ``--llamacpp`` names a Python that can
-import llama_cpp: it decodes as many tokens from the same prompts in a process of its own, which is stopped otherwise.
+calls of recorded agents with what came before; *again*, the chats once more, which the prefix cache has seen
+answered; *drawn*, the chats at temperature 1, where little can be foretold. All but the last are greedy. ``--batch
+N``: N requests at a time, ``--limit N``: N of each kind at most. Two engines of the same process take turns request
+by request, another one first each time; both have the prompts cached before. The N of a batch begin together, and it
+ends with the slowest of them; with ``--running M`` only M of them run at a time and the next begins when one ends, as
+at a server. ``--rounds R``: all of it R times, drawn answers with another seed each time. ``--llamacpp`` names a
+Python that can import llama_cpp: it decodes as many tokens from the same prompts in a process of its own, which is
+stopped otherwise.
 
 Printed for each kind: tokens a second behind the first token, off and on (and of llama.cpp), in all; their ratio in
 all, by CPU second of this process (``cpu``: less disturbed by what else the machine does), as the median and the least
@@ -26,13 +29,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import chats
 import rivals
+from msgspec.structs import replace
 
 from memserve import LLM
 from memserve.llm import Completion
@@ -40,7 +44,7 @@ from memserve.model import device
 from memserve.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-DRAWN = SamplingParams(temperature=1.0, seed=7)
+DRAWN = SamplingParams(temperature=1.0)
 CALLS = ("taubench", "miniswe", "magagent")
 PROMPT_TOKENS_MAX = 1600
 LEAST_TOKENS = 8  # of an answer whose pace counts
@@ -128,6 +132,8 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         options = {"dtype": args.dtype, "kv_memory": "1GiB", "threads": args.threads}
+        if args.running is not None:
+            options["max_running"] = args.running
         self.args = args
         drafts = {"off": 0, "on": args.drafts}
         self.engines = {name: LLM(args.model, **options, draft_tokens=count) for name, count in drafts.items()}
@@ -154,12 +160,12 @@ class Bench:
             self.cpu_s[name] = time.process_time() - began
         return answers
 
-    def row(self, kind: str, groups: list[Prompts], sampling: SamplingParams = GREEDY) -> dict[str, Any]:
-        """All requests of one kind."""
+    def row(self, kind: str, groups: list[Prompts], samplings: list[SamplingParams]) -> dict[str, Any]:
+        """All requests of one kind, once with each of ``samplings``."""
         before = self.engines["on"].stats().instance
         paces = {name: Pace() for name in (*self.engines, *(["llama.cpp"] if self.rival else []))}
         differ, asked = 0, 0
-        for group in groups:
+        for sampling, group in product(samplings, groups):
             found = self.ask(group, sampling)
             pairs = list(zip(found["on"], found["off"], strict=True))
             differ += sum(on.outputs[0].tokens != off.outputs[0].tokens for on, off in pairs)
@@ -203,6 +209,8 @@ def main() -> int:
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--running", type=int, help="of a batch, how many run at a time; all by default")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=20, help="chats of three turns, and as many agents' calls")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--limit", type=int)
@@ -226,7 +234,8 @@ def main() -> int:
     sources = {"chats": "chats", "agents": "agents", "again": "chats", "drawn": "chats"}
     for kind in args.kinds.split(","):
         groups = batches(prompts[sources[kind]][: args.limit], args.batch)
-        rows.append(bench.row(kind, groups, DRAWN if kind == "drawn" else GREEDY))
+        samplings = [replace(DRAWN, seed=seed) if kind == "drawn" else GREEDY for seed in range(7, 7 + args.rounds)]
+        rows.append(bench.row(kind, groups, samplings))
         print(json.dumps(rows[-1]), flush=True)
     if bench.rival is not None:
         bench.rival.end()

@@ -15,6 +15,7 @@ from memserve.api.families import (
     families,
     layer_families,
     objective_families,
+    preemption_family,
     scaling_families,
 )
 from memserve.api.store_metrics import store_families
@@ -218,6 +219,8 @@ INSTANCE_COUNTERS: Table = [
     ("instance_generated_tokens", COUNTER, "Tokens that the instance generated", "generated_tokens"),
     ("instance_drafts_computed", COUNTER, "Tokens that the instance computed as drafts", "drafts_computed"),
     ("instance_drafts_kept", COUNTER, "Drafts of the instance that were drawn as well", "drafts_kept"),
+    ("instance_steps_failed", COUNTER, "Steps that failed on the device of the instance", "steps_failed"),
+    ("instance_rows_failed", COUNTER, "Sequences that ended because their own row of a step failed", "rows_failed"),
     (
         "instance_fetched_tokens",
         COUNTER,
@@ -225,12 +228,7 @@ INSTANCE_COUNTERS: Table = [
         "fetched_tokens",
     ),
     ("instance_received_bytes", COUNTER, "Bytes of KV pulled from other instances", "bytes_received"),
-    (
-        "instance_store_tokens",
-        COUNTER,
-        "Prompt tokens with KV out of a store",
-        "store_tokens",
-    ),
+    ("instance_store_tokens", COUNTER, "Prompt tokens with KV out of a store", "store_tokens"),
     (
         "instance_store_ssd_tokens",
         COUNTER,
@@ -387,6 +385,7 @@ def _counters(members: Sequence[Any]) -> Iterator[Metric]:
                 blocks.add_metric([view.peer.name, view.role.value, tier, state], float(count))
     yield blocks
     yield block_bytes_family("instance_", "the instance", ("instance", "role"), sources)
+    yield preemption_family("instance_", "the instance", ("instance", "role"), sources)
     yield from objective_families("instance_", "the instance", ("instance", "role"), sources)
     yield from layer_families("instance_", "the instance", ("instance", "role"), sources)
     rate = GaugeMetricFamily(

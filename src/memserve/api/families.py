@@ -130,6 +130,18 @@ def block_bytes_family(
     return family
 
 
+def preemption_family(
+    prefix: str, whose: str, labels: Sequence[str], sources: Sequence[tuple[Sequence[str], Any]]
+) -> Metric:
+    """How often sequences gave up their blocks. Of every source: values of ``labels``, ``InstanceStats``."""
+    about = f"Sequences of {whose} that were preempted, by what became of their KV"
+    family = CounterMetricFamily(f"memserve_{prefix}preemptions", about, labels=[*labels, "kind"])
+    for values, instance in sources:
+        family.add_metric([*values, "swap"], float(instance.preemptions_swap))
+        family.add_metric([*values, "recompute"], float(instance.preemptions_recompute))
+    return family
+
+
 def objective_families(
     prefix: str, whose: str, labels: Sequence[str], sources: Sequence[tuple[Sequence[str], Any]]
 ) -> Iterator[Metric]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from memserve.api.cluster_metrics import cluster_families
 from memserve.api.families import (
@@ -20,6 +20,7 @@ from memserve.api.families import (
     families,
     layer_families,
     objective_families,
+    preemption_family,
 )
 from memserve.runtime.memory import resident_bytes
 from memserve.units import NS_PER_S
@@ -252,7 +253,4 @@ def _tiers(instance: Any) -> Iterator[Metric]:
             blocks.add_metric([tier, state], count)
     yield blocks
     yield block_bytes_family("pool_", "the engine", (), [((), instance)])
-    preemptions = CounterMetricFamily("memserve_preemptions", "Sequences that were preempted, by kind", labels=["kind"])
-    preemptions.add_metric(["swap"], instance.preemptions_swap)
-    preemptions.add_metric(["recompute"], instance.preemptions_recompute)
-    yield preemptions
+    yield preemption_family("", "the engine", (), [((), instance)])

@@ -42,14 +42,15 @@ def router_stats() -> RouterStats:
     counters.finished["stop"] = 5
     p1 = InstanceStats(
         prompt_tokens=200, cached_tokens=50, fetched_tokens=30, bytes_received=4096, checksum_mismatches=1,
-        hbm=TierReport(100, 60, 30), dram=TierReport(10, 4, 6), requests_arrived=9,
+        hbm=TierReport(100, 60, 30), dram=TierReport(10, 4, 6), requests_arrived=9, preemptions_swap=5, steps_failed=8,
         objectives=ObjectiveReport(ttft_met=3),
         layers=LayerReport(kept_pages=12, parkings=2, link=LinkUse(4096, 8192, 4 * NS_PER_S, 1 * NS_PER_S)),
     )  # fmt: skip
     kept = ObjectiveReport(tpot_missed=2, plans_limited=5, output_classes={"0-10": 1, "10-25": 4})
     d1 = InstanceStats(
-        generated_tokens=70, taken_over=8, transfers_failed=2, hbm=TierReport(100, 90, 0), objectives=kept
-    )
+        generated_tokens=70, taken_over=8, transfers_failed=2, hbm=TierReport(100, 90, 0), objectives=kept,
+        preemptions_recompute=6, rows_failed=7,
+    )  # fmt: skip
     views = [
         view("p1", Role.PREFILL, EngineStats(5, 1, 2_000_000_000, instance=p1), Load(requests_waiting=3)),
         view("d1", Role.DECODE, EngineStats(6, 1, 10, instance=d1), Load(sequences_running=4, transfers_open=1)),
@@ -120,6 +121,10 @@ def test_each_instance_has_its_gauges_by_name_and_role(world: World) -> None:
     assert found["memserve_objectives_total", frozenset({("objective", "ttft"), ("result", "met")})] == 3, "of all"
     assert of("memserve_instance_checksum_mismatches_total", "p1", "prefill") == 1
     assert of("memserve_instance_received_bytes_total", "p1", "prefill") == 4096
+    assert of("memserve_instance_preemptions_total", "p1", "prefill", kind="swap") == 5
+    assert of("memserve_instance_preemptions_total", "d1", "decode", kind="recompute") == 6
+    assert of("memserve_instance_rows_failed_total", "d1", "decode") == 7
+    assert of("memserve_instance_steps_failed_total", "p1", "prefill") == 8
     assert of("memserve_instance_transfers_failed_total", "d1", "decode") == 2
     assert [of("memserve_instance_up", name, role) for name, role in (("p1", "prefill"), ("d2", "decode"))] == [1, 0]
     assert of("memserve_instance_blocks", "d2", "decode", tier="hbm", state="held") is None  # it has told nothing yet
