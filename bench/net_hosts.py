@@ -1,11 +1,14 @@
-"""KV between two hosts: NIXL over TCP beside iperf3, over one network that delays, loses and paces.
+"""KV between two hosts: the encrypted channel and NIXL over TCP beside iperf3, over one network that delays, loses and
+paces.
 
     python bench/net_hosts.py [--mib 64] [--rounds 5] [--delay-ms 1] [--loss 0.01] [--gbit 1]
+        [--links curve,nixl]
 
-Needs root, iperf3 (Debian's package) and NIXL. Both hosts are network namespaces that the script makes, with a process
-between them as the network (``tests/support/net_hosts.py``). Contenders take turns in every round: iperf3 moves as many
-bytes over one connection; the link reads the KV of as many whole blocks, checksummed, as an instance would. A figure is
-the median over the rounds; ``of iperf3`` is the ratio of the medians.
+Needs root, iperf3 (Debian's package) and, for its part, NIXL. Both hosts are network namespaces that the script
+makes, with a process between them as the network (``tests/support/net_hosts.py``). Contenders take turns in every
+round: iperf3 moves as many bytes over one connection; a link reads the KV of as many whole blocks, checksummed, by as
+many readers as it has (``--readers``: one peer of an instance is read by one). A figure is the median over the
+rounds; ``of iperf3`` is the ratio of the medians; CPU seconds a GB are those of both processes of a link.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ import numpy as np
 from memserve import _core
 from memserve.messages import Join, Peer, PeerInfo
 from memserve.runtime.links import wire
+from memserve.runtime.links.answering import Listening
+from memserve.runtime.links.curve_link import CurveLink
+from memserve.runtime.links.link import PageLink
 from memserve.runtime.links.nixl import NixlLink
 from memserve.runtime.links.ranges import Ranges
 from memserve.types import KVGeometry, Role, Tier
@@ -38,7 +44,10 @@ TCP = ("env", "UCX_TLS=tcp,self")
 IPERF_S = 10.0
 
 
-def _describe(link: NixlLink, name: str, arena: Any) -> PeerInfo:
+SECRET = "a secret of this script alone"
+
+
+def _describe(link: PageLink, name: str, arena: Any) -> PeerInfo:
     from memserve.messages import ArenaPlace
 
     place = ArenaPlace(Tier.HBM, arena.address, arena.nbytes)
@@ -46,39 +55,43 @@ def _describe(link: NixlLink, name: str, arena: Any) -> PeerInfo:
     return link.describe(info)
 
 
-def _link(address: str, nbytes: int) -> tuple[NixlLink, Any]:
+def _link(name: str, address: str, nbytes: int) -> tuple[PageLink, Any]:
     arena = _core.SharedArena(nbytes)
     np.frombuffer(arena, np.uint8)[:] = 7
-    return NixlLink({Tier.HBM: arena}, GEOMETRY.block_bytes, host=address), arena
+    arena.generation = 1
+    if name == "nixl":
+        return NixlLink({Tier.HBM: arena}, GEOMETRY.block_bytes, host=address), arena
+    return CurveLink({Tier.HBM: arena}, Listening(SECRET, address), GEOMETRY.block_bytes), arena
 
 
-def own(address: str, nbytes: int) -> None:
-    """On one host: memory that the other one reads, until stdin ends."""
-    link, arena = _link(address, nbytes)
+def own(name: str, address: str, nbytes: int) -> None:
+    """On one host: memory that the other one reads, until stdin ends. Prints for each line its CPU seconds so far."""
+    link, arena = _link(name, address, nbytes)
     print(wire.encode(Join(_describe(link, "owner", arena))).hex(), flush=True)
     link.add_peer(_describe(link, "reader", arena))
     for _ in sys.stdin:
         link.expect_reads()
+        print(time.process_time(), flush=True)
 
 
-def read(address: str, nbytes: int, owner: str) -> None:
-    """On the other host: reads all of it for each line on stdin, and prints the seconds."""
-    link, _arena = _link(address, nbytes)
+def read(name: str, address: str, nbytes: int, owner: str, readers: int) -> None:
+    """On the other host: reads all of it for each line on stdin, and prints the seconds, and those of the CPU."""
+    link, _arena = _link(name, address, nbytes)
     hello = wire.decode(bytes.fromhex(owner))
     assert isinstance(hello, Join)
     link.add_peer(hello.info)
     blocks = np.random.default_rng(1).permutation(nbytes // GEOMETRY.block_bytes).astype(np.int64)
-    parts = [part * GEOMETRY.block_bytes for part in np.array_split(blocks, link.workers)]
-    with ThreadPoolExecutor(link.workers) as workers:
+    parts = [part * GEOMETRY.block_bytes for part in np.array_split(blocks, readers)]
+    with ThreadPoolExecutor(readers) as workers:
 
         def pull(offsets: Any) -> None:
             link.read(hello.info.peer, Tier.HBM, Tier.HBM, Ranges(offsets, offsets, GEOMETRY.block_bytes))
 
         print("ready", flush=True)
         for _ in sys.stdin:
-            started = time.perf_counter()
+            started, started_cpu = time.perf_counter(), time.process_time()
             list(workers.map(pull, parts))
-            print(time.perf_counter() - started, flush=True)
+            print(time.perf_counter() - started, time.process_time() - started_cpu, flush=True)
 
 
 def _side(host: Host, *words: str) -> subprocess.Popen[str]:
@@ -94,28 +107,48 @@ def _ask(side: subprocess.Popen[str], line: str) -> str:
 
 def _iperf(source: Host, target: Host, nbytes: int) -> float:
     """Bytes a second, as the receiver counts them."""
-    server = target.popen(["iperf3", "-s", "-1"], stdout=subprocess.DEVNULL)
-    time.sleep(0.5)
+    server = target.popen(["iperf3", "-s", "-1", "--forceflush"], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    while "listening" not in (line := server.stdout.readline()):
+        if not line:
+            raise SystemExit("iperf3 does not start")
     told = json.loads(source.run("iperf3", "-c", target.address, "-J", "-n", str(nbytes)))
     server.wait(IPERF_S)
     return float(told["end"]["sum_received"]["bits_per_second"]) / 8
 
 
-def measure(quality: Quality, nbytes: int, rounds: int) -> dict[str, float]:
-    """Medians: bytes a second of both."""
-    rates: dict[str, list[float]] = {"iperf3": [], "nixl": []}
-    with Wired(quality, "owner", "reader") as network:
+class Sides:
+    """Both processes of one link."""
+
+    def __init__(self, link: str, network: Wired, nbytes: int, readers: int) -> None:
         source, target = network["owner"], network["reader"]
-        owner = _side(source, "--own", source.address, "--bytes", str(nbytes))
-        assert owner.stdout is not None
-        hello = owner.stdout.readline().strip()
-        reader = _side(target, "--read", target.address, "--bytes", str(nbytes), "--owner", hello)
-        assert reader.stdout is not None and reader.stdout.readline().strip() == "ready"
-        _ask(reader, "warm up: the first read connects")
+        both = ("--links", link, "--bytes", str(nbytes), "--readers", str(readers))
+        self._nbytes, self._owner = nbytes, _side(source, "--own", source.address, *both)
+        assert self._owner.stdout is not None
+        hello = self._owner.stdout.readline().strip()
+        self._reader = _side(target, "--read", target.address, "--owner", hello, *both)
+        assert self._reader.stdout is not None and self._reader.stdout.readline().strip() == "ready"
+        self.read()  # the first read connects
+
+    def read(self) -> tuple[float, float]:
+        """Bytes a second; CPU seconds a GB."""
+        before = float(_ask(self._owner, "cpu"))
+        seconds, cpu_s = map(float, _ask(self._reader, "read").split())
+        return self._nbytes / seconds, (cpu_s + float(_ask(self._owner, "cpu")) - before) / self._nbytes * 1e9
+
+
+def measure(
+    quality: Quality, nbytes: int, rounds: int, links: list[str], readers: int
+) -> dict[str, list[tuple[float, float]]]:
+    """By contender: what each round gave."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("iperf3", *links)}
+    with Wired(quality, "owner", "reader") as network:
+        sides = {link: Sides(link, network, nbytes, readers) for link in links}
         for _ in range(rounds):
-            rates["iperf3"].append(_iperf(source, target, nbytes))
-            rates["nixl"].append(nbytes / float(_ask(reader, "read")))
-    return {name: statistics.median(found) for name, found in rates.items()}
+            found["iperf3"].append((_iperf(network["owner"], network["reader"], nbytes), float("nan")))
+            for link, both in sides.items():
+                found[link].append(both.read())
+    return found
 
 
 def main() -> None:
@@ -126,27 +159,31 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=1.0, help="each way")
     parser.add_argument("--loss", type=float, default=0.01, help="share of frames, each way")
     parser.add_argument("--gbit", type=float, default=1.0)
+    parser.add_argument("--links", default="curve,nixl")
+    parser.add_argument("--readers", type=int, default=4)
     parser.add_argument("--own", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--read", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--owner", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.own:
-        own(args.own, args.bytes)
+        own(args.links, args.own, args.bytes)
     elif args.read:
-        read(args.read, args.bytes, args.owner)
+        read(args.links, args.read, args.bytes, args.owner, args.readers)
     elif (why := why_none(wired=True)) is not None:
         raise SystemExit(f"no hosts here: {why}")
     else:
         nbytes = args.mib * MIB // GEOMETRY.block_bytes * GEOMETRY.block_bytes
         quality = Quality(args.delay_ms / 1000, args.loss, args.gbit * 1e9)
-        found = measure(quality, nbytes, args.rounds)
+        found = measure(quality, nbytes, args.rounds, args.links.split(","), args.readers)
         print(
             f"{args.delay_ms:g} ms, {100 * args.loss:g} % lost, {args.gbit:g} Gbit/s;"
-            f" {args.mib} MiB, {args.rounds} rounds"
+            f" {args.mib} MiB, {args.rounds} rounds, {args.readers} readers"
         )
-        for name, rate in found.items():
-            print(f"{name:8} {rate / 1e6:8.1f} MB/s   of iperf3 {rate / found['iperf3']:.2f}")
+        medians = {name: statistics.median(rate for rate, _ in rounds) for name, rounds in found.items()}
+        for name, rate in medians.items():
+            cpu = statistics.median(cpu_s for _, cpu_s in found[name])
+            print(f"{name:8} {rate / 1e6:8.1f} MB/s   of iperf3 {rate / medians['iperf3']:.2f}   CPU {cpu:.2f} s/GB")
 
 
 if __name__ == "__main__":

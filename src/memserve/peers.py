@@ -96,6 +96,8 @@ class PeerInfo(Message, frozen=True):
     """The longest sequence of which it can compute a part."""
     admission: str = ""
     """Of a follower: the kind of admission for which it asks the owner; empty: none."""
+    pages_at: str = ""
+    """Where it hands out pages through the cluster's channel, ``tcp://host:port``; empty: not that way."""
 
 
 class Load(Message, frozen=True):

@@ -26,6 +26,26 @@ class Tier(enum.IntEnum):
     SSD = 2
 
 
+LINKS = {
+    "auto": "shared memory on one host, the cluster's encrypted channel between hosts",
+    "trusted": "shared memory on one host, NIXL between hosts (RDMA or TCP, neither encrypted nor authenticated: for"
+    " networks that no stranger reaches), the encrypted channel where an end has no NIXL",
+    "shm": "shared memory alone",
+    "curve": "the encrypted channel alone",
+    "nixl": "NIXL alone",
+}
+"""Value of ``--link`` -> how KV comes from other processes."""
+
+FAR_LINKS = ("curve", "nixl")
+"""Links between hosts, as ``PagesPulled`` names them; the others are those of one host."""
+
+
+def check_link(link: str) -> None:
+    """Raise :class:`UserError` for what is none of :data:`LINKS`."""
+    if link not in LINKS:
+        raise UserError(f"unknown link {link!r}", hint=f"use one of {', '.join(LINKS)}", param="link")
+
+
 class Role(enum.StrEnum):
     """What an instance does. All have the same pool."""
 

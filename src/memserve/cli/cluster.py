@@ -25,7 +25,7 @@ from memserve.runtime.memory import objects_that_stay
 from memserve.runtime.meta_keeper import Metadata, MetadataPlace, open_metadata
 from memserve.runtime.store_secret import store_secret, stored_secret
 from memserve.store_options import StoreOptions
-from memserve.types import Admission, Caching, Role
+from memserve.types import Admission, Caching, Role, check_link
 from memserve.units import human_bytes
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from memserve.runtime.scaling import Perform
     from memserve.runtime.supervisor import ChildOrder, Supervisor
 
-LINKS = ("auto", "shm", "nixl")
 START_TIMEOUT_S = 600.0
 _LOOK_S = 0.1
 STORE_NAME = "s1"
@@ -72,8 +71,7 @@ class ClusterOptions:
         if self.store.is_used and self.config.caching is Caching.OFF:
             hint = "leave out --caching off and --no-cache, or the options of the store"
             raise UserError("a store keeps what instances cache, and none of them caches", hint=hint, param="ssd")
-        if self.link not in LINKS:
-            raise UserError(f"unknown link {self.link!r}", hint=f"use one of {', '.join(LINKS)}", param="link")
+        check_link(self.link)
         if not self.instances and self.port is None:
             hint = "name some, e.g. --colocated 1, or let others join with --cluster-port"
             raise UserError("a cluster without instances cannot serve", hint=hint)

@@ -27,6 +27,7 @@ from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.options import Option, contradiction, options_of, with_values
+from memserve.types import LINKS
 
 if TYPE_CHECKING:
     from memserve.api.tls import Tls
@@ -44,7 +45,7 @@ HealthFile = Annotated[
         " For probes of containers; a file that is older than a minute is of a process that hangs."
     ),
 ]
-Link = Annotated[str, typer.Option(help="How KV moves: auto, shm (same host) or nixl.")]
+Link = Annotated[str, typer.Option(help=f"How KV moves. {'; '.join(f'{name}: {how}' for name, how in LINKS.items())}.")]
 LogLevel = Annotated[str, typer.Option(help=f"Lowest level that is logged: {', '.join(LOG_LEVELS)}.")]
 
 

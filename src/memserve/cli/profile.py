@@ -16,6 +16,7 @@ from memserve.cli import options as opt
 from memserve.cli.progress import shown
 from memserve.config import EngineOptions
 from memserve.errors import UserError
+from memserve.types import check_link
 from memserve.units import MIB, NS_PER_MS, NS_PER_S, NS_PER_US, human_bytes
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ def profile(
     *,
     engine: ProfiledEngine = PROFILED,
     seconds: Annotated[float, typer.Option(min=1, help="Approximate seconds to measure.")] = 60.0,
+    link: Annotated[
+        str, typer.Option(help="--link of the instances: trusted has NIXL measured for other hosts.")
+    ] = "auto",
     save: Annotated[bool, typer.Option(help="Save the profile in the cache folder, for serve and instance.")] = True,
     even_if_busy: Annotated[
         bool, typer.Option("--even-if-busy", help="Save the profile even if other programs used the machine meanwhile.")
@@ -54,7 +58,8 @@ def profile(
     if (note := busy_note(watched())) is not None:
         _tell(f"warning: {note}")
     started, watch = time.perf_counter(), CpuWatch()
-    found, geometry, path = _measure(engine, seconds)
+    check_link(link)
+    found, geometry, path = _measure(engine, seconds, link)
     values = profile_values(found, geometry) | {"seconds": round(time.perf_counter() - started, 1)}
     others_cores = watch.others_cores()
     values["others_cores"] = None if others_cores is None else round(others_cores, 2)
@@ -76,8 +81,16 @@ def _distrust(found: Profile) -> str | None:
     return f"predicted prompt times are off by {error:.0%}: the machine's speed changed" if error > BUSY_ERROR else None
 
 
-def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometry, Path]:
-    from memserve.runtime.profile import SHARES, fit_profile, measure_steps, open_profiler, with_transfers
+def _measure(options: EngineOptions, seconds: float, link: str) -> tuple[Profile, KVGeometry, Path]:
+    from memserve.runtime.profile import (
+        LINKS,
+        SHARES,
+        TRUSTED_LINKS,
+        fit_profile,
+        measure_steps,
+        open_profiler,
+        with_transfers,
+    )
     from memserve.runtime.profile_store import machine_name, model_name, profile_path
 
     _tell(f"loading {options.model} ...")
@@ -89,7 +102,8 @@ def _measure(options: EngineOptions, seconds: float) -> tuple[Profile, KVGeometr
             measured = measure_steps(profiler, config, geometry, seconds, _tell)
         finally:
             profiler.close()
-        measured = with_transfers(measured, geometry, SHARES["transfer"] * seconds, _tell)
+        links = TRUSTED_LINKS if link in ("trusted", "nixl") else LINKS
+        measured = with_transfers(measured, geometry, SHARES["transfer"] * seconds, _tell, links)
     known = (model.fingerprint, geometry, device, options.threads)
     found = fit_profile(measured, machine_name(device), f"{model.name}: {model_name(*known)}")
     return found, geometry, profile_path(*known)

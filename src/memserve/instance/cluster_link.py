@@ -60,7 +60,7 @@ from memserve.messages import (
 )
 from memserve.policy.capacity import headroom_blocks
 from memserve.serving import MessageArrived, RejectRequest, Send
-from memserve.types import KVGeometry, TokenOutput
+from memserve.types import FAR_LINKS, KVGeometry, TokenOutput
 
 
 class ClusterLink:
@@ -154,7 +154,7 @@ class ClusterLink:
             name = self._pulls.pop(event.job_id, None)
             if name is not None and event.link:
                 self._links[name] = event.link
-                self.fetches.far[name] = event.link == "nixl"
+                self.fetches.far[name] = event.link in FAR_LINKS
         self._act(self.exchange.handle(event, now), now)
 
     def step_ended(self, step_id: int, now: int) -> None:

@@ -68,7 +68,8 @@ class PagesPulled:
     job_id: int
     error: str = ""
     pulled_bytes: int = 0
-    link: str = ""  # "shm" or "nixl"
+    link: str = ""
+    """How it came: ``shm`` or ``ipc`` on one host, ``curve`` or ``nixl``."""
     spent_ns: int = 0
     mismatches: int = 0
     """Blocks whose checksum differed; above 0 there is an ``error``."""

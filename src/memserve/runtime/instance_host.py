@@ -20,6 +20,7 @@ from memserve.runtime.build import Parts, build_parts
 from memserve.runtime.gpus import take_gpu
 from memserve.runtime.health_file import HealthFile
 from memserve.runtime.lean_torch import leave_compiler_out
+from memserve.runtime.links.answering import Listening
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
@@ -61,7 +62,7 @@ class MemberOptions:
     advertise: str | None = None
     """The host by which others reach it."""
     link: str = "auto"
-    """How KV moves: ``auto``, ``shm`` or ``nixl``."""
+    """How KV moves: one of :data:`memserve.types.LINKS`."""
     is_supervised: bool = False
     """A ``memserve serve`` on this host has started it, and ends it."""
     health_file: Path | None = None
@@ -169,7 +170,8 @@ def _no_router(found: Mapping[str, Knock]) -> UserError:
 
 def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:
     geometry, arenas = parts.model.geometry, parts.device.shared_arenas
-    segments = _open_segments(parts, place)
+    where = Listening(place.secret, place.host, place.advertise)
+    segments = _open_segments(parts, where)
     return Member(
         parts.machine,
         parts.device,
@@ -178,7 +180,7 @@ def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:
         lambda me, on_message: ZmqMailbox(
             me, place.secret, place.host, place.port, on_message, advertise=place.advertise
         ),
-        lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, place.advertise or place.host),
+        lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, where),
         segments=segments,
     )
 
@@ -191,7 +193,7 @@ def _read_vocabulary(parts: Parts) -> None:
         grammars.read_vocabulary().add_done_callback(lambda _: trim_heap())  # of the tokenizer
 
 
-def _open_segments(parts: Parts, place: MemberOptions) -> SegmentPort | None:
+def _open_segments(parts: Parts, where: Listening) -> SegmentPort | None:
     """Where it may compute parts of longer sequences. None: its model or its options do not allow that."""
     able = parts.model.attends_plainly and parts.config.scheduler.layerwise == "off"
     if not able or getattr(parts.device, "held_kv", None) is None:
@@ -199,7 +201,7 @@ def _open_segments(parts: Parts, place: MemberOptions) -> SegmentPort | None:
     from memserve.runtime.links.segments import SegmentPort
 
     device, dtype = cast("ModelDevice", parts.device), parts.model.geometry.dtype
-    return SegmentPort(device, place.secret, place.host, dtype, place.advertise)
+    return SegmentPort(device, where, dtype)
 
 
 def _forget_tokenizer(parts: Parts) -> None:

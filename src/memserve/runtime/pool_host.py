@@ -20,6 +20,7 @@ from memserve.kv_transfer.events import Delivered, Inserted, PagesPulled, PagesS
 from memserve.kv_transfer.exchange import Exchange
 from memserve.mempool.mempool import MemPool
 from memserve.messages import AnyMessage, Peer, PeerInfo
+from memserve.runtime.links.answering import Listening
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.loop import MachineLoop
@@ -55,7 +56,7 @@ class PoolHost:
         self._closed = False
         self._deliveries = ThreadPoolExecutor(1, thread_name_prefix="memserve-delivery")
         arenas = {tier: arena for tier, arena in memory.arenas.items() if isinstance(arena, _core.SharedArena)}
-        self._data = open_data_port(link, memory.geometry, arenas, self._pages_done, address[0])
+        self._data = open_data_port(link, memory.geometry, arenas, self._pages_done, Listening(secret, address[0]))
         self._mailbox = ZmqMailbox(me, secret, *address, self._heard)
         info = self._data.describe(_info(memory, me, namespace, self._mailbox.address))
         exchange = Exchange(memory.pool, memory.geometry, config, me, namespace)

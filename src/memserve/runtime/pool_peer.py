@@ -89,10 +89,10 @@ class PoolPeer:
     ) -> None:
         """Memory in shared arenas, a mailbox at ``host:port`` (0: any port) that takes peers with this ``secret``.
 
-        ``link`` is how pages come here: ``auto``, ``shm`` or ``nixl``. What a peer holds here, or was offered and has
-        not taken, goes back after ``lease_s``, or when it was not heard of for ``silent_s``. ``on_delivery`` is called,
-        one delivery at a time, in a thread of its own; without it raw transfers that choose no blocks are given back
-        at once.
+        ``link`` is how pages come here: one of ``memserve.types.LINKS``. What a peer holds here, or was offered and
+        has not taken, goes back after ``lease_s``, or when it was not heard of for ``silent_s``. ``on_delivery`` is
+        called, one delivery at a time, in a thread of its own; without it raw transfers that choose no blocks are
+        given back at once.
         """
         generation = time.time_ns()
         self._me = Peer(name, generation)

@@ -15,6 +15,7 @@ import itertools
 import multiprocessing
 import os
 import queue
+import secrets
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from memserve.kv_transfer.events import PagesPulled, PagesSealed, PullPages, Sea
 from memserve.messages import Peer, PeerInfo
 from memserve.policy.costs import CostModel, Quality, Sample, fit_copy, fit_decode, fit_held_out, fit_prefill
 from memserve.runtime.build import build_parts
+from memserve.runtime.links.answering import Listening
 from memserve.runtime.links.data import PagePort, open_data_port
 from memserve.runtime.ports import Device
 from memserve.runtime.profile_store import Measured, Profile
@@ -60,11 +62,14 @@ _PULL_S = 20.0
 _OWNER, _TAKER = Peer("profile-owner", 1), Peer("profile-taker", 1)
 
 NETWORK_ENVIRONMENT = {"UCX_TLS": "tcp,self"}
-"""Another host cannot be asked: NIXL over this one's own TCP stands for the network."""
+"""Another host cannot be asked: this one's own TCP stands for the network."""
 
 
-LINKS: dict[str, tuple[str, dict[str, str]]] = {"same_host": ("shm", {}), "network": ("nixl", NETWORK_ENVIRONMENT)}
+Links = dict[str, tuple[str, dict[str, str]]]
 """Curve -> link and environment."""
+LINKS: Links = {"same_host": ("shm", {}), "network": ("curve", {})}
+TRUSTED_LINKS: Links = LINKS | {"network": ("nixl", NETWORK_ENVIRONMENT)}
+"""Of instances with ``--link trusted``."""
 
 Point = TypeVar("Point", bound=Hashable)
 Tell = Callable[[str], None]
@@ -235,10 +240,12 @@ def fit_profile(measured: Measured, machine: str, model: str) -> Profile:
 # -- transfers
 
 
-def with_transfers(measured: Measured, geometry: KVGeometry, seconds: float, tell: Tell) -> Measured:
+def with_transfers(
+    measured: Measured, geometry: KVGeometry, seconds: float, tell: Tell, links: Links = LINKS
+) -> Measured:
     """``measured`` and what moving pages between two processes costs, in about ``seconds``."""
     samples, missing = dict(measured.samples), dict(measured.missing)
-    for curve, (link, environment) in LINKS.items():
+    for curve, (link, environment) in links.items():
         tell(f"transfer: between two processes over {link}")
         try:
             samples[curve] = measure_transfer(geometry, link, seconds / 2, environment)
@@ -254,14 +261,14 @@ def measure_transfer(
     environment: dict[str, str] | None = None,
     block_counts: Sequence[int] = COPY_BLOCKS,
 ) -> list[Sample]:
-    """Samples of ``(bytes, pieces)`` over ``link`` (``shm`` or ``nixl``): in whole blocks, and page by page.
+    """Samples of ``(bytes, pieces)`` over ``link`` (``shm``, ``curve`` or ``nixl``): in whole blocks, and page by page.
 
     Raises :class:`UserError` when the link does not work here.
     """
     blocks = min(max(block_counts), ARENA_BYTES_MAX // geometry.block_bytes)
     if blocks < 2:
         raise UserError("the model's blocks are too large to be moved for a test")
-    settings = (geometry, link, blocks, environment or {})
+    settings = (geometry, link, blocks, environment or {}, secrets.token_urlsafe())
     context = multiprocessing.get_context("spawn")
     owner_side, taker_side = context.Pipe()
     ours, theirs = context.Pipe()
@@ -285,9 +292,9 @@ def measure_transfer(
     return [Sample(*sample) for sample in answer]
 
 
-def _own(asked: Connection, geometry: KVGeometry, link: str, blocks: int, environment: dict[str, str]) -> None:
+def _own(asked: Connection, geometry: KVGeometry, link: str, blocks: int, *settings: Any) -> None:
     """The owner's process: seals the first ``n`` blocks as often as ``n`` is asked for."""
-    with _port(geometry, link, blocks, environment) as (port, answers):
+    with _port(geometry, link, blocks, *settings) as (port, answers):
         asked.send(port.describe(_info(_OWNER, geometry, blocks)))
         port.add_peer(asked.recv())  # members know each other
         while True:
@@ -302,10 +309,10 @@ def _own(asked: Connection, geometry: KVGeometry, link: str, blocks: int, enviro
 
 def _take(
     told: Connection, owner: Connection, seconds: float, block_counts: Sequence[int],
-    geometry: KVGeometry, link: str, blocks: int, environment: dict[str, str],
+    geometry: KVGeometry, link: str, blocks: int, *settings: Any,
 ) -> None:  # fmt: skip
     """The taker's process: measures, and tells the samples or what went wrong."""
-    with _port(geometry, link, blocks, environment) as (port, answers):
+    with _port(geometry, link, blocks, *settings) as (port, answers):
         if not owner.poll(_START_S):
             told.send("the other process does not start")
             return
@@ -336,7 +343,7 @@ def _take(
 
 @contextmanager
 def _port(
-    geometry: KVGeometry, link: str, blocks: int, environment: dict[str, str]
+    geometry: KVGeometry, link: str, blocks: int, environment: dict[str, str], secret: str
 ) -> Iterator[tuple[PagePort, queue.SimpleQueue[Any]]]:
     os.environ.update(environment)
     arena = _core.SharedArena(blocks * geometry.block_bytes)
@@ -344,7 +351,7 @@ def _port(
         1  # pages that exist: the kernel's zeros are no memory to read
     )
     answers: queue.SimpleQueue[PagesSealed | PagesPulled] = queue.SimpleQueue()
-    port = open_data_port(link, geometry, {Tier.HBM: arena}, answers.put)
+    port = open_data_port(link, geometry, {Tier.HBM: arena}, answers.put, Listening(secret))
     try:
         yield port, answers
     finally:

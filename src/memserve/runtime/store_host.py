@@ -31,6 +31,7 @@ from memserve.mempool.identity import identity_key
 from memserve.messages import AnyMessage, Peer, PeerInfo
 from memserve.policy.costs import CostModel
 from memserve.runtime.health_file import STALL_S, HealthFile, Standing
+from memserve.runtime.links.answering import Listening
 from memserve.runtime.links.data import open_data_port
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.loop import EngineStopped, MachineLoop
@@ -105,8 +106,8 @@ class StoreLife:
         self._values = ValueJobs(arena, self._post, self._send, lambda: self._loop.has_waiting)
         self._opened.append(self._values.close)
         link = place.link if model.namespace else "shm"  # until there is KV to be read, no other host needs a way
-        host = place.advertise or place.host
-        self._port = open_data_port(link, geometry, {Tier.DRAM: arena}, self._post, host)
+        where = Listening(place.secret, place.host, place.advertise)
+        self._port = open_data_port(link, geometry, {Tier.DRAM: arena}, self._post, where)
         self._opened.append(self._port.close)
         self._lock = threading.Lock()
         with self._lock:  # messages may arrive as soon as there is a mailbox

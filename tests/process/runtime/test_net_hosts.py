@@ -23,7 +23,6 @@ from waiting import eventually
 _WHY_NOT = net_hosts.why_none(wired=True)
 pytestmark = [
     pytest.mark.skipif(_WHY_NOT is not None, reason=f"no hosts: {_WHY_NOT}"),
-    pytest.mark.skipif(not nixl_is_installed(), reason="NIXL (extra: nixl) is not installed"),
 ]
 WAIT_S = 120.0
 BLOCK = 8
@@ -32,9 +31,10 @@ MEMBERS = {"p": "prefill", "d": "decode", "s": "store"}
 
 
 class Cluster:
-    """A router, a prefill and a decode instance, and a store, each on its host; KV goes by NIXL over TCP."""
+    """A router, a prefill and a decode instance, and a store, each on its host; KV goes over ``link``, not through the
+    memory that these hosts share."""
 
-    def __init__(self, network: Wired, model: Path, folder: Path, is_ipv6: bool) -> None:
+    def __init__(self, network: Wired, model: Path, folder: Path, is_ipv6: bool, link: str) -> None:
         self.network, self._model, self._folder = network, model, folder
         self._v6 = is_ipv6
         secret = folder / "secret"
@@ -48,7 +48,7 @@ class Cluster:
         at = ("--host", everywhere, "--port", "8000", "--cluster-host", router, "--cluster-port", "7000")
         self._start("router", "serve", "--model", str(model), *none, *at)
         own = ("--model", str(model), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1")
-        join = ("--join", f"[{router}]:7000" if is_ipv6 else f"{router}:7000", "--link", "nixl")
+        join = ("--join", f"[{router}]:7000" if is_ipv6 else f"{router}:7000", "--link", link)
         for name in ("p", "d"):
             more = ("--role", MEMBERS[name], "--name", name, "--block-tokens", str(BLOCK))
             self._start(name, "instance", *join, *own, *more)
@@ -104,11 +104,20 @@ def truth(model: Path) -> Iterator[Callable[[list[int], int], str]]:
         yield answer
 
 
-@pytest.fixture(scope="module", params=["IPv4", "IPv6"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((False, "curve"), id="IPv4, encrypted"),
+        pytest.param(
+            (True, "nixl"), id="IPv6, NIXL",
+            marks=pytest.mark.skipif(not nixl_is_installed(), reason="NIXL (extra: nixl) is not installed"),
+        ),
+    ],
+)  # fmt: skip
 def cluster(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("logs")
     with Wired(Quality(delay_s=0.001, loss=0.01, bits_per_s=1e9), *HOSTS) as network:
-        yield Cluster(network, model, folder, request.param == "IPv6")
+        yield Cluster(network, model, folder, *request.param)
 
 
 def tokens(length: int, seed: int) -> list[int]:

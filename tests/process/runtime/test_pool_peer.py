@@ -25,6 +25,7 @@ BYTES = GEOMETRY.block_bytes
 SECRET = "a secret of the tests, long enough"
 TOKENS = np.arange(100, 116, dtype=np.int32)  # four blocks
 LINKS = [
+    "curve",
     "shm",
     pytest.param("nixl", marks=pytest.mark.skipif(not nixl_is_installed(), reason="NIXL is not installed")),
 ]

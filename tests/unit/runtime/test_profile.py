@@ -229,9 +229,12 @@ def test_the_command_measures_shows_and_saves(
     )
     monkeypatch.setattr("memserve.runtime.profile.open_profiler", lambda options: (model, CONFIG, profiler_of()))
 
+    asked: list[str] = []
+
     def transfer(geometry: KVGeometry, link: str, seconds: float, environment: dict[str, str]) -> list[Sample]:
-        if link == "nixl":
-            raise UserError("NIXL is not installed")
+        asked.append(link)
+        if link != "shm":
+            raise UserError(f"{link} is not to be had")
         return [Sample(n * 1000, n, 1000 + 500 * n) for n in range(1, 7)]
 
     monkeypatch.setattr("memserve.runtime.profile.measure_transfer", transfer)
@@ -239,7 +242,7 @@ def test_the_command_measures_shows_and_saves(
     monkeypatch.setattr("memserve.runtime.process.CpuWatch.others_cores", lambda watch: others[0])
     assert run(["profile", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert values["missing"] == {"network": "NIXL is not installed"}
+    assert values["missing"] == {"network": "curve is not to be had"} and asked == ["shm", "curve"]
     assert values["quality"]["prefill"]["median_error"] < 0.05
     assert values["pays_from_tokens"]["swap-in"] == GEOMETRY.block_tokens
     assert values["decisions"]["in HBM"].startswith("reuse 1024 + recompute 1024: ")
@@ -259,7 +262,7 @@ def test_the_command_measures_shows_and_saves(
     others[0] = 0.0
     assert run(["profile", "--no-save"]) == 0
     text = capsys.readouterr().out
-    assert "per attended pair" in text and "network: NIXL is not installed" in text and "conservative default" in text
+    assert "per attended pair" in text and "network: curve is not to be had" in text and "conservative default" in text
     assert not saved.exists()
 
 

@@ -1,11 +1,12 @@
-"""What connects processes: messages over ZeroMQ, pages over shared memory or NIXL.
+"""What connects processes: messages over ZeroMQ, pages over shared memory, the same channel, or NIXL.
 
 ::
 
     mailbox = ZmqMailbox(me, secret, host, port, on_message)     # links/mailbox.py, a runtime.ports.Mailbox
-    port = open_data_port(link, geometry, arenas, on_pages)      # links/data.py, a runtime.ports.DataPort
+    port = open_data_port(link, geometry, arenas, on_pages, where)  # links/data.py, a runtime.ports.DataPort
 
-- ``link`` is ``"auto"`` (shared memory to peers on the same host, NIXL to the others), ``"shm"`` or ``"nixl"``.
+- ``link`` is one of ``types.LINKS``: ``"auto"`` is shared memory to peers on the same host, and the
+  cluster's encrypted channel to the others.
 - ``arenas`` maps each tier that has blocks to its ``_core.SharedArena`` (anything with ``address``, ``nbytes`` and
   ``fd``; ``generation`` is set by ``describe``).
 - ``port.describe(info)`` fills in host id, process, arenas and NIXL agent; ``mailbox.address`` goes into the info.

@@ -13,8 +13,17 @@ import msgspec
 import numpy as np
 
 from memserve.errors import UserError, check
-from memserve.kv_transfer.events import CancelPulls, PageJob, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.kv_transfer.events import (
+    CancelPulls,
+    PageJob,
+    PagesPulled,
+    PagesSealed,
+    PullPages,
+    SealPages,
+)
 from memserve.messages import ArenaPlace, Peer, PeerInfo
+from memserve.runtime.links.answering import Listening
+from memserve.runtime.links.curve_link import CurveLink
 from memserve.runtime.links.gpu_memory import GpuMemory, seal_ranges
 from memserve.runtime.links.ipc import IpcLink
 from memserve.runtime.links.lanes import Lanes, Task
@@ -24,36 +33,46 @@ from memserve.runtime.links.nixl_agent import nixl_is_installed
 from memserve.runtime.links.ranges import Ranges, block_ranges, fits, layer_offsets
 from memserve.runtime.links.shm import ShmLink, this_host
 from memserve.runtime.ports import OnPages
-from memserve.types import KVGeometry
+from memserve.types import KVGeometry, check_link
 
 log = logging.getLogger(__name__)
 
-LINKS = ("auto", "shm", "nixl")
-
 
 def open_data_port(
-    link: str, geometry: KVGeometry, arenas: Arenas, on_pages: OnPages, host: str | None = None
+    link: str, geometry: KVGeometry, arenas: Arenas, on_pages: OnPages, where: Listening | None = None
 ) -> PagePort:
-    """The port for ``link``: ``auto`` = shared memory (and CUDA IPC) to peers on this host, NIXL to the others where it
-    is installed. NIXL listens at ``host``; ``None``: at all addresses of this machine.
+    """The port for ``link`` (:data:`memserve.types.LINKS`), whose links listen as ``where`` says; None: NIXL at all
+    addresses of this machine, and no member is asked through the cluster's channel.
 
-    ``arenas`` holds the tiers that have blocks. Raises :class:`UserError` for ``nixl`` without NIXL, and for a link
-    that does not exist.
+    ``arenas`` holds the tiers that have blocks. Raises :class:`UserError` for ``nixl`` without NIXL, for ``curve``
+    without ``where``, and for a link that does not exist.
     """
-    if link not in LINKS:
-        raise UserError(f"unknown link {link!r}", hint=f"use one of {', '.join(LINKS)}", param="link")
+    check_link(link)
     links: list[PageLink] = []
-    if link != "nixl":
+    if link in ("auto", "trusted", "shm"):
         on_gpu = any(isinstance(arena, GpuMemory) for arena in arenas.values())
         links.append(IpcLink(arenas) if on_gpu else ShmLink(arenas))
-    if link == "nixl":
-        links.append(NixlLink(arenas, geometry.block_bytes, host=host))
-    if link == "auto" and nixl_is_installed():
-        try:
-            links.append(NixlLink(arenas, geometry.block_bytes, host=host))
-        except UserError as error:
-            log.warning("peers on other hosts cannot be read: %s", error)
+    if link in ("trusted", "nixl"):
+        links += _nixl(arenas, geometry, where, needed=link == "nixl")
+    if link in ("auto", "trusted", "curve") and where is not None:
+        links.append(CurveLink(arenas, where, geometry.block_bytes))
+    if not links:
+        raise UserError("pages go through the channel of a cluster, and this process is in none", param="link")
     return PagePort(geometry, arenas, links, on_pages)
+
+
+def _nixl(arenas: Arenas, geometry: KVGeometry, where: Listening | None, *, needed: bool) -> list[PageLink]:
+    """None where it is not needed and not to be had."""
+    if not needed and not nixl_is_installed():
+        log.warning("NIXL is not installed: KV goes to other hosts through the cluster's encrypted channel")
+        return []
+    try:
+        return [NixlLink(arenas, geometry.block_bytes, host=None if where is None else where.known_as)]
+    except UserError as error:
+        if needed:
+            raise
+        log.warning("NIXL does not start, KV goes to other hosts through the cluster's encrypted channel: %s", error)
+        return []
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memserve import _core
 from memserve.runtime.gpus import Driver, DriverError
@@ -118,6 +119,14 @@ class GpuMemory:
                 if stream is not None:
                     stream.synchronize()
         return np.concatenate(seals) if seals else np.zeros(0, np.uint64)
+
+    def taken(self, offsets: Offsets, range_bytes: int) -> NDArray[np.uint8]:
+        """Ranges, one after the other, in memory of the host."""
+        import torch
+
+        with stream_of_its_own(self._flat):
+            parts = [self._flat[offset : offset + range_bytes] for offset in offsets.tolist()]
+            return torch.cat(parts).cpu().numpy()
 
     def like(self, nbytes: int) -> GpuMemory:
         """Further memory of the same device."""

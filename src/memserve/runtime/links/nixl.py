@@ -7,7 +7,7 @@ it reads.
 
 UCX listens where the process does: on the network device of the host that it was given, and the RDMA adapters behind
 that (``UCX_NET_DEVICES`` in the environment says otherwise). It asks no peer for the cluster's secret, and encrypts
-nothing: this link is for networks that can be trusted. Instances on one host need no NIXL.
+nothing: this link is for networks that are said to be trusted. Instances on one host need no NIXL.
 """
 
 from __future__ import annotations

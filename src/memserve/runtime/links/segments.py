@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import numpy as np
@@ -20,13 +18,13 @@ import torch
 import zmq
 from torch import Tensor
 
-from memserve.errors import UserError, check
+from memserve.errors import check
 from memserve.instance.events import DropSegment, HoldSegment
 from memserve.messages import Peer
 from memserve.model.attention.segments import HeldKv, Parts, Query, SegmentLostError
-from memserve.runtime.links.curve import CurveKeys, Doorkeeper, Socket
-from memserve.runtime.links.devices import with_port
-from memserve.runtime.links.outbox import configure, new_context
+from memserve.runtime.links.answering import Answering, Listening, line_to
+from memserve.runtime.links.curve import CurveKeys, Socket
+from memserve.runtime.links.outbox import LETTERS_QUEUED_MAX, new_context
 from memserve.segments import Segment
 
 if TYPE_CHECKING:
@@ -59,73 +57,37 @@ class SegmentServer:
     Raises :class:`UserError` when it cannot listen.
     """
 
-    def __init__(
-        self, secret: str, host: str, dtype: str, attend: Callable[[Query], Parts | None], advertise: str | None = None
-    ) -> None:
+    def __init__(self, where: Listening, dtype: str, attend: Callable[[Query], Parts | None]) -> None:
         """``dtype``: of queries. ``attend`` returns None for a segment that is not here."""
         self._attend, self._dtype = attend, getattr(torch, dtype)
-        keys = CurveKeys.derived_from(secret)
-        self._context = new_context()
-        self._doorkeeper = Doorkeeper(self._context, keys)
-        self._socket: Socket = self._context.socket(zmq.ROUTER)
-        _configure(self._socket, with_port(host, 0))
-        keys.listen(self._socket)
-        try:
-            self._socket.bind(f"tcp://{with_port(host, '*')}")
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise UserError(f"cannot listen on {host}: {error.strerror}", param="host") from error
-        endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0")
-        self.address = f"tcp://{with_port(advertise or host, int(endpoint.rsplit(b':', 1)[1]))}"
-        self._stop_fd = os.eventfd(0)
-        self._thread = threading.Thread(target=self._work, name="segments", daemon=True)
-        self._thread.start()
+        sizes = {"bytes_max": _BYTES_MAX, "queued_max": LETTERS_QUEUED_MAX}
+        self._answering = Answering(where, "segments", self._answer, **sizes)
+        self.address = self._answering.address
 
     def close(self) -> None:
-        """Stop the thread, and close the sockets."""
-        if self._context.closed:
-            return
-        os.eventfd_write(self._stop_fd, 1)
-        self._thread.join()
-        os.close(self._stop_fd)
-        for socket in (self._socket, self._doorkeeper.socket):
-            socket.close(0)
-        self._context.term()
+        """Answer nothing any more."""
+        self._answering.close()
 
-    def _work(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._doorkeeper.socket, self._stop_fd):
-            poller.register(source, zmq.POLLIN)
-        with torch.inference_mode():
-            while True:
-                ready = dict(poller.poll())
-                if self._stop_fd in ready:
-                    return
-                if self._doorkeeper.socket in ready:
-                    self._doorkeeper.answer()
-                if self._socket in ready:
-                    self._answer(*self._socket.recv_multipart(copy=False))
-
-    def _answer(self, sender: zmq.Frame, *frames: zmq.Frame) -> None:
+    def _answer(self, frames: Sequence[zmq.Frame]) -> list[Any] | None:
         """One query, one answer: the number, then outputs and statistics, or nothing."""
         if len(frames) != 2:
-            return
+            return None
         parts: Parts | None = None
         try:
             head = _decode(frames[0].buffer)
         except msgspec.MsgspecError:
-            return
+            return None
         try:
             if min(head.shape) < 1 or math.prod(head.shape) * self._dtype.itemsize != len(frames[1].buffer):
                 raise ValueError(f"{len(frames[1].buffer)} bytes are no queries of the shape {head.shape}")
             q = torch.empty(head.shape, dtype=self._dtype)
             _copy(frames[1], q)
-            parts = self._attend(Query(head.name, head.layer, q, head.scale, head.softcap))
-        except Exception as error:  # whatever was asked: the thread must live, and the sender must not wait
+            with torch.inference_mode():
+                parts = self._attend(Query(head.name, head.layer, q, head.scale, head.softcap))
+        except Exception as error:  # whatever was asked: the sender must not wait
             log.warning("a query about a segment cannot be answered: %s", str(error)[:200])
         number = msgspec.msgpack.encode(head.number)
-        found = [] if parts is None else [part.view(-1).view(torch.uint8).numpy().data for part in parts]
-        self._socket.send_multipart([sender.bytes, number, *found], copy=False)
+        return [number, *(part.view(-1).view(torch.uint8).numpy().data for part in parts or ())]
 
 
 class ZmqSegmentLines:
@@ -198,10 +160,8 @@ class ZmqSegmentLines:
     def _line(self, segment: Segment) -> Socket:
         line = self._lines.get(_place(segment))
         if line is None:
-            line = self._lines[_place(segment)] = self._context.socket(zmq.DEALER)
-            _configure(line, segment.address)
-            self._keys.speak(line)
-            line.connect(segment.address)
+            line = line_to(self._context, self._keys, segment.address, bytes_max=_BYTES_MAX)
+            self._lines[_place(segment)] = line
         return line
 
     def close(self) -> None:
@@ -217,11 +177,11 @@ class SegmentPort:
     Raises :class:`UserError` when it cannot listen.
     """
 
-    def __init__(self, device: ModelDevice, secret: str, host: str, dtype: str, advertise: str | None = None) -> None:
+    def __init__(self, device: ModelDevice, where: Listening, dtype: str) -> None:
         check(device.held_kv is not None, "this device holds no segments")
         self.held: HeldKv = device.held_kv  # type: ignore[assignment]  # checked in the line before
-        self._server = SegmentServer(secret, host, dtype, self.held.attend, advertise)
-        self._lines = ZmqSegmentLines(secret)
+        self._server = SegmentServer(where, dtype, self.held.attend)
+        self._lines = ZmqSegmentLines(where.secret)
         device.segment_lines = self._lines
         self.address = self._server.address
 
@@ -248,8 +208,3 @@ def _copy(frame: zmq.Frame, to: Tensor) -> None:
 
 def _place(segment: Segment) -> tuple[Peer, str]:
     return segment.peer, segment.address
-
-
-def _configure(socket: Socket, address: str) -> None:
-    configure(socket, address)
-    socket.setsockopt(zmq.MAXMSGSIZE, _BYTES_MAX)

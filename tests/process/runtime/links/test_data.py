@@ -16,19 +16,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from links_owner import BLOCKS, GEOMETRY, Owner, content, info_of, view
+from links_owner import BLOCKS, GEOMETRY, SECRET, Owner, content, info_of, view
 from memserve import _core
 from memserve.errors import InvariantError
 from memserve.kv_transfer.events import PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import Peer
-from memserve.runtime.links import nixl, nixl_agent, shm
+from memserve.runtime.links import curve_link, nixl, nixl_agent, shm
+from memserve.runtime.links.answering import Listening, line_to
+from memserve.runtime.links.curve import CurveKeys
+from memserve.runtime.links.curve_link import CurveLink
 from memserve.runtime.links.data import PagePort, open_data_port
-from memserve.runtime.links.link import LinkError
+from memserve.runtime.links.link import LinkError, PageLink
 from memserve.runtime.links.nixl import NixlLink
+from memserve.runtime.links.outbox import new_context
 from memserve.runtime.links.ranges import Ranges, pull_plan, shards
+from memserve.runtime.links.shm import ShmLink
 from memserve.types import Tier
 from waiting import eventually
 
@@ -36,10 +42,21 @@ BLOCK, PAGE = GEOMETRY.block_bytes, GEOMETRY.page_bytes
 NIXL = pytest.mark.skipif(not nixl_agent.nixl_is_installed(), reason="NIXL (extra: nixl) is not installed")
 WAYS = [
     pytest.param(("shm", None), id="shm"),
+    pytest.param(("curve", None), id="curve"),
     pytest.param(("nixl", None), id="nixl", marks=NIXL),
     pytest.param(("nixl", "tcp"), id="nixl-tcp", marks=NIXL),
 ]
 """Link, and what UCX may use: TCP alone stands for two hosts."""
+
+
+HERE = Listening(SECRET)
+
+
+def new_link(name: str, arenas: Any, **sizes: Any) -> PageLink:
+    """One of our own."""
+    if name == "nixl":
+        return NixlLink(arenas, BLOCK, **sizes)
+    return CurveLink(arenas, HERE, BLOCK, **sizes) if name == "curve" else ShmLink(arenas)
 
 
 class Taker:
@@ -50,10 +67,10 @@ class Taker:
         self.answers: dict[int, list[PagesPulled | PagesSealed]] = {}
         self._news = threading.Condition()
         if stall_s is None:
-            self.port = open_data_port(link, GEOMETRY, self.arenas, self._on_pages)
+            self.port = open_data_port(link, GEOMETRY, self.arenas, self._on_pages, HERE)
         else:
-            links = [NixlLink(self.arenas, BLOCK, stall_s=stall_s)]
-            self.port = PagePort(GEOMETRY, self.arenas, links, self._on_pages)
+            one = new_link(link, self.arenas, stall_s=stall_s)
+            self.port = PagePort(GEOMETRY, self.arenas, [one], self._on_pages)
         self.port.describe(info_of(Peer("taker", 3)))
         self._job = 0
 
@@ -206,7 +223,7 @@ def test_ranks_of_other_degrees_get_their_layers_and_heads(way: str, pair: tuple
     whole = assemble(sources)
     src_blocks, dst_blocks = (3, 0, 20), (1, 5, 2)
     arenas: dict[Tier, _core.SharedArena] = {}
-    link = pair[0].port._links[0].__class__(arenas, *([BLOCK] if way == "nixl" else []))
+    link = new_link(way, arenas)
     link.add_peer(owner.info)
     try:
         for shard in targets:
@@ -256,7 +273,7 @@ def test_the_same_process_as_a_new_generation(pair: tuple[Taker, Owner]) -> None
     owner.become(old.peer.generation + 1)
     taker.port.add_peer(owner.info)
     assert taker.do(taker.pull(owner, (1,), (1,))).error == ""
-    if taker.port._links[0].name == "shm":
+    if taker.port._links[0].name != "nixl":
         stale = taker.pull(owner, (1,), (1,))
         stale = PullPages(stale.job_id, old.peer, Tier.HBM, (1,), Tier.HBM, (1,), 0, 4, stale.checksums)
         assert "generation" in taker.do(stale).error
@@ -292,6 +309,62 @@ def test_a_read_of_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
             link.read(owner.peer, Tier.HBM, Tier.HBM, longer)
     finally:
         taker.port.close()
+        owner.close()
+
+
+def test_a_read_of_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks a message; the last is not full. No message is longer than both ends have agreed on."""
+    monkeypatch.setattr(curve_link, "PIECE_BYTES", 3 * BLOCK + 100)
+    owner, taker = Owner("curve"), Taker("curve")
+    try:
+        taker.port.add_peer(owner.info)
+        everything = tuple(range(BLOCKS))
+        for by_page in (False, True):
+            assert taker.do(taker.pull(owner, everything, everything, by_page=by_page)).error == ""
+            np.testing.assert_array_equal(view(taker.arenas[Tier.HBM]), content(Tier.HBM, BLOCKS * BLOCK))
+            taker.clear()
+        longer = Ranges(np.zeros(1, np.int64), np.zeros(1, np.int64), 4 * BLOCK)
+        with pytest.raises(LinkError, match="longer than a message"):
+            taker.port._links[0].read(owner.peer, Tier.HBM, Tier.HBM, longer)
+    finally:
+        taker.port.close()
+        owner.close()
+
+
+def test_strangers_are_handed_no_pages() -> None:
+    """Those without the secret hear nothing; a member that asks for what is not there hears so, or nothing."""
+    owner, arenas = Owner("curve"), {Tier.HBM: _core.SharedArena(BLOCKS * BLOCK)}
+    stranger = CurveLink(arenas, Listening("another secret of these tests"), BLOCK, stall_s=0.3)
+    member = new_link("curve", arenas)
+    one = Ranges(np.zeros(1, np.int64), np.zeros(1, np.int64), BLOCK)
+    context = new_context()
+    try:
+        stranger.add_peer(owner.info)
+        with pytest.raises(LinkError, match="sent nothing"):
+            stranger.read(owner.peer, Tier.HBM, Tier.HBM, one)
+        assert not view(arenas[Tier.HBM]).any()
+        line = line_to(context, CurveKeys.derived_from(SECRET), owner.info.pages_at, bytes_max=1 << 20)
+        number, places = msgspec.msgpack.encode(7), np.zeros(1, "<i8")
+        for head, where in (
+            ((7, 1, 0, BLOCK), places - 1), ((7, 1, 0, BLOCK), places + BLOCKS * BLOCK), ((7, 1, 2, BLOCK), places),
+            ((7, 1, 0, 0), places), ((7, 1, 0, -BLOCK), places), ((7, 2, 0, BLOCK), places),
+            ((7, 1, 0, 1 << 40), places), ((7, 1, 0, BLOCK), np.zeros(1 << 13, "<i8")),
+        ):  # fmt: skip
+            line.send_multipart([msgspec.msgpack.encode(head), where.tobytes()])
+            assert line.poll(5000)
+            answer = line.recv_multipart()
+            assert answer[:2] == [number, b""] and len(answer) == 3, head
+        for frames in ([b""], [b"\xc1", b""], [msgspec.msgpack.encode((7, 1)), b""], [b"a"] * 3,
+                       [msgspec.msgpack.encode((7, 1, 0, BLOCK)), b"odd"]):  # fmt: skip
+            line.send_multipart(frames)
+        member.add_peer(owner.info)
+        assert len(member.read(owner.peer, Tier.HBM, Tier.HBM, one)) == 1, "the thread lives"
+        assert not line.poll(0)
+        line.close(0)
+    finally:
+        context.term()
+        member.close()
+        stranger.close()
         owner.close()
 
 
@@ -343,14 +416,12 @@ def test_what_was_read_of_peers_does_not_stay_resident(monkeypatch: pytest.Monke
         owner.close()
 
 
-@NIXL
-@pytest.mark.parametrize("ucx", [None, "tcp"])
-def test_a_stopped_and_a_killed_owner_cost_no_more_than_the_deadline(ucx: str | None, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("way", WAYS[1:], indirect=True)
+def test_a_stopped_and_a_killed_owner_cost_no_more_than_the_deadline(way: str) -> None:
     """And what a stopped one sends when it goes on is written nowhere."""
-    if ucx:
-        monkeypatch.setenv("UCX_TLS", ucx)
-    owner = Owner("nixl")
-    taker = Taker("nixl", stall_s=0.5)
+    stands_still = way == "curve" or os.environ.get("UCX_TLS") == "tcp"
+    owner = Owner(way)
+    taker = Taker(way, stall_s=0.5)
     try:
         taker.port.add_peer(owner.info)
         assert taker.do(taker.pull(owner, (0,), (0,))).error == ""
@@ -360,15 +431,16 @@ def test_a_stopped_and_a_killed_owner_cost_no_more_than_the_deadline(ucx: str | 
         owner.signal(signal.SIGSTOP)
         begin = time.monotonic()
         answer = taker.do(job)
-        if ucx == "tcp":  # else the kernel copies out of a stopped process just as well
+        if stands_still:  # else the kernel copies out of a stopped process just as well
             assert "sent nothing" in answer.error
             assert not view(taker.arenas[Tier.HBM]).any()
         assert time.monotonic() - begin < 3
         owner.signal(signal.SIGCONT)
         assert owner.seal(Tier.HBM, (0,), 0, 4)  # it runs again
         if answer.error:
-            reader = taker.port._links[0]._reader
-            eventually(lambda: len(reader._free) == reader._made)
+            if way == "nixl":
+                reader = taker.port._links[0]._reader
+                eventually(lambda: len(reader._free) == reader._made)
             assert not view(taker.arenas[Tier.HBM]).any()
         assert taker.do(again).error == ""
         last = taker.pull(owner, everything, everything)

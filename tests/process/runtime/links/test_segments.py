@@ -14,6 +14,7 @@ import torch
 from memserve.instance.events import Before
 from memserve.messages import Peer
 from memserve.model.attention.segments import Query, SegmentLostError
+from memserve.runtime.links.answering import Listening
 from memserve.runtime.links.segments import SegmentPort, SegmentServer, ZmqSegmentLines
 from memserve.segments import Segment
 from memserve.types import SamplingParams
@@ -39,7 +40,7 @@ def holders(count: int, family: str = "llama") -> Iterator[list[Holder]]:
     try:
         for number in range(count):
             driver = Driver(loaded(tiny_module(family)), blocks=4)
-            port = SegmentPort(driver.device, SECRET, "127.0.0.1", "float32")
+            port = SegmentPort(driver.device, Listening(SECRET), "float32")
             made.append(Holder(driver, port, Peer(f"i{number}", 1)))
         yield made
     finally:
@@ -127,7 +128,7 @@ def test_answers_come_to_their_questions_and_strangers_get_none() -> None:
     def attend(asked: Query) -> tuple[torch.Tensor, torch.Tensor]:
         return asked.q + asked.layer, torch.full(asked.q.shape[:2], float(asked.layer))
 
-    server = SegmentServer(SECRET, "127.0.0.1", "float32", attend)
+    server = SegmentServer(Listening(SECRET), "float32", attend)
     lines, stranger = ZmqSegmentLines(SECRET), ZmqSegmentLines("another secret of these tests", answer_s=0.3)
     segment = Segment(Peer("i", 1), server.address, 32)
     try:
@@ -145,7 +146,7 @@ def test_answers_come_to_their_questions_and_strangers_get_none() -> None:
 
 
 def test_nothing_waits_for_a_holder_that_is_gone() -> None:
-    server = SegmentServer(SECRET, "127.0.0.1", "float32", lambda asked: None)
+    server = SegmentServer(Listening(SECRET), "float32", lambda asked: None)
     segment = Segment(Peer("i", 1), server.address, 32)
     lines = ZmqSegmentLines(SECRET)
     try:

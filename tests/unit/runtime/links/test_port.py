@@ -9,12 +9,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from links_owner import GEOMETRY, info_of
+from links_owner import GEOMETRY, SECRET, info_of
 from memserve import _core
 from memserve.errors import UserError
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import Peer, PeerInfo
 from memserve.runtime.links import data, nixl_agent
+from memserve.runtime.links.answering import Listening
 from memserve.runtime.links.attendant import Attendant
 from memserve.runtime.links.data import PagePort, open_data_port
 from memserve.runtime.links.lanes import Lanes
@@ -208,23 +209,29 @@ def test_links_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_MODULES", ("no_such_module",))
     with pytest.raises(UserError, match=r"memserve\[nixl\]"):
         open_data_port("nixl", GEOMETRY, {}, print)
-    port = open_data_port("auto", GEOMETRY, {}, print)  # without NIXL: shared memory alone
-    assert [link.name for link in port._links] == ["shm"]
-    port.close()
+    with pytest.raises(UserError, match="channel of a cluster"):
+        open_data_port("curve", GEOMETRY, {}, print)
+    here = Listening(SECRET)
+    without = (("auto", ["shm", "curve"]), ("trusted", ["shm", "curve"]), ("shm", ["shm"]), ("curve", ["curve"]))
+    for kind, names in without:
+        port = open_data_port(kind, GEOMETRY, {}, print, here)
+        assert [link.name for link in port._links] == names
+        port.close()
     monkeypatch.setattr(data, "nixl_is_installed", lambda: True)
     monkeypatch.setattr(data, "NixlLink", lambda *_, host=None: FakeLink("nixl"))
-    for kind, names in (("auto", ["shm", "nixl"]), ("shm", ["shm"]), ("nixl", ["nixl"])):
-        port = open_data_port(kind, GEOMETRY, {}, print)
-        assert [link.name for link in port._links] == names
+    installed = (("auto", ["shm", "curve"]), ("trusted", ["shm", "nixl", "curve"]), ("nixl", ["nixl"]))
+    for kind, names in installed:
+        port = open_data_port(kind, GEOMETRY, {}, print, here)
+        assert [link.name for link in port._links] == names, "NIXL alone where the network is said to be trusted"
         port.close()
 
 
-def test_a_nixl_that_does_not_start_leaves_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nixl_that_does_not_start_leaves_the_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_MODULES", ("json",))  # installed, but no NIXL
     with pytest.raises(UserError, match="does not start"):
         open_data_port("nixl", GEOMETRY, {}, print)
-    port = open_data_port("auto", GEOMETRY, {}, print)
-    assert [link.name for link in port._links] == ["shm"]
+    port = open_data_port("trusted", GEOMETRY, {}, print, Listening(SECRET))
+    assert [link.name for link in port._links] == ["shm", "curve"]
     port.close()
 
 
