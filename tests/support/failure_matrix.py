@@ -42,7 +42,7 @@ FAULTS = ("kill", "stop", "cut", "cut-data", "corrupt", "restart")
 """``cut``: no messages; ``cut-data``: no KV."""
 PHASES = ("queued", "prefilling", "asking", "transferring", "decoding", "returning")
 """``asking``: a fetch was asked for and nothing offered yet. ``returning``: PD-Caching-3."""
-LINKS = ("shm", "nixl")
+LINKS = ("shm", "curve", "nixl")
 MOMENTS = {
     ("prefill", "queued"): "queued",
     ("prefill", "prefilling"): "prefilling",
@@ -85,9 +85,9 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        """What befalls pages befalls their reader; connections, which only NIXL has, have two ends. Over NIXL
-        there are the cases in which KV moves: the others have nothing to do with the link."""
-        if self.moment is None or (self.link == "nixl" and self.phase not in MOVING):
+        """What befalls pages befalls their reader; connections, which shared memory has none of, have two ends. Over
+        them there are the cases in which KV moves: the others have nothing to do with the link."""
+        if self.moment is None or (self.link != "shm" and self.phase not in MOVING):
             return False
         if self.fault == "corrupt" or (self.fault == "cut-data" and self.link == "shm"):
             return self.moment in PULLING
