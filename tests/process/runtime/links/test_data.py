@@ -19,17 +19,19 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from links_owner import BLOCKS, GEOMETRY, SECRET, Owner, content, info_of, view
 from memserve import _core
 from memserve.errors import InvariantError
 from memserve.kv_transfer.events import PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.messages import Peer
+from memserve.messages import ArenaPlace, Peer
 from memserve.runtime.links import curve_link, nixl, nixl_agent, shm
 from memserve.runtime.links.answering import Listening, line_to
 from memserve.runtime.links.curve import CurveKeys
 from memserve.runtime.links.curve_link import CurveLink
 from memserve.runtime.links.data import PagePort, open_data_port
+from memserve.runtime.links.gpu_memory import GpuMemory
 from memserve.runtime.links.link import LinkError, PageLink
 from memserve.runtime.links.nixl import NixlLink
 from memserve.runtime.links.outbox import new_context
@@ -365,6 +367,29 @@ def test_strangers_are_handed_no_pages() -> None:
         context.term()
         member.close()
         stranger.close()
+        owner.close()
+
+
+def test_kv_of_a_gpu_goes_through_the_channel() -> None:
+    """Out of a GPU's memory and into one; memory of the host stands for both, as their copies see it."""
+    theirs = {Tier.HBM: GpuMemory(torch.from_numpy(content(Tier.HBM, BLOCKS * BLOCK).copy()))}
+    ours = {Tier.HBM: GpuMemory(torch.zeros(BLOCKS * BLOCK, dtype=torch.uint8)), Tier.DRAM: _core.SharedArena(BLOCK)}
+    owner, reader = new_link("curve", theirs), new_link("curve", ours)
+    try:
+        theirs[Tier.HBM].generation = 1
+        place = ArenaPlace(Tier.HBM, theirs[Tier.HBM].address, theirs[Tier.HBM].nbytes, on_gpu=True)
+        info = owner.describe(msgspec.structs.replace(info_of(Peer("gpu", 1)), arenas=(place,)))
+        reader.add_peer(info)
+        order = np.array([5, 0], np.int64) * BLOCK, np.array([1, 3], np.int64) * BLOCK
+        want = _core.seal_ranges(theirs[Tier.HBM].address, order[0], BLOCK).tolist()
+        assert reader.read(info.peer, Tier.HBM, Tier.HBM, Ranges(*order, BLOCK)).tolist() == want
+        landed = ours[Tier.HBM].tensor.numpy().reshape(BLOCKS, 4, PAGE)
+        np.testing.assert_array_equal(landed[[1, 3]], blocks_of(Tier.HBM)[[5, 0]])
+        one = Ranges(order[0][:1], np.zeros(1, np.int64), BLOCK)
+        assert reader.read(info.peer, Tier.HBM, Tier.DRAM, one).tolist() == want[:1]
+        np.testing.assert_array_equal(view(ours[Tier.DRAM]).reshape(4, PAGE), blocks_of(Tier.HBM)[5])
+    finally:
+        reader.close()
         owner.close()
 
 
