@@ -33,7 +33,7 @@ from memserve.api.owner import OwnerOnly
 from memserve.api.prefix_routes import DocumentRoutes, SessionRoutes
 from memserve.api.prompts import PromptEncoder
 from memserve.api.responses.endpoint import ResponsesRoutes
-from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
+from memserve.api.served import HearingEngine, ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.shapes import ChatShape, CompletionShape
 from memserve.api.tokens import TokenRoutes
 from memserve.api.traces import Traces, open_traces
@@ -237,7 +237,11 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        hears = engine if isinstance(engine, HearingEngine) else None
         with closing:
+            if hears is not None:  # to hand each message over from a thread would cost as much as the message
+                hears.hear_in(asyncio.get_running_loop())
+                closing.callback(hears.hear_in, None)
             yield
 
     generating = _generating(shared, names, tokens, documents, config)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -119,6 +120,11 @@ class RouterEngine:
         self._loop.start()
 
     # -- for the API
+
+    def hear_in(self, loop: AbstractEventLoop | None) -> None:
+        """From now on ``loop``, from which this is called, reads what members say; None: a thread, as at first. Before
+        ``loop`` ends, or this engine is closed."""
+        self._mailbox.read_in(loop)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Run ``request`` somewhere. ``sink`` gets every :class:`TokenOutput`, or one :class:`Rejected`."""
@@ -247,7 +253,7 @@ class RouterEngine:
             self._keeper.close(timeout_s)
         self._mailbox.close()
 
-    # -- the mailbox's thread
+    # -- the thread that reads the mailbox
 
     def _message_arrived(self, sender: Peer, message: AnyMessage) -> None:
         if self._is_listening:

@@ -101,8 +101,7 @@ class SegmentServer:
                 ready = dict(poller.poll())
                 if self._stop_fd in ready:
                     return
-                if self._doorkeeper.socket in ready:
-                    self._doorkeeper.answer()
+                self._doorkeeper.answer_all()
                 if self._socket in ready:
                     self._answer(*self._socket.recv_multipart(copy=False))
 

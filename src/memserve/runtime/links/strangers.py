@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import cast
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from memserve.runtime.links.curve import Socket
+from memserve.runtime.links.curve import Socket, can_be_read
 from memserve.runtime.rated import RatedLog
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class Strangers:
 
     def look(self) -> None:
         """Take in all events. To be called before letters are read: the senders must be known here."""
-        while cast(int, self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+        while can_be_read(self.monitor):
             try:
                 seen = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
