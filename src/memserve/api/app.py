@@ -14,6 +14,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -132,6 +133,15 @@ class BelowRoot:
         await self._app(scope, receive, send)
 
 
+class Application(Starlette):
+    """Starlette without its outermost layer: the :class:`Guard` has an answer for every error."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """As :attr:`user_middleware` says."""
+        stack = super().build_middleware_stack()
+        return stack.app if isinstance(stack, ServerErrorMiddleware) else stack
+
+
 class FixedPaths:
     """ASGI middleware: the application of a path without a pattern is looked up. Starlette tries the patterns of its
     routes one after the other, and catches errors of its own that these applications do not raise."""
@@ -245,7 +255,7 @@ def create_app(
             yield
 
     generating = _generating(shared, names, tokens, documents, config)
-    app = Starlette(
+    app = Application(
         routes=[*generating, *pages.routes(), *_named_prefixes(shared, documents), *dashboard.routes()],
         middleware=[
             *([Middleware(BelowRoot, root=config.root_path)] if config.root_path else []),
