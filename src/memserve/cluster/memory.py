@@ -172,8 +172,6 @@ class MemoryBudget:
 
     def expire(self, now: int) -> None:
         """Count no longer what was kept for ``kept_ns``, or held for long enough."""
-        if not self.is_counting:
-            return
         if self.ledger.expire(now, self._held_ns if self.holds else self._config.kept_ns):
             self.changed = True
         self._held_ns = HELD_NS_MIN

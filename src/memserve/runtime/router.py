@@ -270,7 +270,7 @@ class RouterEngine:
                 self._connect(member.info)
         for action in self._gate.admit(actions) if self._gate is not None else actions:
             self._do(action)
-        if self._follower is None:
+        if self._follower is None and time.monotonic() >= self._look_again_s:
             self._forget_gone()
 
     def _do(self, action: Any) -> None:
@@ -353,8 +353,6 @@ class RouterEngine:
 
     def _forget_gone(self) -> None:
         """Now and then: processes that are no members any more need no line."""
-        if time.monotonic() < self._look_again_s:
-            return
         self._look_again_s = time.monotonic() + MEMBERS_LOOK_S
         live = {view.peer for view in self._machine.instances()}
         with self._changed:

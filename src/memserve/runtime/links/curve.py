@@ -18,6 +18,7 @@ from zmq.utils import z85
 from memserve.errors import UserError
 
 SECRET_CHARS_MIN = 16
+_CAN_BE_READ = int(zmq.POLLIN)  # a flag of zmq's makes another one of every number that it meets
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 Socket = zmq.Socket[bytes]
@@ -26,7 +27,7 @@ Context = zmq.Context[Socket]
 
 def can_be_read(socket: Socket) -> bool:
     """Whether ``socket`` has something. Where it had, its descriptor tells of nothing more until it has not."""
-    return bool(cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(cast(int, socket.get(zmq.EVENTS))) & _CAN_BE_READ)
 
 
 @dataclass(frozen=True, slots=True)
