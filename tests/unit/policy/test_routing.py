@@ -158,7 +158,9 @@ def test_cost_prices_transfers_as_instances_do():
     assert found.total_ns == decided.expected_ns
     assert found.fetch_ns == costs.same_host.ns(80 * geometry.block_bytes, 80)
     (decoder,) = some(D, host_id=["h"], matched_tokens=[160], costs=[costs])
-    assert handoff_ns(ask, first, decoder) == costs.same_host.ns(105 * geometry.block_bytes, 105 * 4)  # 840 tokens, page by page
+    assert handoff_ns(ask, first, decoder) == costs.same_host.ns(
+        105 * geometry.block_bytes, 105 * 4
+    )  # 840 tokens, page by page
 
 
 def test_cost_does_not_decode_where_there_is_no_room():

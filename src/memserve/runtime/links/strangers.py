@@ -27,7 +27,7 @@ _BROKE_OFF = "it broke off before it had shown the cluster's secret"
 
 
 class Strangers:
-    """Watches the connections of one listening socket. The mailbox's thread only."""
+    """Watches the connections of one listening socket. For the thread that reads it alone."""
 
     def __init__(self, inbox: Socket, port: int) -> None:
         """``port``: where ``inbox`` is bound."""
