@@ -44,8 +44,8 @@ class ZmqMailbox:
     ``port`` 0 takes a free one; ``advertise`` is the host name that others use when ``host`` is a wildcard. A message
     to a peer that is not connected, but has spoken lately, still leaves, at most once a second: so a process that was
     expelled can be told, and a ``Join`` be refused. ``alias``: a second name, for those that know the address alone.
-    ``gives_way``: ZeroMQ's thread does not interrupt others on its core (``SCHED_BATCH``). Where the event loop has the
-    same core, letters then travel in bundles, for less CPU; where others compute there, a letter may wait for them.
+    ``gives_way``: where this process has one core alone, ZeroMQ's thread does not interrupt others there
+    (``SCHED_BATCH``): letters then travel in bundles, for less CPU; but if others compute on that core, they may wait.
 
     Raises :class:`UserError` when the address cannot be listened on or the secret is too short.
     """

@@ -95,7 +95,7 @@ def new_context(*, gives_way: bool = False) -> Context:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     context: Context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
-    if gives_way:
+    if gives_way and len(os.sched_getaffinity(0)) == 1:
         context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
     return context
 

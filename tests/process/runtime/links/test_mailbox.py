@@ -466,3 +466,28 @@ def test_a_mailbox_that_a_loop_reads_can_be_closed(closer: str) -> None:
 
     asyncio.run(read())
     box.close()
+
+
+@pytest.mark.parametrize(
+    ("cores", "gives_way", "policy"), [(1, True, "BATCH"), (1, False, "OTHER"), (2, True, "OTHER")]
+)
+def test_the_thread_of_a_mailbox_gives_way_on_a_core_of_its_own(cores: int, gives_way: bool, policy: str) -> None:
+    """ZeroMQ's own threads alone: those of Python stay as they are."""
+    here = sorted(os.sched_getaffinity(0))
+    if len(here) < cores:
+        pytest.skip("this machine has one core")
+    script = f"""
+import os
+from memserve.messages import Peer
+from memserve.runtime.links.mailbox import ZmqMailbox
+os.sched_setaffinity(0, {here[:cores]})
+box = ZmqMailbox(Peer("a", 1), "the secret of this test", "127.0.0.1", 0, lambda *_: None, gives_way={gives_way})
+threads = [(open(f"/proc/self/task/{{task}}/comm").read(), int(task)) for task in os.listdir("/proc/self/task")]
+for name, task in threads:
+    wanted = os.SCHED_{policy} if name.startswith("ZMQ") else os.SCHED_OTHER
+    assert os.sched_getscheduler(task) == wanted, (name, os.sched_getscheduler(task))
+print(sum("IO" in name for name, _ in threads))
+box.close()
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == "1", run.stderr
