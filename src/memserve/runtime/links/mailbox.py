@@ -197,7 +197,8 @@ class ZmqMailbox:
                 more = self._inbox.recv_multipart(zmq.NOBLOCK) if frame.more else []
             except zmq.Again:
                 return True
-            self._strangers.spoke(int(frame.get("__fd")))
+            if self._strangers.are_any:
+                self._strangers.spoke(int(frame.get("__fd")))
             try:
                 self._read(frame.bytes, len(more))
             except wire.WireVersionError as error:

@@ -63,6 +63,11 @@ class Strangers:
         elif event & _FAILED:
             self._why = _BROKE_OFF if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _OTHER_SECRET
 
+    @property
+    def are_any(self) -> bool:
+        """Whether a connection may still be a stranger's."""
+        return bool(self._unproven or self._ended)
+
     def spoke(self, descriptor: int) -> None:
         """A letter came this way: nothing without the secret can write one."""
         if self._unproven.pop(descriptor, None) is None and self._ended:
