@@ -97,7 +97,7 @@ def measure_router(args: argparse.Namespace) -> None:
     vocabulary = json.loads((args.model / "config.json").read_text())["vocab_size"]
     os.sched_setaffinity(0, {1})  # the page's own work must not take the router's core
     with tempfile.TemporaryDirectory() as name, null_cluster(args.model, Path(name)) as (url, pid):
-        script = null.write_load(Path(name), TOKENS, True, vocabulary)
+        script = null.write_load(Path(name), TOKENS, "ids", vocabulary)
         router: null.Router = ("memserve", url, pid)
 
         def round_of_load() -> dict[str, Any]:

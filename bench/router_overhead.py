@@ -8,7 +8,8 @@ The router is ``memserve serve`` as users run it, alone; the instances are null 
 real mailboxes, that answer each request with one token. wrk (which must be installed) makes the load, closed loop, as
 in the published figures of other routers: 64 groups of 8 prompts, half of each prompt shared in its group, with its own
 tail each time. Prompts go as text, which is tokenized here (the other routers forward text), and as token ids, so that
-routing can be separated from tokenizing. Printed per case: requests/s, median and p99 latency, CPU of the router a
+routing can be separated from tokenizing. ``--prompts chats``: conversations of 8 turns, each request with all earlier
+ones and a question of its own. Printed per case: requests/s, median and p99 latency, CPU of the router a
 request, its memory; ``bad``: answers other than 200 and broken connections.
 
 Rivals run on the same core, one measured at a time, in front of as many null servers: one process, a protocol of
@@ -34,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,30 +157,40 @@ def be_servers(ports: list[int]) -> None:
     uvloop.run(serve())
 
 
-def write_load(folder: Path, tokens: int, as_ids: bool, vocabulary: int) -> Path:
-    """A wrk script that posts the prompts in turn, each with its own tail."""
-    rng = random.Random(1)
+def write_load(folder: Path, tokens: int, kind: str, vocabulary: int) -> Path:
+    """A wrk script that posts the prompts in turn, each with its own tail. ``kind``: ``ids``, ``text`` or ``chats``."""
+    rng, as_ids = random.Random(1), kind == "ids"
 
     def piece(count: int) -> str:
         if as_ids:
             return "".join(f"{rng.randrange(3, vocabulary)}," for _ in range(count))
         return "".join(f" {word}" for word in rng.choices(WORDS.split(), k=count))
 
-    bodies = []
-    for _ in range(GROUPS):
+    def chat() -> Iterator[str]:
+        """One conversation's requests: each has all earlier turns, and ``tokens`` at the end."""
+        turns = ""
+        for _ in range(PER_GROUP):
+            asked = piece(tokens // (2 * PER_GROUP))
+            yield f'{{"model":"m","max_tokens":1,"messages":[{turns}{{"role":"user","content":"{asked}'
+            answered = piece(tokens // (2 * PER_GROUP))
+            turns += f'{{"role":"user","content":"{asked}"}},{{"role":"assistant","content":"{answered}"}},'
+
+    bodies = [body for _ in range(GROUPS) for body in chat()] if kind == "chats" else []
+    for _ in range(GROUPS if kind != "chats" else 0):
         shared = piece(tokens // 2)
         for _ in range(PER_GROUP):
             opened = '{"model":"m","max_tokens":1,"prompt":' + ("[" if as_ids else '"')
             bodies.append(opened + shared + piece(tokens // 2 - 12))  # the tail's digits are tokens, too
     (folder / "bodies.txt").write_text("\n".join(bodies))
-    tail = '(3 + i % 40000) .. "]}"' if as_ids else '" " .. i .. "\\"}"'
+    tail = '(3 + i % 40000) .. "]}"' if as_ids else '" " .. i .. "\\"' + ("}]}" if kind == "chats" else "}") + '"'
+    path = "/v1/chat/completions" if kind == "chats" else "/v1/completions"
     script = folder / "load.lua"
     script.write_text(f"""
 local bodies, n, i = {{}}, 0, 0
 for line in io.lines("{folder}/bodies.txt") do n = n + 1; bodies[n] = line end
 function request()
   i = i + 1
-  return wrk.format("POST", "/v1/completions", {{["Content-Type"] = "application/json"}}, bodies[i % n + 1] .. {tail})
+  return wrk.format("POST", "{path}", {{["Content-Type"] = "application/json"}}, bodies[i % n + 1] .. {tail})
 end
 function done(s, latency, _)
   local bad = s.errors.connect + s.errors.read + s.errors.write + s.errors.status + s.errors.timeout
@@ -249,7 +261,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connections", default="1,32")
     parser.add_argument("--tokens", default="1024,8192")
-    parser.add_argument("--prompts", default="ids,text", help="how prompts go: as token ids, as text")
+    parser.add_argument("--prompts", default="ids,text", help="how prompts go: ids, text, chats")
     parser.add_argument("--policy", default="cost")
     parser.add_argument("--rivals", default="", help="sglang-router and vllm-router, each with :POLICY")
     parser.add_argument("--rivals-python", default=sys.executable, help="the Python of the environment that has them")
@@ -286,7 +298,7 @@ def main() -> int:
                 routers.append(_start_rival(rival, args.rivals_python, args.instances, folder, processes))
             for tokens in map(int, args.tokens.split(",")):
                 for kind in args.prompts.split(","):
-                    script = write_load(folder, tokens, kind == "ids", vocabulary)
+                    script = write_load(folder, tokens, kind, vocabulary)
                     for connections in map(int, args.connections.split(",")):
                         case = {"tokens": tokens, "prompt": kind, "connections": connections}
                         for found in measure(routers, script, connections, args.seconds, args.rounds):

@@ -14,6 +14,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.errors import ServerErrorMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -33,7 +34,7 @@ from memserve.api.owner import OwnerOnly
 from memserve.api.prefix_routes import DocumentRoutes, SessionRoutes
 from memserve.api.prompts import PromptEncoder
 from memserve.api.responses.endpoint import ResponsesRoutes
-from memserve.api.served import ModelNames, ServedModel, ServingEngine, TokenNames
+from memserve.api.served import HearingEngine, ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.shapes import ChatShape, CompletionShape
 from memserve.api.tokens import TokenRoutes
 from memserve.api.traces import Traces, open_traces
@@ -130,6 +131,15 @@ class BelowRoot:
         if scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
             scope = {**scope, "path": scope["path"][len(self._root) :]}
         await self._app(scope, receive, send)
+
+
+class Application(Starlette):
+    """Starlette without its outermost layer: the :class:`Guard` has an answer for every error."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """As :attr:`user_middleware` says."""
+        stack = super().build_middleware_stack()
+        return stack.app if isinstance(stack, ServerErrorMiddleware) else stack
 
 
 class FixedPaths:
@@ -237,11 +247,15 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        hears = engine if isinstance(engine, HearingEngine) else None
         with closing:
+            if hears is not None:  # to hand each message over from a thread would cost as much as the message
+                hears.hear_in(asyncio.get_running_loop())
+                closing.callback(hears.hear_in, None)
             yield
 
     generating = _generating(shared, names, tokens, documents, config)
-    app = Starlette(
+    app = Application(
         routes=[*generating, *pages.routes(), *_named_prefixes(shared, documents), *dashboard.routes()],
         middleware=[
             *([Middleware(BelowRoot, root=config.root_path)] if config.root_path else []),

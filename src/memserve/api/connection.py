@@ -279,11 +279,11 @@ class Connection(asyncio.BufferedProtocol):
             return
         self._exchange = None
         self._reader.start_next()
-        if self._reader.held_bytes:
-            self._enter(_Phase.HEAD, self._limits.header_timeout_s)
-        else:
-            self._enter(_Phase.IDLE, self._limits.keep_alive_s)
         self._pause_if(False)
+        if not self._reader.held_bytes:
+            self._enter(_Phase.IDLE, self._limits.keep_alive_s)
+            return
+        self._enter(_Phase.HEAD, self._limits.header_timeout_s)
         self._read_on()
 
     def _pause_if(self, pause: bool) -> None:

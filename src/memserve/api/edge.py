@@ -275,7 +275,10 @@ async def _read(scope: Scope, receive: Receive, limit_bytes: int, lease: BodyLea
     body = bytearray()
     more = True
     while more:
-        chunk, more = await _next_chunk(receive)
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk, more = message.get("body", b""), message.get("more_body", False)
         if len(body) + len(chunk) > limit_bytes:
             raise too_large(limit_bytes)
         lease.grow_to(len(body) + len(chunk))
@@ -283,13 +286,6 @@ async def _read(scope: Scope, receive: Receive, limit_bytes: int, lease: BodyLea
     if not body:
         raise bad_request("The request body is empty: send a JSON object")
     return bytes(body)
-
-
-async def _next_chunk(receive: Receive) -> tuple[bytes, bool]:
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientGone
-    return message.get("body", b""), message.get("more_body", False)
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -151,7 +151,9 @@ class ChatPlanner:
     ) -> Generation:
         """The engine request for a checked body. Raises :class:`ApiError` 400."""
         calls = self._calls(body)
-        prompt = self._prompt(body, document)
+        messages = check_messages(body.messages)
+        messages = messages if document is None else document.before_messages(messages)
+        prompt = self._encoder.chat_prompt(body, messages, caller.tenant)
         plan = plan_chat(body, prompt, self._model, caller, response_id, calls)
         if not plan.requests[0].sampling.grammar:  # a grammar leaves no place for thoughts
             thoughts = thoughts_after(prompt.ending, self._config.reasoning_parser, self._template())
@@ -160,10 +162,6 @@ class ChatPlanner:
 
     def _template(self) -> str:
         return str(getattr(self._model.tokenizer, "chat_template", None) or "")
-
-    def _prompt(self, body: ChatBody, document: Document | None) -> Prompt:
-        messages = check_messages(body.messages)
-        return self._encoder.chat_prompt(body, messages if document is None else document.before_messages(messages))
 
     def _calls(self, body: ChatBody) -> CallPlan | None:
         style = self._config.tool_call_parser

@@ -199,13 +199,13 @@ class Hub:
 
     def _post(self, call: Call, at: int, news: TokenOutput | Rejected) -> None:
         """Called from the engine's thread; a router's may be the event loop's."""
+        if threading.get_ident() == self._thread and not self._mailbox:
+            call.deliver(at, news)
+            return
         self._mailbox.append((call, at, news))
         if not self._rung and self._loop is not None:
             self._rung = True
-            if threading.get_ident() == self._thread:
-                self._loop.call_soon(self._empty_mailbox)
-            else:
-                self._loop.call_soon_threadsafe(self._empty_mailbox)
+            self._loop.call_soon_threadsafe(self._empty_mailbox)
 
     def _empty_mailbox(self) -> None:
         self._rung = False  # before reading: news that comes now wakes the loop again

@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import Encoding, Tokenizer, pre_tokenizers
 
 from memserve.api.errors import bad_request
+from memserve.api.known_texts import KnownTexts, Owner
 from memserve.api.messages import Messages, check_messages, check_rendered, for_template
 from memserve.api.schema import ChatBody
 from memserve.api.served import ServedModel
@@ -54,6 +55,7 @@ class PromptEncoder:
         self.tokenizer.no_padding()
         self.vocab_size = model.vocab_size
         self._token_bytes_max = longest_token_bytes(self.tokenizer)
+        self._known = KnownTexts(self.tokenizer)
         self.workers = Workers()
         # One text gains nothing from the library's own threads, and must not wait for them behind another one.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -81,14 +83,15 @@ class PromptEncoder:
             return Prompt(prompt.tokens)
         return prompt if prompt.text is not None else Prompt(prompt.tokens, self.decode(prompt.tokens))
 
-    def chat_prompt(self, body: ChatBody, messages: Messages) -> Prompt:
-        """Checked messages through the model's chat template, with the options of ``body``."""
+    def chat_prompt(self, body: ChatBody, messages: Messages, tenant: str = "") -> Prompt:
+        """Checked messages of ``tenant`` through the model's chat template, with the options of ``body``."""
         if body.continue_final_message and body.add_generation_prompt:
             raise bad_request("continue_final_message and add_generation_prompt exclude each other")
         echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == "assistant" else None
         is_cut = body.truncate_prompt_tokens is not None
         text = self._render(messages, body)
-        return Prompt(self._encode(text, False, is_cut).tokens, echoed, text[-ENDING_CHARS:])
+        tokens = self._encode(text, False, is_cut, (tenant, body.cache_salt or "")).tokens
+        return Prompt(tokens, echoed, text[-ENDING_CHARS:])
 
     def chat_text(self, body: ChatBody, messages: Messages) -> str:
         """Checked messages through the model's chat template, as text."""
@@ -124,9 +127,18 @@ class PromptEncoder:
         """However many they are. Raises :class:`ApiError` 400 for a text of which no part could be a prompt."""
         return list(self._encoding(text, add_special_tokens).ids)
 
-    def _encode(self, prompt: str | list[int] | TokenArray, add_special_tokens: bool, is_cut: bool = False) -> Prompt:
+    def _encode(
+        self,
+        prompt: str | list[int] | TokenArray,
+        add_special_tokens: bool,
+        is_cut: bool = False,
+        owner: Owner | None = None,
+    ) -> Prompt:
+        """``owner``: whose earlier texts may save time; only without special tokens around the text."""
         if isinstance(prompt, str):
-            encoded = Prompt(self._tokenized(prompt, add_special_tokens, is_cut), prompt)
+            pieces = None if owner is None else self._of_known(prompt, is_cut, owner)
+            tokens = self._tokenized(prompt, add_special_tokens, is_cut) if pieces is None else np.concatenate(pieces)
+            encoded = Prompt(tokens, prompt)
         else:
             if not is_cut:
                 self._refuse_more_than_fit(len(prompt))
@@ -134,6 +146,13 @@ class PromptEncoder:
         if not len(encoded.tokens):
             raise bad_request("The prompt is empty", "prompt")
         return encoded
+
+    def _of_known(self, text: str, is_cut: bool, owner: Owner) -> list[TokenArray] | None:
+        self._refuse_hopeless(text)
+        pieces = self._known.tokenize(text, owner)
+        if pieces is not None and not is_cut:
+            self._refuse_more_than_fit(sum(map(len, pieces)))
+        return pieces
 
     def _tokenized(self, text: str, add_special_tokens: bool, is_cut: bool) -> TokenArray:
         encoding = self._encoding(text, add_special_tokens)

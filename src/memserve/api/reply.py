@@ -157,7 +157,9 @@ class Reply:
         self.reasoning_tokens: int | None = None if plan.thoughts is Thoughts.NONE else 0
         self.created_s: int | None = None
         """When the answer was asked for first, in seconds since 1970; ``None``: by this call."""
-        self._cached: list[int | None] = [None] * len(plan.prompts)
+        self.cached_tokens = 0
+        """Prompt tokens with KV from the cache."""
+        self._has_cached = [False] * len(plan.prompts)  # whether that of each prompt is known
         self._story: list[list[tuple[str, str | int | float]]] = [[] for _ in plan.prompts]
         self._unfinished = len(self.sequences)
 
@@ -187,11 +189,6 @@ class Reply:
         """Every sequence has ended."""
         return self._unfinished == 0
 
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens with KV from the cache."""
-        return sum(count or 0 for count in self._cached)
-
     def absorb(self, call: Call, at: int, news: TokenOutput | Rejected) -> Delta | None:
         """Take in one piece of news; ``None`` when it adds nothing.
 
@@ -215,8 +212,9 @@ class Reply:
             kept[delta.first : delta.last] = [_SHOWN] * (delta.last - delta.first)
 
     def _note_first(self, at: int, output: TokenOutput) -> None:
-        if self._cached[at] is None:
-            self._cached[at] = output.cached_tokens
+        if not self._has_cached[at]:
+            self._has_cached[at] = True
+            self.cached_tokens += output.cached_tokens
         for fact in output.story:
             if fact[0] == "created":
                 self.created_s = int(fact[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
@@ -100,6 +101,14 @@ class ServingEngine(Protocol):
 
         Raises ``TimeoutError`` when it does not answer, :class:`EngineStopped` when it has ended.
         """
+
+
+@runtime_checkable
+class HearingEngine(ServingEngine, Protocol):
+    """An engine that hears what other processes say."""
+
+    def hear_in(self, loop: AbstractEventLoop | None) -> None:
+        """From now on ``loop``, from which this is called, reads it; None: a thread. Before ``loop`` ends."""
 
 
 @runtime_checkable

@@ -267,7 +267,9 @@ def _router_at(options: ClusterOptions, secret: str, kept: Metadata, port: int) 
     me = kept.router(ROUTER, new_generation())
     return RouterEngine(
         Cluster(options.config, remembers=kept.keeper is not None, identity_key=identity_key(secret)),
-        lambda on_message: ZmqMailbox(me, secret, options.host, port, on_message),
+        lambda on_message: ZmqMailbox(
+            me, secret, options.host, port, on_message, gives_way=not options.at_most.instances
+        ),
         keeper=kept.keeper,
         me=me,
     )

@@ -196,7 +196,15 @@ def _running_router(
     machine = Follower(info, place.join, place.config, MemberConfig(), identity_key=identity_key(place.secret))
     router = RouterEngine(
         machine,
-        lambda on_message: ZmqMailbox(me, place.secret, place.host, 0, on_message, advertise=place.advertise),
+        lambda on_message: ZmqMailbox(
+            me,
+            place.secret,
+            place.host,
+            0,
+            on_message,
+            advertise=place.advertise,
+            gives_way=place.outlive is None,
+        ),
     )
     router.owner_url = place.owner_url
     if place.outlive is not None:

@@ -93,16 +93,18 @@ class AdmissionController:
         self.memory.changed = True
         return None
 
-    def admit(self, now: int) -> RequestState | None:
-        """Admit the head of the queue: it is active from now on. ``None``: the queue is empty, or there is no room.
+    def is_idle(self, now: int) -> bool:
+        """Whether no request waits, as most events find it: nothing is to be admitted or rejected.
 
         To be called with every event; heartbeats are frequent enough to notice in time what has expired.
         """
-        self.memory.expire(now)
+        if self.memory.is_counting:
+            self.memory.expire(now)
+        return not self._waits_since and not self._returning
+
+    def admit(self, now: int) -> RequestState | None:
+        """Admit the head of the queue: it is active from now on. ``None``: there is no room, or nothing waits."""
         if self.is_closed:
-            return None
-        if not self._queue and not self._returning:  # as most events find it
-            self.memory.changed = False
             return None
         may_fit = self.memory.changed and not self._crowd().is_full
         if self._returning and may_fit:
@@ -182,9 +184,10 @@ class AdmissionController:
     # -- rejecting
 
     def overflow(self, newcomer: RequestState) -> Rejection | None:
-        """Too many wait, with ``newcomer``: the last request of the tenant with most waiting is rejected."""
+        """Too many wait, with ``newcomer``, which does: the last request of the tenant with most waiting is
+        rejected."""
         victim = self._victim(newcomer.request.tenant)
-        self.stats.queued += self.is_waiting(newcomer) and victim is not newcomer
+        self.stats.queued += victim is not newcomer
         return None if victim is None else self._overflowing(victim)
 
     def excess(self) -> Rejection | None:

@@ -47,6 +47,8 @@ class Arrivals:
         rejection = self._admission.enqueue(req, now)
         if rejection is None:
             self._admit(now)
+            if not self._admission.is_waiting(req):
+                return
             rejection = self._admission.overflow(req)
         if rejection is not None:
             self.turn_away(rejection, now)
@@ -56,12 +58,14 @@ class Arrivals:
 
     def admit_waiting(self, now: int) -> None:
         """Admit and place queued requests as long as there is room."""
+        if self._admission.is_idle(now):
+            return
         self._admit(now)
         while (rejection := self._admission.excess()) is not None:
             self.turn_away(rejection, now)
 
     def _admit(self, now: int) -> None:
-        while True:
+        while not self._admission.is_idle(now):
             while (req := self._admission.admit(now)) is not None:
                 req.move(Cause.ADMITTED)
                 if req.is_guest:

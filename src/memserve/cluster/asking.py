@@ -117,7 +117,7 @@ class AskingController(AdmissionController):
     def overflow(self, newcomer: RequestState) -> Rejection | None:
         """The owner rejects what is too much; only while it does not answer, too many may wait here."""
         most = self._config.waiting_max + (self._config.active_max or FOLLOWERS_MAX)
-        self.stats.queued += self.is_waiting(newcomer)
+        self.stats.queued += 1
         if len(self._waits_since) <= most:
             return None
         reason = f"{len(self._waits_since)} requests wait for the owner, which decides on admission; at most {most} may"

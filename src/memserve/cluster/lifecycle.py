@@ -7,6 +7,7 @@ alone, so the next attempt goes on exactly where the client's stream is.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from msgspec import structs
@@ -58,6 +59,7 @@ class Lifecycle:
         self._registry, self._trees, self._loads = registry, trees, loads
         self._placer, self._sessions, self._handles = placer, sessions, handles
         self._timers, self._outbox = timers, outbox
+        self._stalls_looked_ns = sys.maxsize  # when the next look is; the greatest: there is none
         self.requests = RequestTable()
         self._spans = SpanPlacer(config, registry, loads, self.requests)
         self.admission, self.answers = admission, answers
@@ -173,7 +175,7 @@ class Lifecycle:
             self._handles.give_way(name)
         req.tries += 1
         self._sessions.route(req.request.tenant, req.request.session, attempt.involved)
-        self._timers.arm(now + req.stalled_after_ns(self._config), self._stalled, attempt.attempt_id)
+        self._look_for_stalled_at(self._stalls_ns(req, attempt))
 
     # -- what instances have from an earlier router's time
 
@@ -278,16 +280,28 @@ class Lifecycle:
         self._abandon(req, "refused", but=sender)
         self.place(req, now)
 
-    def _stalled(self, attempt_id: str, now: int) -> None:
-        req = self.requests.by_attempt.get(attempt_id)
-        if req is None or req.attempt is None:
-            return
-        due_ns = req.attempt.news_ns + req.stalled_after_ns(self._config)
-        if due_ns > now:
-            self._timers.arm(due_ns, self._stalled, attempt_id)
-            return
-        req.stalls += 1
-        self.attempt_failed(req, "stalled", now, blamed=list(req.attempt.involved))
+    def _stalls_ns(self, req: RequestState, attempt: Attempt) -> int:
+        """When ``attempt`` has stalled, if nothing is heard of it until then."""
+        return attempt.news_ns + req.stalled_after_ns(self._config)
+
+    def _look_for_stalled_at(self, due_ns: int) -> None:
+        """One timer for all attempts: nearly all of them end long before they could stall."""
+        if due_ns < self._stalls_looked_ns:
+            self._stalls_looked_ns = due_ns
+            self._timers.arm(due_ns, self._look_for_stalled, None)
+
+    def _look_for_stalled(self, _: None, now: int) -> None:
+        if now < self._stalls_looked_ns:
+            return  # an earlier entry was armed behind this one
+        attempts = self.requests.by_attempt
+        for attempt_id, req in list(attempts.items()):
+            attempt = req.attempt
+            if attempts.get(attempt_id) is req and attempt is not None and self._stalls_ns(req, attempt) <= now:
+                req.stalls += 1
+                self.attempt_failed(req, "stalled", now, blamed=list(attempt.involved))
+        self._stalls_looked_ns = sys.maxsize
+        dues = [self._stalls_ns(req, req.attempt) for req in attempts.values() if req.attempt is not None]
+        self._look_for_stalled_at(min(dues, default=sys.maxsize))
 
     def lost(self, attempt_id: str, by: Member, now: int) -> None:
         """``by`` has no attempt of this name, though it should: a message was lost."""

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from memserve.errors import check
 from memserve.messages import Load
+from memserve.policy.admission import Team
 from memserve.policy.candidates import DEFAULT_COSTS
 from memserve.policy.costs import CostModel
-from memserve.policy.routing import native_prices
+from memserve.policy.routing import native_prices, teams
 from memserve.types import Role
 
 Ints = NDArray[np.int64]
@@ -67,6 +68,7 @@ class LoadTable:
         "profiles",
         "role",
         "room_blocks",
+        "sides",
         "tables",
     )
 
@@ -139,6 +141,8 @@ class LoadTable:
 
     def _members_changed(self) -> None:
         self._numbers = {role: np.flatnonzero(self.is_open & (self.role == ROLE_CODE[role])) for role in ROLES}
+        #: instances that take requests, as :func:`sides_of` has them
+        self.sides = sides_of({role: numbers for role, numbers in self._numbers.items() if len(numbers)})
         able = self.is_open & (self.role < ROLE_CODE[Role.STORE])
         self.context_limit_min = int(self.context_limit[able].min()) if able.any() else 0
 
@@ -228,6 +232,11 @@ class LoadTable:
         self.room_blocks = np.concatenate((self.room_blocks, np.zeros(old, np.int64)))
         self.hosts = np.concatenate((self.hosts, np.zeros(old, np.int64)))
         self.profiles = np.concatenate((self.profiles, np.zeros(old, np.int64)))
+
+
+def sides_of(able: Mapping[Role, Ints]) -> list[Team]:
+    """Of instances by role: those that may compute a prompt, and those that may decode where others do that."""
+    return [[(role, able[role]) for role in team if role in able] for team in teams(able) if team]
 
 
 def _code_of(value: _Value, codes: dict[_Value, int], column: Ints, first: int) -> int:

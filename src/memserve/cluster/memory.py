@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from memserve.cluster.loads import Ints, LoadTable
+from memserve.cluster.loads import Ints, LoadTable, sides_of
 from memserve.cluster.registry import Member, Registry
 from memserve.cluster.requests import Attempt, RequestPhase, RequestState
 from memserve.config import AdmissionConfig
@@ -25,7 +25,6 @@ from memserve.errors import check
 from memserve.policy.admission import MemoryNeed, Team, prompt_blocks, whole_blocks
 from memserve.policy.ledger import BlockLedger, Need, best_fit, block_names, required_blocks
 from memserve.policy.reservations import Reservations
-from memserve.policy.routing import teams
 from memserve.types import Admission, Role
 from memserve.units import NS_PER_S
 
@@ -118,7 +117,7 @@ class MemoryBudget:
             numbers = numbers[self._loads.context_limit[numbers] > prompt_tokens]
             if len(numbers):
                 able[role] = numbers
-        return [[(role, able[role]) for role in team if role in able] for team in teams(able) if team]
+        return sides_of(able)
 
     # -- whether there is room
 
@@ -172,8 +171,6 @@ class MemoryBudget:
 
     def expire(self, now: int) -> None:
         """Count no longer what was kept for ``kept_ns``, or held for long enough."""
-        if not self.is_counting:
-            return
         if self.ledger.expire(now, self._held_ns if self.holds else self._config.kept_ns):
             self.changed = True
         self._held_ns = HELD_NS_MIN

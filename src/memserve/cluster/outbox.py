@@ -34,28 +34,27 @@ class Timers:
     So renewing a deadline costs nothing: a member that beats twice a second has one entry in ``dead_after_ns``.
     """
 
-    __slots__ = ("_armed", "_heap")
+    __slots__ = ("_armed", "_heap", "next_ns")
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Callable[[Any, int], None], Any]] = []
         self._armed = 0
+        #: the earliest entry; None: there is none
+        self.next_ns: int | None = None
 
     def arm(self, when_ns: int, wake: Callable[[Subject, int], None], subject: Subject) -> None:
         """Call ``wake(subject, now)`` at ``when_ns``. Entries of one time come in the order in which they were
         armed."""
         self._armed += 1
         heapq.heappush(self._heap, (when_ns, self._armed, wake, subject))
+        self.next_ns = self._heap[0][0]
 
     def run(self, now: int) -> None:
         """Call what is due, earliest first; what is armed meanwhile for ``now`` or before comes as well."""
-        while self._heap and self._heap[0][0] <= now:
+        while self.next_ns is not None and self.next_ns <= now:
             _, _, wake, subject = heapq.heappop(self._heap)
+            self.next_ns = self._heap[0][0] if self._heap else None
             wake(subject, now)
-
-    @property
-    def next_ns(self) -> int | None:
-        """The earliest entry."""
-        return self._heap[0][0] if self._heap else None
 
 
 class Outbox:

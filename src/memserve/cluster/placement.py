@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memserve import _core
-from memserve.cluster.loads import ROLE_CODE, Ints, LoadTable, Work
+from memserve.cluster.loads import ROLE_CODE, Ints, LoadTable, Work, sides_of
 from memserve.cluster.memory import MemoryBudget
 from memserve.cluster.parts import Parts
 from memserve.cluster.registry import Member, Registry
@@ -25,7 +25,7 @@ from memserve.config import ClusterConfig
 from memserve.messages import Holder
 from memserve.policy.admission import Team
 from memserve.policy.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate, Holding, Route
-from memserve.policy.routing import DECODE_WINDOW, POLICY, teams
+from memserve.policy.routing import DECODE_WINDOW, POLICY
 from memserve.types import Caching, Role, Tier, TransferMode
 
 ALL_OF = 6
@@ -121,9 +121,11 @@ class Placer:
 
     def _sides(self, req: RequestState, prompt_tokens: int) -> list[Team]:
         """Instances that may compute the prompt, and those that may decode where others do that."""
+        if not req.avoid and not self._memory.is_counting and prompt_tokens < self._loads.context_limit_min:
+            return self._loads.sides  # each of them may
         roles = (Role.PREFILL, Role.DECODE, Role.COLOCATED)
         able = {role: numbers for role in roles if len(numbers := self._usable(req, role, prompt_tokens))}
-        return [[(role, able[role]) for role in team if role in able] for team in teams(able) if team]
+        return sides_of(able)
 
     def _usable(self, req: RequestState, role: Role, prompt_tokens: int) -> Ints:
         """Numbers of the instances that ``req`` may be dispatched to."""

@@ -149,6 +149,8 @@ class Fleet:
         rejection = self._admission.enqueue(state, now)
         if rejection is None:
             self._admit(now)
+            if not self._admission.is_waiting(state):
+                return
             rejection = self._admission.overflow(state)
         if rejection is not None:
             self._turn_away(rejection, now)
@@ -157,7 +159,7 @@ class Fleet:
             self._timers.arm(until_ns, self._waited, request.request_id)
 
     def _admit(self, now: int) -> None:
-        while (state := self._admission.admit(now)) is not None:
+        while not self._admission.is_idle(now) and (state := self._admission.admit(now)) is not None:
             self._place(self._entries[state.request_id], now)
 
     def _waited(self, request_id: str, now: int) -> None:

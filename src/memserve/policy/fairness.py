@@ -194,7 +194,9 @@ class FairQueue(Generic[Item]):
 
     def _first(self) -> Place | None:
         if len(self._lines) < 2:
-            return next((line[0] for line in self._lines.values()), None)
+            for line in self._lines.values():
+                return line[0]
+            return None
         lines, clock = self._lines.items(), self._turns.at
         return min((line[0].urgency, clock(tenant), line[0].arrival, line[0]) for tenant, line in lines)[3]
 

@@ -214,7 +214,7 @@ def _decoder_ns(ask: Ask, candidate: Candidate) -> int:
     return _decode_ns(ask, candidate) + _prompts_ns(ask, candidate) + swap_ns
 
 
-def _handoff_ns(ask: Ask, first: Candidate, decoder: Candidate) -> int:
+def handoff_ns(ask: Ask, first: Candidate, decoder: Candidate) -> int:
     """Time in which the decoder pulls what it lacks of the prompt."""
     link = decoder.costs.link(_same_host(first.host_id, decoder.host_id))
     return _kv_ns(ask, link, max(0, ask.prompt_tokens - decoder.matched_tokens), ask.handoff_pieces)
@@ -226,8 +226,6 @@ class Weighed(NamedTuple):
     total_ns: int
     first: Candidate
     decode_at: Candidate | None
-    first_cost: FirstCost
-    transfer_ns: int
 
 
 def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> list[Weighed]:
@@ -235,14 +233,12 @@ def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -
     ready = [(candidate, _decoder_ns(ask, candidate)) for candidate in decoders]
     weighed = []
     for candidate in first:
-        computed = first_cost(ask, candidate)
-        total_ns = computed.total_ns
+        total_ns = first_cost(ask, candidate).total_ns
         if candidate.role is not Role.PREFILL or not ready:
-            weighed.append(Weighed(total_ns + _decode_ns(ask, candidate), candidate, None, computed, 0))
+            weighed.append(Weighed(total_ns + _decode_ns(ask, candidate), candidate, None))
             continue
         for decoder, decode_ns in ready:
-            transfer_ns = _handoff_ns(ask, candidate, decoder)
-            weighed.append(Weighed(total_ns + transfer_ns + decode_ns, candidate, decoder, computed, transfer_ns))
+            weighed.append(Weighed(total_ns + handoff_ns(ask, candidate, decoder) + decode_ns, candidate, decoder))
     return weighed
 
 
@@ -257,25 +253,27 @@ def native_prices(profiles: Iterable[CostModel]) -> _core.RoutingPrices:
 
 
 def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
-    """The cheapest of :func:`weigh`."""
+    """The cheapest of :func:`weigh`. Where there is one way only, as from ``_core.cheapest``, nothing is weighed."""
 
     def rank(entry: Weighed) -> tuple[int, int, int]:
         decoder = entry.decode_at.number if entry.decode_at else -1
         known = (entry.first.number in ask.favourites) + (decoder in ask.favourites)
         return -known, entry.first.number, decoder
 
-    best, *others = weighed = weigh(ask, first, decoders)
-    if others:
+    one, other = first[0], decoders[0] if decoders and first[0].role is Role.PREFILL else None
+    if len(first) > 1 or len(decoders) > 1:
+        weighed = weigh(ask, first, decoders)
         least_ns = min([entry.total_ns for entry in weighed])
-        best = min([entry for entry in weighed if entry.total_ns == least_ns], key=rank)
-    return Route(best.first, best.decode_at, _cost_reason(ask, best))
+        _, one, other = min([entry for entry in weighed if entry.total_ns == least_ns], key=rank)
+    return Route(one, other, _cost_reason(ask, one, other))
 
 
-def _cost_reason(ask: Ask, best: Weighed) -> str:
-    _, queue_ns, fetch_ns, swap_ns, prefill_ns, reused_tokens = best.first_cost
-    spent = (("queue", queue_ns), ("fetch", fetch_ns), ("swap in", swap_ns), ("prefill", prefill_ns))
-    listed = ", ".join([f"{name} {ns / NS_PER_MS:.1f}" for name, ns in (*spent, ("transfer", best.transfer_ns)) if ns])
-    where = f"{best.first.name} to {best.decode_at.name}" if best.decode_at else best.first.name
+def _cost_reason(ask: Ask, first: Candidate, decoder: Candidate | None) -> str:
+    _, queue_ns, fetch_ns, swap_ns, prefill_ns, reused_tokens = first_cost(ask, first)
+    transfer_ns = 0 if decoder is None else handoff_ns(ask, first, decoder)
+    spent = ("queue", queue_ns), ("fetch", fetch_ns), ("swap in", swap_ns), ("prefill", prefill_ns)
+    listed = ", ".join([f"{name} {ns / NS_PER_MS:.1f}" for name, ns in (*spent, ("transfer", transfer_ns)) if ns])
+    where = f"{first.name} to {decoder.name}" if decoder is not None else first.name
     return f"cost: {where} reuses {reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"
 
 

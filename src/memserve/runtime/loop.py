@@ -174,18 +174,15 @@ class MachineLoop(Generic[EventT]):
             item.settle()
             return True
         try:
-            self._handle(item)
+            started_ns = time.perf_counter_ns()
+            actions = self._machine.handle(item, self._clock_ns())
+            self._perform(item, actions, time.perf_counter_ns() - started_ns)
+            self._deadline_ns = self._machine.next_deadline_ns
         except Exception:
             log.exception("the %s machine failed on %s", type(self._machine).__name__, type(item).__name__)
             self._on_broken()
             return False
         return True
-
-    def _handle(self, event: Any) -> None:
-        started_ns = time.perf_counter_ns()
-        actions = self._machine.handle(event, self._clock_ns())
-        self._perform(event, actions, time.perf_counter_ns() - started_ns)
-        self._deadline_ns = self._machine.next_deadline_ns
 
     def _disappoint_askers(self) -> None:
         while True:

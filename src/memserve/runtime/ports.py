@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from typing import Protocol
 
@@ -40,8 +41,8 @@ class Device(Protocol):
 class Mailbox(Protocol):
     """Carries messages between processes. Thread-safe; nothing here blocks.
 
-    Its builder gives a callback ``(sender: Peer, message: AnyMessage)``, which is called from the mailbox's
-    thread, once for each message at most and in the order in which one sender sent them. Messages may be lost.
+    Its builder gives a callback ``(sender: Peer, message: AnyMessage)``, which is called from the thread that reads,
+    once for each message at most and in the order in which one sender sent them. Messages may be lost.
     """
 
     @property
@@ -64,8 +65,11 @@ class Mailbox(Protocol):
     def become(self, me: Peer) -> None:
         """Go on as another generation: letters to the former one are dropped from now on."""
 
+    def read_in(self, loop: AbstractEventLoop | None) -> None:
+        """From now on ``loop``, from which this is called, reads; None: a thread of the mailbox, as at first."""
+
     def close(self) -> None:
-        """Stop the thread and close the sockets; what is queued is given up to a second to leave."""
+        """Read no longer and close the sockets; what is queued is given up to a second to leave."""
 
 
 class DataPort(Protocol):

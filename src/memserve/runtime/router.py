@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -119,6 +120,11 @@ class RouterEngine:
         self._loop.start()
 
     # -- for the API
+
+    def hear_in(self, loop: AbstractEventLoop | None) -> None:
+        """From now on ``loop``, from which this is called, reads what members say; None: a thread, as at first. Before
+        ``loop`` ends, or this engine is closed."""
+        self._mailbox.read_in(loop)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Run ``request`` somewhere. ``sink`` gets every :class:`TokenOutput`, or one :class:`Rejected`."""
@@ -247,7 +253,7 @@ class RouterEngine:
             self._keeper.close(timeout_s)
         self._mailbox.close()
 
-    # -- the mailbox's thread
+    # -- the thread that reads the mailbox
 
     def _message_arrived(self, sender: Peer, message: AnyMessage) -> None:
         if self._is_listening:
@@ -264,7 +270,7 @@ class RouterEngine:
                 self._connect(member.info)
         for action in self._gate.admit(actions) if self._gate is not None else actions:
             self._do(action)
-        if self._follower is None:
+        if self._follower is None and time.monotonic() >= self._look_again_s:
             self._forget_gone()
 
     def _do(self, action: Any) -> None:
@@ -347,8 +353,6 @@ class RouterEngine:
 
     def _forget_gone(self) -> None:
         """Now and then: processes that are no members any more need no line."""
-        if time.monotonic() < self._look_again_s:
-            return
         self._look_again_s = time.monotonic() + MEMBERS_LOOK_S
         live = {view.peer for view in self._machine.instances()}
         with self._changed:

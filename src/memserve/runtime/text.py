@@ -150,7 +150,11 @@ class TextStream:
             return TextDelta("", 0)
         if self._stops is not None:
             self._finder, self._stops = self._stops.finder(), None
-        text = "".join(self._push_token(token, output) for token in self._until_stop(output))
+        text = ""
+        for token in output.tokens:
+            text += self._push_token(token, output)
+            if self._stopped:
+                break
         if self._stopped:
             self.finish_reason = FinishReason.STOP
             return self._delta(text, stop_found=output.finish_reason is None)
@@ -163,12 +167,6 @@ class TextStream:
     @property
     def _stopped(self) -> bool:
         return self._finder is not None and self._finder.found
-
-    def _until_stop(self, output: TokenOutput) -> Iterable[int]:
-        for token in output.tokens:
-            if self._stopped:
-                return
-            yield token
 
     def _push_token(self, token: int, output: TokenOutput) -> str:
         self.tokens.append(token)

@@ -21,7 +21,7 @@ from memserve.messages import Dispatch, Heartbeat, Join, KvChange, KvEvents, Lea
 from memserve.policy.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate, Holding
 from memserve.policy.costs import CopyCurve, CostModel
 from memserve.policy.reuse import Prefix, decide_batch
-from memserve.policy.routing import POLICY, first_cost, route, split, weigh
+from memserve.policy.routing import POLICY, first_cost, handoff_ns, route, split, weigh
 from memserve.types import KVGeometry, Role, Tier
 
 P, D, C, S = Role.PREFILL, Role.DECODE, Role.COLOCATED, Role.STORE
@@ -158,8 +158,9 @@ def test_cost_prices_transfers_as_instances_do():
     assert found.total_ns == decided.expected_ns
     assert found.fetch_ns == costs.same_host.ns(80 * geometry.block_bytes, 80)
     (decoder,) = some(D, host_id=["h"], matched_tokens=[160], costs=[costs])
-    (pair,) = weigh(ask, [first], [decoder])
-    assert pair.transfer_ns == costs.same_host.ns(105 * geometry.block_bytes, 105 * 4)  # 840 tokens, page by page
+    assert handoff_ns(ask, first, decoder) == costs.same_host.ns(
+        105 * geometry.block_bytes, 105 * 4
+    )  # 840 tokens, page by page
 
 
 def test_cost_does_not_decode_where_there_is_no_room():

@@ -88,8 +88,7 @@ class Answering:
             ready = dict(poller.poll())
             if self._stop_fd in ready:
                 return
-            if self._doorkeeper.socket in ready:
-                self._doorkeeper.answer()
+            self._doorkeeper.answer_all()
             if self._socket in ready:
                 self._ask(*self._socket.recv_multipart(copy=False))
 

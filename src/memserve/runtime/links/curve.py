@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from dataclasses import dataclass, field
+from typing import cast
 
 import zmq
 from zmq.utils import z85
@@ -17,10 +18,16 @@ from zmq.utils import z85
 from memserve.errors import UserError
 
 SECRET_CHARS_MIN = 16
+_CAN_BE_READ = int(zmq.POLLIN)  # a flag of zmq's makes another one of every number that it meets
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
+
+
+def can_be_read(socket: Socket) -> bool:
+    """Whether ``socket`` has something. Where it had, its descriptor tells of nothing more until it has not."""
+    return bool(int(cast(int, socket.get(zmq.EVENTS))) & _CAN_BE_READ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,7 @@ class CurveKeys:
 class Doorkeeper:
     """Answers a context's questions whether a client may come in; only the cluster's own key may.
 
-    Build it before anything is bound in ``context``, then call :meth:`answer` whenever :attr:`socket` can be read.
+    Build it before anything is bound in ``context``, then call :meth:`answer_all` whenever :attr:`socket` can be read.
     """
 
     def __init__(self, context: Context, keys: CurveKeys) -> None:
@@ -70,10 +77,13 @@ class Doorkeeper:
         self.socket.linger = 0
         self.socket.bind(_ZAP_ENDPOINT)
 
-    def answer(self) -> bool:
-        """Answer one question; returns whether the client was let in."""
+    def answer_all(self) -> None:
+        """Answer all questions that have come."""
+        while can_be_read(self.socket):
+            self._answer()
+
+    def _answer(self) -> None:
         version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
         welcome = mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], self._key)
         status = (b"200", b"OK", b"member") if welcome else (b"400", b"unknown key", b"")
         self.socket.send_multipart([version, request, *status, b""])
-        return welcome

@@ -1,16 +1,19 @@
 """Messages between processes, over ZeroMQ.
 
-One thread receives. It reads the letters, looks whether they are for us and new, and calls back. Sending happens in
+One thread receives: the mailbox's own, or that of an event loop (:meth:`ZmqMailbox.read_in`), where a letter costs no
+change of threads. It reads the letters, looks whether they are for us and new, and calls back. Sending happens in
 the calling thread, so that a message costs one change of threads and not two. Hostile or broken input is dropped and
 counted, whatever it is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -19,7 +22,7 @@ import zmq
 from memserve.errors import UserError
 from memserve.messages import AnyMessage, Peer
 from memserve.runtime.links import wire
-from memserve.runtime.links.curve import Context, CurveKeys, Doorkeeper, Socket
+from memserve.runtime.links.curve import Context, CurveKeys, Doorkeeper, Socket, can_be_read
 from memserve.runtime.links.devices import with_port
 from memserve.runtime.links.outbox import MailboxCounters, Outbox, configure, new_context
 from memserve.runtime.links.strangers import Strangers
@@ -31,6 +34,8 @@ _SENDERS_MAX = 65536
 _LETTERS_A_TURN = 256
 """Read before the other sockets are looked at again."""
 _EVERYWHERE = ("0.0.0.0", "*", "::")
+_LEAVE_S = 5.0
+"""How long another thread may wait for a loop to read no longer."""
 
 
 class ZmqMailbox:
@@ -39,6 +44,8 @@ class ZmqMailbox:
     ``port`` 0 takes a free one; ``advertise`` is the host name that others use when ``host`` is a wildcard. A message
     to a peer that is not connected, but has spoken lately, still leaves, at most once a second: so a process that was
     expelled can be told, and a ``Join`` be refused. ``alias``: a second name, for those that know the address alone.
+    ``gives_way``: where this process has one core alone, ZeroMQ's thread does not interrupt others there
+    (``SCHED_BATCH``): letters then travel in bundles, for less CPU; but if others compute on that core, they may wait.
 
     Raises :class:`UserError` when the address cannot be listened on or the secret is too short.
     """
@@ -53,6 +60,7 @@ class ZmqMailbox:
         *,
         advertise: str | None = None,
         alias: str = "",
+        gives_way: bool = False,
     ) -> None:
         if host in _EVERYWHERE and not advertise:
             raise UserError(f"others cannot reach {host}", hint="name this host: --advertise HOST", param="advertise")
@@ -61,7 +69,7 @@ class ZmqMailbox:
         self._alias = Peer(alias, 0) if alias else None
         self._on_message = on_message
         self._counters = MailboxCounters()
-        self._context = new_context()
+        self._context = new_context(gives_way=gives_way)
         self._doorkeeper = Doorkeeper(self._context, keys)
         self._inbox = self._context.socket(zmq.PULL)
         configure(self._inbox, with_port(host, port))
@@ -73,10 +81,12 @@ class ZmqMailbox:
         self._outbox = Outbox(self._context, keys, me, self.address, self._counters)
         self._newest: OrderedDict[Peer, int] = OrderedDict()
         """The highest number heard from each sender, most recent sender last."""
+        self._sources = self._inbox, self._doorkeeper.socket, self._strangers.monitor
         self._stop_fd = os.eventfd(0)
         self._closed = False
-        self._thread = threading.Thread(target=self._receive, name=f"mailbox {me.name}", daemon=True)
-        self._thread.start()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._start_thread()
 
     @property
     def counters(self) -> MailboxCounters:
@@ -103,13 +113,25 @@ class ZmqMailbox:
         self._me = me
         self._outbox.become(me)
 
+    def read_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """From now on letters are read, and the callback is called, in ``loop``, from which this is called; None: in a
+        thread of the mailbox again. Not from the callback."""
+        self._stop_reading()
+        self._loop = loop
+        if loop is None:
+            self._start_thread()
+            return
+        self._loop_thread = threading.get_ident()
+        for source in self._sources:
+            loop.add_reader(source.fileno(), self._look_in_loop)
+        loop.call_soon(self._look_in_loop)  # what came before rings no more
+
     def close(self) -> None:
-        """Stop the thread and close the sockets; what is queued has up to a second to leave. Not from the callback."""
+        """Stop to read and close the sockets; what is queued has up to a second to leave. Not from the callback."""
         if self._closed:
             return
         self._closed = True
-        os.eventfd_write(self._stop_fd, 1)
-        self._thread.join()
+        self._stop_reading()
         os.close(self._stop_fd)
         self._outbox.close()
         self._inbox.disable_monitor()
@@ -118,32 +140,65 @@ class ZmqMailbox:
             socket.close(0)
         self._context.term()
 
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._receive, name=f"mailbox {self._me.name}", daemon=True)
+        self._thread.start()
+
+    def _stop_reading(self) -> None:
+        """No thread reads when this returns."""
+        if self._loop is None:
+            os.eventfd_write(self._stop_fd, 1)
+            self._thread.join()
+            os.eventfd_read(self._stop_fd)
+        elif threading.get_ident() == self._loop_thread:
+            self._leave_loop()
+        elif not self._loop.is_closed():
+            left = threading.Event()
+            self._loop.call_soon_threadsafe(self._leave_loop, left.set)
+            left.wait(_LEAVE_S)
+
+    def _leave_loop(self, then: Callable[[], None] = lambda: None) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            for source in self._sources:
+                loop.remove_reader(source.fileno())
+        then()
+
+    # -- the thread that reads
+
     def _receive(self) -> None:
-        """The thread: letters, questions at the door, strangers that failed at it, and the word to stop."""
+        """The mailbox's own, until it is told to stop."""
         poller = zmq.Poller()
-        for source in (self._inbox, self._doorkeeper.socket, self._strangers.monitor, self._stop_fd):
+        for source in (*self._sources, self._stop_fd):
             poller.register(source, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._stop_fd in ready:
-                return
-            if self._doorkeeper.socket in ready:
-                self._doorkeeper.answer()
-            self._strangers.look()
-            if self._read_letters():
-                self._counters.handshakes_failed += self._strangers.judge()
+        while self._stop_fd not in dict(poller.poll()):
+            self._look()
+
+    def _look_in_loop(self) -> None:
+        if self._loop is not None and not self._look():
+            self._loop.call_soon(self._look_in_loop)
+
+    def _look(self) -> bool:
+        """Take in what has come: questions at the door, strangers that failed at it, letters. Whether that was all."""
+        self._doorkeeper.answer_all()
+        self._strangers.look()
+        is_all = self._read_letters()
+        if is_all:
+            self._counters.handshakes_failed += self._strangers.judge()
+        return is_all
 
     def _read_letters(self) -> bool:
         """Read what is there, but not for ever; whether that was all."""
         for _ in range(_LETTERS_A_TURN):
-            if not cast(int, self._inbox.get(zmq.EVENTS)) & zmq.POLLIN:  # cheaper than an exception for each letter
+            if not can_be_read(self._inbox):  # cheaper than an exception for each letter
                 return True
             try:
                 frame = self._inbox.recv(zmq.NOBLOCK, copy=False)
                 more = self._inbox.recv_multipart(zmq.NOBLOCK) if frame.more else []
             except zmq.Again:
                 return True
-            self._strangers.spoke(int(frame.get("__fd")))
+            if self._strangers.are_any:
+                self._strangers.spoke(int(frame.get("__fd")))
             try:
                 self._read(frame.bytes, len(more))
             except wire.WireVersionError as error:

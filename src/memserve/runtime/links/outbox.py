@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 import time
@@ -83,8 +84,8 @@ def configure(socket: Socket, address: str = "", own: str = "") -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
 
 
-def new_context() -> Context:
-    """A context of its own: a doorkeeper answers for a whole context.
+def new_context(*, gives_way: bool = False) -> Context:
+    """A context of its own: a doorkeeper answers for a whole context. ``gives_way``: as of a mailbox.
 
     Every line takes two descriptors, and ZeroMQ may abort when there are no more: the process gets as many as it may.
     """
@@ -94,6 +95,8 @@ def new_context() -> Context:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     context: Context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, _SOCKETS_MAX)
+    if gives_way and len(os.sched_getaffinity(0)) == 1:
+        context.set(zmq.THREAD_SCHED_POLICY, os.SCHED_BATCH)
     return context
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import cast
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from memserve.runtime.links.curve import Socket
+from memserve.runtime.links.curve import Socket, can_be_read
 from memserve.runtime.rated import RatedLog
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ _BROKE_OFF = "it broke off before it had shown the cluster's secret"
 
 
 class Strangers:
-    """Watches the connections of one listening socket. The mailbox's thread only."""
+    """Watches the connections of one listening socket. For the thread that reads it alone."""
 
     def __init__(self, inbox: Socket, port: int) -> None:
         """``port``: where ``inbox`` is bound."""
@@ -45,7 +44,7 @@ class Strangers:
 
     def look(self) -> None:
         """Take in all events. To be called before letters are read: the senders must be known here."""
-        while cast(int, self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+        while can_be_read(self.monitor):
             try:
                 seen = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
@@ -63,6 +62,11 @@ class Strangers:
                 self._ended.append((descriptor, address, why or "it does not speak this protocol"))
         elif event & _FAILED:
             self._why = _BROKE_OFF if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _OTHER_SECRET
+
+    @property
+    def are_any(self) -> bool:
+        """Whether a connection may still be a stranger's."""
+        return bool(self._unproven or self._ended)
 
     def spoke(self, descriptor: int) -> None:
         """A letter came this way: nothing without the secret can write one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -409,3 +410,84 @@ def test_lines_are_configured_to_bound_what_they_hold() -> None:
     configure(push)
     assert (push.sndhwm, push.linger, push.maxmsgsize) == (LETTERS_QUEUED_MAX, 0, wire.LETTER_BYTES_MAX)
     context.destroy()
+
+
+def test_an_event_loop_reads_and_a_thread_again(open_box: Callable[..., Reader]) -> None:
+    """What was queued before the loop came is read; strangers are turned away in the loop as well."""
+    a = open_box(A)
+    where: list[str] = []
+    box = ZmqMailbox(B, SECRET, "127.0.0.1", 0, lambda _, message: where.append(threading.current_thread().name))
+    a.box.connect(B, box.address)
+
+    async def arrived(count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(where) < count:
+                await asyncio.sleep(0.001)
+
+    async def read() -> None:
+        time.sleep(0.05)  # letters come while nothing reads
+        box.read_in(asyncio.get_running_loop())
+        await arrived(600)
+        for n in range(600):
+            a.box.send(B, AskEvents(n))
+        await arrived(1200)
+        found = await asyncio.to_thread(knock, box.address, "the secret of another cluster", 10)
+        assert found is Knock.TURNED_AWAY
+        async with asyncio.timeout(10):
+            while not box.counters.handshakes_failed:
+                await asyncio.sleep(0.001)
+        box.read_in(None)
+        a.box.send(B, Leave())
+        await arrived(1201)
+
+    try:
+        for n in range(600):
+            a.box.send(B, AskEvents(n))
+        asyncio.run(read())
+        mine = threading.current_thread().name
+        assert where[1199] == mine and where[1200] == "mailbox b"
+        assert box.counters.received == 1201
+    finally:
+        box.close()
+
+
+@pytest.mark.parametrize("closer", ["loop", "thread", "later"])
+def test_a_mailbox_that_a_loop_reads_can_be_closed(closer: str) -> None:
+    """In the loop, from another thread while it runs, and after it has ended."""
+    box = ZmqMailbox(B, SECRET, "127.0.0.1", 0, lambda *_: None, gives_way=True)
+
+    async def read() -> None:
+        box.read_in(asyncio.get_running_loop())
+        if closer == "loop":
+            box.close()
+        elif closer == "thread":
+            await asyncio.to_thread(box.close)
+        await asyncio.sleep(0)  # the loop goes on without the sockets
+
+    asyncio.run(read())
+    box.close()
+
+
+@pytest.mark.parametrize(
+    ("cores", "gives_way", "policy"), [(1, True, "BATCH"), (1, False, "OTHER"), (2, True, "OTHER")]
+)
+def test_the_thread_of_a_mailbox_gives_way_on_a_core_of_its_own(cores: int, gives_way: bool, policy: str) -> None:
+    """ZeroMQ's own threads alone: those of Python stay as they are."""
+    here = sorted(os.sched_getaffinity(0))
+    if len(here) < cores:
+        pytest.skip("this machine has one core")
+    script = f"""
+import os
+from memserve.messages import Peer
+from memserve.runtime.links.mailbox import ZmqMailbox
+os.sched_setaffinity(0, {here[:cores]})
+box = ZmqMailbox(Peer("a", 1), "the secret of this test", "127.0.0.1", 0, lambda *_: None, gives_way={gives_way})
+threads = [(open(f"/proc/self/task/{{task}}/comm").read(), int(task)) for task in os.listdir("/proc/self/task")]
+for name, task in threads:
+    wanted = os.SCHED_{policy} if name.startswith("ZMQ") else os.SCHED_OTHER
+    assert os.sched_getscheduler(task) == wanted, (name, os.sched_getscheduler(task))
+print(sum("IO" in name for name, _ in threads))
+box.close()
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == "1", run.stderr
