@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
@@ -57,8 +58,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C and SIGHUP are heard: in the background of a shell, or under nohup, a process ignores them, and its
+    """At the end the interpreter takes apart what it finds, which includes what is put aside no more.
+
+    Ctrl-C and SIGHUP are heard: in the background of a shell, or under nohup, a process ignores them, and its
     children would, too."""
+    atexit.register(gc.unfreeze)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -84,11 +88,6 @@ def what_stays_is_not_searched() -> None:
     """Garbage of the file before is freed; what lives is put aside. A file's own objects are searched as ever."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """At the end the interpreter takes apart what it finds, which includes what is put aside no more."""
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
