@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
@@ -57,8 +58,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Ctrl-C and SIGHUP are heard: in the background of a shell, or under nohup, a process ignores them, and its
+    """At the end the interpreter takes apart what it finds, which includes what is put aside no more.
+
+    Ctrl-C and SIGHUP are heard: in the background of a shell, or under nohup, a process ignores them, and its
     children would, too."""
+    atexit.register(gc.unfreeze)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -86,11 +90,6 @@ def what_stays_is_not_searched() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    """At the end the interpreter takes apart what it finds, which includes what is put aside no more."""
-    gc.unfreeze()
-
-
 @pytest.fixture(scope="session")
 def data_sets(pytestconfig: pytest.Config) -> Path:
     """The folder of data sets, or a skip."""
@@ -106,53 +105,53 @@ def a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memserve.runtime.process.CpuWatch.others_cores", lambda watch: None)
 
 
-# -- several workers (pytest-xdist, `make test`): a file is one's, and those that start servers have one for them all
-
-ONE_BY_ONE = (
-    "process/test_failure_matrix",
-    "process/test_cluster_families",
-    "process/bench/test_endings",
-    "process/bench/test_concurrency",
-    "process/bench/test_serve",
-    "process/test_cluster_processes",
-    "process/test_meta_processes",
-    "process/meta/test_etcd",
-    "process/bench/test_load",
-    "process/cli/test_commands",
-    "process/test_store_hostile",
-    "process/test_store_kills",
-    "process/test_deploy_pods",
-    "process/client/test_store_process",
-    "process/runtime/test_pool_peer",
-    "process/runtime/links/test_data",
-)
-"""Files whose tests start several processes each: two of them side by side would only wait for each other. They come
-first, the longest before all; whoever has none of them does the rest in the meantime."""
+# -- several workers (pytest-xdist, `make test`): a file is one's
 
 LONG = (
     "process/runtime/test_net_hosts",
     "unit/llm/test_model_answers",
     "process/runtime/test_workers",
-    "process/test_keyed_answers",
+    "process/test_routers",
+    "process/meta/test_etcd",
     "process/runtime/test_named_store",
-    "unit/model/test_gpu_device",
-    "stories/sim/fuzz/test_whole_world",
-    "process/test_sequences",
-    "process/runtime/test_listening",
+    "process/test_keyed_answers",
     "stories/sim/fuzz/test_fuzz",
-    "process/test_store_processes",
-    "unit/model/loading/test_damage",
+    "process/test_failure_matrix",
+    "process/test_scaling",
+    "process/bench/test_endings",
+    "stories/sim/fuzz/test_whole_world",
     "process/test_operations",
-    "process/integrations/test_vllm_sharing",
-    "unit/model/attention/test_triton_attention",
+    "process/test_gpu_check",
+    "process/test_store_processes",
+    "unit/model/test_gpu_device",
+    "process/test_sequences",
+    "process/test_store_hostile",
+    "process/test_meta_processes",
+    "unit/model/loading/test_damage",
     "process/runtime/test_store_host",
-    "unit/model/test_layered",
+    "process/client/test_store_process",
+    "unit/model/attention/test_triton_attention",
+    "process/cli/test_commands",
+    "process/test_store_kills",
+    "process/bench/test_serve",
+    "process/test_cluster_families",
+    "unit/runtime/test_lean_torch",
+    "process/integrations/test_vllm_sharing",
+    "process/test_openai_clients",
+    "test_house",
+    "unit/test_llm_lossless",
+    "process/integrations/test_vllm_connector",
+    "process/cli/test_doctor_cluster",
+    "process/bench/test_concurrency",
+    "process/bench/test_load",
+    "stories/sim/fuzz/test_gate",
+    "process/test_deploy_pods",
+    "process/runtime/test_listening",
     "stories/sim/replay/test_replay",
-    "twins/store/test_store_random",
 )
-"""Files that take tens of seconds beside those: they begin before the short ones, so that none is left over at the end,
-when the other workers have nothing more to do. The first does little but wait; the second converts the bundled model
-where that was never done."""
+"""Files that take more than ten seconds, the longest first, so that none is left over at the end, when the other
+workers have nothing more to do. Most start servers and wait for them; the second converts the bundled model where that
+was never done."""
 
 
 def _file(nodeid: str) -> str:
@@ -161,7 +160,7 @@ def _file(nodeid: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: at for at, name in enumerate((*ONE_BY_ONE, *LONG))}
+    place = {name: at for at, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(_file(item.nodeid), len(place)))
 
 
@@ -172,8 +171,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = _file(nodeid)
-            return ONE_BY_ONE[0] if file in ONE_BY_ONE else file
+            return _file(nodeid)
 
     config.option.loadscopereorder = False
     return ByFile(config, log)

@@ -66,6 +66,11 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(text(path))
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(path)))
+
+
 def tracked(*globs: str) -> list[Path]:
     """Files of the project that git does not ignore."""
     if shutil.which("git") is None:
@@ -109,11 +114,11 @@ def imports(path: Path, *, also_for_typing: bool = True) -> list[tuple[int, str]
 def _imports(path: Path, also_for_typing: bool) -> Iterator[tuple[int, str]]:
     typing_only = {
         id(child)
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for child in ast.walk(node)
     }
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if id(node) in typing_only and not also_for_typing:
             continue
         if isinstance(node, ast.Import):
@@ -138,7 +143,7 @@ def test_functions_fit_their_budget() -> None:
     long = [
         f"{where(path, node.lineno)} {node.name} has {lines} lines"
         for path in SOURCES
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES_MAX
     ]
@@ -331,7 +336,7 @@ KNOWN_ELSEWHERE = re.compile(r"\(level \d|\brows? [MCSXP]\d{1,2}\b|\([MCSXP]\d{1
 
 def docstring_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Of a module, its classes and its functions, with their numbers."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if ast.get_docstring(node) is None:
                 continue
@@ -367,9 +372,10 @@ def test_skips_give_a_reason() -> None:
     bare = re.compile(r"@pytest\.mark\.(skip|xfail)\s*$|pytest\.(mark\.)?(skip|xfail)\(\s*\)")
     problems = []
     for path in tracked("tests/*.py"):
-        calls = [node for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
-        for node in calls:
-            name = ast.unparse(node.func).rpartition(".")[2]
+        for node in nodes(path):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name in ("skipif", "importorskip", "xfail") and not any(k.arg == "reason" for k in node.keywords):
                 problems.append(where(path, node.lineno))
         problems += [where(path, n) for n, line in enumerate(text(path).splitlines(), 1) if bare.search(line)]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -93,7 +94,13 @@ def _broken_bodies(model: str) -> Iterator[HostileCase]:
     yield HostileCase("plain text", COMPLETIONS, _completion(model), 415, says="application/json", headers=text)
     gzip = {**JSON, "content-encoding": "gzip"}
     yield HostileCase("a compressed body", COMPLETIONS, _completion(model), 415, says="gzip", headers=gzip)
-    yield HostileCase("100 MB", CHAT, b'{"a": "' + b"x" * 100_000_000 + b'"}', 413, says="larger")
+    yield HostileCase("100 MB", CHAT, _huge_body(), 413, says="larger")
+
+
+@functools.cache
+def _huge_body() -> bytes:
+    """One for all tables."""
+    return b'{"a": "' + b"x" * 100_000_000 + b'"}'
 
 
 def _wrong_values(model: str) -> Iterator[HostileCase]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 import httpx
 import openai
+
+import waiting
 
 WAIT_S = 120.0
 HELD = (
@@ -75,10 +76,8 @@ class Server:
 
 
 def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.02)
+    """As processes need it that are just being started."""
+    waiting.eventually(condition, WAIT_S)
 
 
 def is_alive(pid: int) -> bool:

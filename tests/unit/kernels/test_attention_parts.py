@@ -27,11 +27,12 @@ class Arena:
         self.kv_heads, self.heads = kv_heads, kv_heads * group
         self.k, self.v = (torch.randn(tokens, kv_heads, DIM, generator=draw).to(self.kind) for _ in range(2))
         self.q = torch.randn(tokens, self.heads, DIM, generator=draw).to(self.kind)
-        self.pages = torch.full((-(-tokens // BLOCK), kv_heads, 2, BLOCK * DIM), torch.nan, dtype=self.kind)
-        for token in range(tokens):
-            block, slot = divmod(token, BLOCK)
-            self.pages[block, :, 0].view(kv_heads, DIM, BLOCK)[:, :, slot] = self.k[token]
-            self.pages[block, :, 1].view(kv_heads, BLOCK, DIM)[:, slot] = self.v[token]
+        blocks = -(-tokens // BLOCK)
+        k, v = (torch.full((blocks * BLOCK, kv_heads, DIM), torch.nan, dtype=self.kind) for _ in range(2))
+        k[:tokens], v[:tokens] = self.k, self.v
+        k, v = (t.view(blocks, BLOCK, kv_heads, DIM) for t in (k, v))
+        parts = k.permute(0, 2, 3, 1), v.permute(0, 2, 1, 3)  # [dim, slot] and [slot, dim] of each block and head
+        self.pages = torch.stack([part.flatten(2) for part in parts], 2).contiguous()
 
     def part(self, q: Tensor, first: int, end: int, behind: bool, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
         """Queries ``[T, heads, dim]`` over tokens ``[first, end)``, from a block on: outputs and statistics."""
@@ -49,12 +50,12 @@ class Arena:
 
     def truth(self, first: int, softcap: float = 0.0) -> Tensor:
         """Tokens from ``first`` on over all before them and themselves, in float64."""
-        q, k, v = (t.double().transpose(0, 1) for t in (self.q, self.k, self.v))
+        q, k, v = (t.double().transpose(0, 1) for t in (self.q[first:], self.k, self.v))
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, 0) for t in (k, v))
         scores = q @ k.transpose(1, 2) * DIM**-0.5
         scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
-        return (scores.softmax(-1) @ v).transpose(0, 1)[first:]
+        scores = scores.masked_fill(torch.ones_like(scores).triu(first + 1).bool(), -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from memserve.errors import UserError
 from memserve.model.loading.cache import cached_folder, whole_digest
 from memserve.model.loading.checkpoint import errors_named, load_module
+from memserve.runtime.lean_torch import leave_compiler_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,6 +212,7 @@ def _write_config(folder: Path, model: Any) -> None:
 
 
 if __name__ == "__main__":
+    leave_compiler_out("cpu")
     try:
         convert(Path(sys.argv[1]), Path(sys.argv[2]))
     except UserError as refused:

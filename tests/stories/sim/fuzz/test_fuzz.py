@@ -121,12 +121,12 @@ first seed of all."""
 def test_a_planted_fault_is_caught(plant: str) -> None:
     """By the checker that is there for it, and not without the fault."""
     first, message = CAUGHT[plant]
-    verdicts = [judge(seed, setting_of(seed), plant=plant) for seed in range(first, first + 3)]
-    caught = [verdict for verdict in verdicts if verdict.failure]
+    verdicts = (judge(seed, setting_of(seed), plant=plant) for seed in range(first, first + 3))
+    caught = next((verdict for verdict in verdicts if verdict.failure), None)
     assert caught, f"{plant} was not noticed"
-    assert any(part in caught[0].failure for part in message.split("|")), caught[0].failure
-    assert caught[0].story, "a failure tells its story"
-    assert not judge(caught[0].seed, setting_of(caught[0].seed)).failure, "it fails without the planted fault too"
+    assert any(part in caught.failure for part in message.split("|")), caught.failure
+    assert caught.story, "a failure tells its story"
+    assert not judge(caught.seed, setting_of(caught.seed)).failure, "it fails without the planted fault too"
 
 
 def test_what_was_planted_is_taken_out_again() -> None:
