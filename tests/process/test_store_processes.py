@@ -13,19 +13,30 @@ import httpx
 import pytest
 
 from memserve import LLM
+from memserve.model.loading.loader import load_model
+from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve
+from memserve.runtime.profile_store import profile_path, save_profile
 from memserve.types import SamplingParams
+from memserve.units import NS_PER_S
 from served_cluster import WAIT_S, Server, eventually, is_alive
 from tiny_models import prompt, save_folder, tiny_module
 
 BLOCK = 8
 """Tokens: the model's context is 256."""
-STARTS_MAX = 5
-"""A read that was too late on a busy machine is tried again with a new start: else the KV is in memory."""
+SLOW = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), same_host=CopyCurve(2.0 * NS_PER_S, 0.0, 0.0), machine="slow")
+"""A fetch is given up when computing would have been quicker. That takes milliseconds with a tiny model, and a busy machine
+needs them for anything: here instances believe that computing and fetching take seconds, and so wait."""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_folder(tiny_module("llama"), tmp_path_factory.mktemp("models") / "tiny")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = save_folder(tiny_module("llama"), tmp_path_factory.mktemp("models") / "tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        loaded = load_model(str(folder), "float32", "cpu", block_tokens=BLOCK, threads=1)
+        path = profile_path(loaded.fingerprint, loaded.geometry, "cpu", 1)
+        save_profile(path, {"costs": SLOW.to_dict()})
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -116,16 +127,12 @@ def test_a_conversation_outlives_every_process(kept, truth, shape) -> None:
     done = (turns[1] + 19) // BLOCK
     eventually(lambda: running.stored_blocks() >= done)
     eventually(lambda: running.metric("store_disk_values") >= done)
-    for _ in range(STARTS_MAX):
-        running.kill_everything()
-        running.start()
-        eventually(lambda: running.stored_blocks() >= done)
-        answer = running.ask(history, 20)
-        assert answer["choices"][0]["text"] == truth(history, 20).text
-        facts = {fact["fact"]: fact["value"] for fact in answer["memserve"]["story"]}
-        if "fetch_failed" not in facts:
-            break
-        assert "in time" in facts["fetch_failed"], facts  # on a busy machine; then it is computed, as it must be
+    running.kill_everything()
+    running.start()
+    eventually(lambda: running.stored_blocks() >= done)
+    answer = running.ask(history, 20)
+    assert answer["choices"][0]["text"] == truth(history, 20).text
+    facts = {fact["fact"]: fact["value"] for fact in answer["memserve"]["story"]}
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= done * BLOCK, facts
     assert (facts["fetched_from"], facts["fetched_tier"]) == ("s1", "ssd")
     running.end()
