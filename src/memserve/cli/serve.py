@@ -271,7 +271,7 @@ def _engine(options: EngineOptions) -> Iterator[Served]:
 
     if why := device_here(options.device).why:
         _say(why)
-    options = dataclasses.replace(options, device=take_gpu(options.device))
+    options = dataclasses.replace(options, device=take_gpu(options.device, options.parallel.workers))
     with objects_that_stay():
         leave_compiler_out(options.device)
         engine, model = build_engine(options)

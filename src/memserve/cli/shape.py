@@ -61,7 +61,9 @@ def shape_here(engine: EngineOptions) -> Shape:
     """The shape that suits this machine, for engines with these options."""
     from memserve.model.loading.sources import weight_bytes
 
-    machine = Machine(usable_cores(), available_memory_bytes(), len(device_here(engine.device).gpus))
+    found = len(device_here(engine.device).gpus)
+    gpus = max(1, found // engine.parallel.workers) if found else 0  # instances that find all of their GPUs
+    machine = Machine(usable_cores(), available_memory_bytes(), gpus)
     weights = weight_bytes(engine.model) if machine.cores >= APART_CORES_MIN and not machine.gpus else None
     kv_bytes = engine.kv_memory_bytes + engine.dram_memory_bytes
     return choose_shape(machine, None if weights is None else instance_bytes(kv_bytes, weights))

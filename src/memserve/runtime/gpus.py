@@ -211,6 +211,11 @@ def _problem(
     return "", ""
 
 
+def gpu_count() -> int:
+    """GPUs that this process sees."""
+    return len(find_gpus()[0])
+
+
 def device_here(asked: str) -> DeviceChoice:
     """What ``--device asked`` means on this machine. Raises as :func:`choose_device`."""
     if asked == "cpu":
@@ -219,15 +224,16 @@ def device_here(asked: str) -> DeviceChoice:
     return choose_device(asked, gpus, driver_cuda, torch_cuda(), why)
 
 
-def show_first(index: int, environment: Mapping[str, str], count: int) -> str:
-    """``CUDA_VISIBLE_DEVICES`` with GPU ``index`` of ``count`` in front: it is device 0 then, in every thread, and the
-    others can still be read."""
+def show_first(index: int, environment: Mapping[str, str], count: int, own: int = 1) -> str:
+    """``CUDA_VISIBLE_DEVICES`` with the ``own`` GPUs from ``index`` of ``count`` on in front: the first is device 0
+    then, in every thread, and the others can still be read."""
     shown = [name for name in environment.get(_VISIBLE, "").split(",") if name] or [str(n) for n in range(count)]
-    return ",".join([shown[index], *shown[:index], *shown[index + 1 :]])
+    return ",".join([*shown[index : index + own], *shown[:index], *shown[index + own :]])
 
 
-def take_gpu(asked: str) -> str:
-    """For a process of ours, before it imports torch: make ``cuda:N`` its device 0. Returns ``cuda``, or ``asked``.
+def take_gpu(asked: str, own: int = 1) -> str:
+    """For a process of ours, before it imports torch: make ``cuda:N`` its device 0, and the GPUs behind it the next
+    ones of its ``own``. Returns ``cuda``, or ``asked``.
 
     Raises :class:`UserError` for a GPU that is not there."""
     if not re.fullmatch(r"cuda:\d{1,2}", asked):
@@ -235,5 +241,5 @@ def take_gpu(asked: str) -> str:
     index = int(asked.partition(":")[2])
     gpus, driver_cuda, why = find_gpus()
     choose_device(asked, gpus, driver_cuda, torch_cuda(), why)
-    os.environ[_VISIBLE] = show_first(index, os.environ, len(gpus))
+    os.environ[_VISIBLE] = show_first(index, os.environ, len(gpus), own)
     return "cuda"
