@@ -250,7 +250,7 @@ class FakeCommunicator:
             if len(here) < len(self._ranks):
                 raise OrderError(world.broken)
             if any(other != what for other, _ in here.values()):
-                world.broken = f"the workers {self._ranks} do {here}"
+                world.broken = f"the workers {self._ranks} do {[other for other, _ in here.values()]}"
                 world.changed.notify_all()
-                raise OrderError(f"the workers {self._ranks} do {[other for other, _ in here.values()]}")
+                raise OrderError(world.broken)
             return [here[rank][1] for rank in self._ranks]

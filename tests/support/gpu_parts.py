@@ -61,9 +61,13 @@ class Watched(TritonAttention):
 
 
 class Part(GpuPart):
-    """A worker's part; ``finishing`` is called before it finishes a step."""
+    """A worker's part; ``finishing`` is called before it finishes a step, and ``began`` counts those that it began."""
 
     finishing: Callable[[], object] = staticmethod(lambda: None)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.began = threading.Semaphore(0)
 
     @property
     def _is_triton(self) -> bool:
@@ -71,6 +75,7 @@ class Part(GpuPart):
 
     def begin_part(self, *letter: Any) -> Any:
         finish = super().begin_part(*letter)
+        self.began.release()
 
         def held() -> Any:
             self.finishing()

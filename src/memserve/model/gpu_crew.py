@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from memserve.errors import UserError
 from memserve.parallel import Share
+from memserve.runtime.gpus import GPU_TORCH_HINT
 
 Ranks = tuple[int, ...]
 
@@ -49,14 +51,17 @@ class TorchCommunicator:
     def __init__(self, meeting: Path, ranks: Ranks, rank: int, timeout_s: float, backend: str = "nccl") -> None:
         """``meeting``: a file that all members open, of this instance alone. ``rank``: of this worker in the instance;
         ``timeout_s``: how long a member may let others wait, where the backend watches over that."""
-        from torch.distributed import distributed_c10d
+        import torch.distributed
 
-        c10d: Any = distributed_c10d
+        stores: Any = torch.distributed
+        c10d: Any = torch.distributed.distributed_c10d
         self._c10d = c10d
-        store = c10d.PrefixStore("-".join(map(str, ranks)), c10d.FileStore(str(meeting), -1))
+        store = stores.PrefixStore("-".join(map(str, ranks)), stores.FileStore(str(meeting), -1))
         place, limit = (ranks.index(rank), len(ranks)), timedelta(seconds=timeout_s)
         self._size = len(ranks)
         if backend == "nccl":
+            if not c10d.is_nccl_available():
+                raise UserError("this torch was built without NCCL", hint=GPU_TORCH_HINT, param="tensor")
             options = c10d.ProcessGroupNCCL.Options()
             options._timeout = limit
             self._group = c10d.ProcessGroupNCCL(store, *place, options)

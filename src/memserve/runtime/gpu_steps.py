@@ -186,6 +186,8 @@ def _finish_steps(line: Connection, begun: queue.SimpleQueue[Callable[[], StepFi
             finish()
             number += 1
             line.send_bytes(number.to_bytes(8, "little"))
+    except BrokenPipeError:
+        return  # the leader has gone
     except Exception:
         log.exception("step %d failed on this worker", number + 1)
         hang_up(line)  # the leader hears that

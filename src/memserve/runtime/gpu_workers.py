@@ -65,6 +65,9 @@ class _Order:
 class GpuWorkers(Processes):
     """The processes beside the leader, and the leader's own part until it is a device."""
 
+    module = __spec__.name if __spec__ is not None else __name__
+    """What the other processes run."""
+
     def __init__(self, options: EngineOptions, model: LoadedModel, gpu: Gpu) -> None:
         """Start them. ``model``: on the host; what is left of it is on the leader's GPU afterwards.
 
@@ -83,7 +86,7 @@ class GpuWorkers(Processes):
             for share in found[1:]:
                 order = _Order(share, options, os.getpid(), self._meeting / "store", described)
                 shown = {"CUDA_VISIBLE_DEVICES": show_first(share.rank, os.environ, gpus)}
-                self._start(__name__, order, [] if described is None else [described[0]], shown)
+                self._start(self.module, order, [] if described is None else [described[0]], shown)
             os.environ.setdefault(_HANDLING, "0")  # torch would end this process; the leader ends its waits by itself
             self._crew = self._together(lambda: _connected(self._share, model, gpu, self._meeting / "store"))
         except BaseException:
@@ -143,6 +146,9 @@ class GpuWorkers(Processes):
                 why = f"worker {ended} has ended" if ended else f"they are not ready after {LOAD_S:.0f} s"
                 raise UserError(f"the workers of this instance cannot start: {why}", hint="their logs say more")
         if errors:
+            for rank, line in enumerate(self._lines, 1):
+                if line.poll(_LOOK_S):  # the reason may be there, and the own error nothing but its consequence
+                    self._hear(rank, line)
             raise errors[0]
         return found[0]
 
@@ -235,9 +241,9 @@ def _loaded_part(order: _Order, line: Connection) -> GpuPart:
     )  # fmt: skip
     gpu = Cuda(model.device, options.gpu_memory_share)
     crew = _connected(share, model, gpu, order.meeting)
+    dram = None if order.dram is None else _core.SharedArena.attach(*order.dram)  # before the leader seals it
     line.send(_blocks_here(share, options, model))
     config: InstanceConfig = line.recv()
-    dram = None if order.dram is None else _core.SharedArena.attach(*order.dram)
     return _part(model, config, gpu, crew, dram)
 
 

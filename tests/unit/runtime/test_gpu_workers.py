@@ -80,7 +80,7 @@ def chunks_and_decodes(parallel: Parallel, graphs: bool) -> bool:
     return True
 
 
-def plans_in_flight(parallel: Parallel) -> bool:
+def plans_in_flight(parallel: Parallel, graphs: bool) -> bool:
     """A plan computes what the one before it draws, and no host has seen it; a slot changes hands; then a plan that
     must know it, on all hosts."""
     from memserve.instance.events import StepPlan
@@ -88,7 +88,7 @@ def plans_in_flight(parallel: Parallel) -> bool:
 
     tokens, other, module = prompt(40, 7), prompt(33, 8), _module(parallel)
     expected, second = greedy_tokens(module, tokens, 4), greedy_tokens(module, other, 6)
-    with _together(parallel, graphs=True) as instance:
+    with _together(parallel, graphs=graphs) as instance:
         held = threading.Event()
         for part in instance.parts.values():
             part.finishing = lambda: held.wait(60)
@@ -159,14 +159,14 @@ def _mixed(driver: Any, device: Any) -> list[Any]:
     return done
 
 
-def what_the_host_must_know(parallel: Parallel) -> bool:
+def what_the_host_must_know(parallel: Parallel, graphs: bool) -> bool:
     """A grammar, drafts, beams, prompts' logprobs, draws with filters: as on a CPU, and the followers do not ask what
     only the leader knows."""
     from tiny_models import Driver, loaded
 
     alone = Driver(loaded(_module(parallel)))
     expected = _mixed(alone, alone.device)
-    with _together(parallel, graphs=True) as instance:
+    with _together(parallel, graphs=graphs) as instance:
         got = _mixed(instance.driver, instance.parts[0])
     assert [one.tokens for one in got] == [one.tokens for one in expected]
     assert [one.kept for one in got] == [one.kept for one in expected] and got[-2].candidates
@@ -235,17 +235,24 @@ def by_layer() -> bool:
     return True
 
 
-def _reads_what_went_down(parallel: Parallel, finishing: Any = None) -> None:
-    """A block goes down, and the host reads it when the leader says that it has."""
+def _reads_what_went_down(held: threading.Event | None = None) -> None:
+    """A block goes down, and the host reads it when the leader says that it has. ``held``: the other worker finishes
+    nothing before."""
     from memserve.types import CopyBlocks, Tier
     from tiny_models import prompt, sequence
 
-    with _together(parallel) as instance:
-        if finishing is not None:
-            instance.parts[1].finishing = finishing
-        instance.driver.step([(0, 0, 32, ())], open=[sequence(0, prompt(40, 7), [4, 5])])
-        instance.driver.step([], copies=[CopyBlocks(Tier.HBM, Tier.DRAM, [4], [3])])
-        instance.dram_block(3)
+    with _together(Parallel(2)) as instance:
+        other = instance.parts[1]
+        try:
+            if held is not None:
+                other.finishing = lambda: held.wait(60)
+            instance.driver.step([(0, 0, 32, ())], open=[sequence(0, prompt(40, 7), [4, 5])])
+            instance.driver.step([], copies=[CopyBlocks(Tier.HBM, Tier.DRAM, [4], [3])])
+            assert all(other.began.acquire(timeout=60) for _ in range(2))
+            instance.dram_block(3)
+        finally:
+            if held is not None:
+                held.set()
 
 
 def a_step_has_finished_on_all() -> bool:
@@ -262,40 +269,40 @@ def a_step_has_finished_on_all() -> bool:
         wait(self, number)
 
     with _replaced(Reports, "wait", opens):
-        _reads_what_went_down(Parallel(2), lambda: held.wait(60))
-    held.clear()
-    with _replaced(Reports, "wait", lambda self, number: None):
-        try:
-            _reads_what_went_down(Parallel(2), lambda: held.wait(1))
-        except RaceError:
-            pass
-        else:
-            raise AssertionError("a leader that does not wait is not found")
-    with _replaced(GpuArenas, "copied", lambda self: None):
-        try:
-            _reads_what_went_down(Parallel(2))
-        except RaceError:
-            return True
-    raise AssertionError("a device that does not wait is not found")
+        _reads_what_went_down(held)
+    for owner, name, fault in ((Reports, "wait", lambda self, number: None), (GpuArenas, "copied", lambda self: None)):
+        with _replaced(owner, name, fault):
+            try:
+                _reads_what_went_down(threading.Event() if owner is Reports else None)
+            except RaceError:
+                continue
+        raise AssertionError(f"what does not wait is not found: {name}")
+    return True
 
 
 def another_order_is_found() -> bool:
     """A worker that decides for itself whether a plan waits for the host, and does not know the grammar."""
-    from fake_gpu import OrderError
     from gpu_parts import Part
+    from memserve.instance.events import StepPlan
     from memserve.runtime.workers import WorkersBroken
+    from memserve.types import SamplingParams
+    from tiny_models import prompt, sequence
 
-    begin = Part.begin_part
+    begin, ruled = Part.begin_part, SamplingParams(temperature=0, grammar="even")
 
     def by_itself(self: Any, drawn: Any, plan: Any, waits_for_host: bool) -> Any:
         return begin(self, drawn, plan, waits_for_host if self._leads else self.needs_host(plan))
 
     with _replaced(Part, "begin_part", by_itself), _together(Parallel(2)) as instance:
+        instance.parts[0]._slots.grammars = EvenTokens()
+        opened = [sequence(1, prompt(20, 8), [6, 7], ruled)]
         try:
-            _mixed(instance.driver, instance.parts[0])
+            for number, (start, count) in enumerate(((0, 20), (20, 1), (21, 1))):
+                plan = StepPlan(number, slots=[1], starts=[start], counts=[count], sample_slots=[(1,)], open=opened)
+                opened = []
+                instance.device.begin_step(plan)
         except WorkersBroken:
-            found = [*map(str, instance.errors), instance.parts[0]._gpu_crew.broken]
-            assert any(OrderError.__name__ in text or "the workers (0, 1) do" in text for text in found), found
+            assert "the workers (0, 1) do" in instance.world.broken, instance.world.broken
             assert instance.broken
             return True
     raise AssertionError("another order is not found")
@@ -360,17 +367,96 @@ def a_worker_that_fails_ends_the_instance() -> bool:
     return True
 
 
+def real_processes() -> bool:
+    """The start, with a process for each worker and gloo between them: the least room of all, steps, swaps, the end of
+    the lines; then one that is killed."""
+    import dataclasses
+    import signal
+    import tempfile
+
+    import torch
+
+    import gpu_worker_process
+    from fake_gpu import FakeGpu
+    from memserve.config import EngineOptions, SchedulerConfig
+    from memserve.errors import UserError
+    from memserve.model.loading.loader import load_model
+    from memserve.runtime.gpu_workers import GpuWorkers
+    from memserve.runtime.workers import WorkersBroken
+    from tiny_models import Driver, greedy_tokens, prompt, save_folder, sequence
+
+    gpu_worker_process.install()
+    parallel = Parallel(2, 2)
+    module = _module(parallel)
+    with tempfile.TemporaryDirectory() as folder:
+        options = EngineOptions(
+            model=str(save_folder(module, Path(folder) / "tiny")), dtype="float32", threads=1, parallel=parallel,
+            dram_memory_bytes=1 << 20, scheduler=SchedulerConfig(max_running=8),
+        )  # fmt: skip
+
+        def started(asked: Any = options) -> tuple[Any, Any, Any]:
+            model = load_model(asked.model, "float32", "cpu", on_host=True)
+            workers = GpuWorkers(asked, model, FakeGpu())
+            geometry = model.geometry
+            kv_bytes = workers.kv_bytes()
+            assert kv_bytes == 33 * geometry.block_bytes, "as much as the smallest has room for"
+            config = asked.instance_config(geometry, 256, "tiny", 131, on_gpu=True, kv_bytes=kv_bytes)
+            return workers, workers.device(model, config), geometry
+
+        workers, device, geometry = started()
+        driver = Driver.__new__(Driver)
+        driver.steps, driver.device = 0, device
+
+        def look() -> None:
+            dram = torch.frombuffer(workers._dram, dtype=torch.uint8).view(-1, geometry.block_bytes)
+            values = dram[6].view(torch.float32)
+            assert values.count_nonzero() == values.numel(), "each worker has written its part"
+
+        assert _swapped(driver, look) == greedy_tokens(module, prompt(50, 8), 4)
+        meeting = workers._meeting
+        assert meeting.is_dir()
+        device.close()
+        assert [process.returncode for process in workers._processes] == [0, 0, 0] and not meeting.exists()
+
+        workers, device, _ = started()
+        driver.steps, driver.device = 0, device
+        broken = threading.Event()
+        device.on_broken = broken.set
+        tokens = driver.step([(0, 0, 40, (0,))], open=[sequence(0, prompt(40, 7), [4, 5])]).tokens
+        assert tokens == greedy_tokens(module, prompt(40, 7), 1)
+        workers._processes[2].send_signal(signal.SIGKILL)
+        assert broken.wait(60)
+        try:
+            driver.step([(0, 40, 1, (0,))])
+        except WorkersBroken as error:
+            assert "worker 3" in str(error), error
+        else:
+            raise AssertionError("a step without worker 3")
+        device.close()
+        try:
+            started(dataclasses.replace(options, lora=("one=nowhere",)))
+        except UserError as error:
+            assert "worker" in str(error) and "nowhere" in str(error), error
+        else:
+            raise AssertionError("workers that cannot start do")
+    return True
+
+
 SCENARIOS = {
     **{f"{name}, {how}": (chunks_and_decodes, kind, how == "graphs")
        for name, kind in KINDS.items() for how in ("kernel by kernel", "graphs")},
-    **{f"{name}, in flight": (plans_in_flight, kind) for name, kind in KINDS.items()},
-    **{f"{name}, waiting for the host": (what_the_host_must_know, kind) for name, kind in KINDS.items()},
-    **{f"{name}, swaps": (swaps, kind) for name, kind in KINDS.items()},
+    "TP 2, in flight": (plans_in_flight, KINDS["TP 2"], True),
+    "TP 2 x PP 2, in flight": (plans_in_flight, KINDS["TP 2 x PP 2"], False),
+    "TP 2, waiting for the host": (what_the_host_must_know, KINDS["TP 2"], True),
+    "TP 2 x PP 2, waiting for the host": (what_the_host_must_know, KINDS["TP 2 x PP 2"], False),
+    "TP 3, swaps": (swaps, KINDS["TP 3"]),
+    "TP 2 x PP 2, swaps": (swaps, KINDS["TP 2 x PP 2"]),
     "by layer": (by_layer,),
     "a step has finished on all": (a_step_has_finished_on_all,),
     "another order is found": (another_order_is_found,),
     "all have graphs or none": (all_have_graphs_or_none,),
     "a worker that fails ends the instance": (a_worker_that_fails_ends_the_instance,),
+    "real processes": (real_processes,),
 }  # fmt: skip
 
 
