@@ -157,7 +157,10 @@ class Together:
             with gpu.compute.use():
                 vocabularies = shard(model.module, share, model.geometry)
                 crew = GpuCrew(
-                    share, vocabularies, lambda ranks: FakeCommunicator(self.world, ranks, share.rank, gpu), model.device
+                    share,
+                    vocabularies,
+                    lambda ranks: FakeCommunicator(self.world, ranks, share.rank, gpu),
+                    model.device,
                 )
                 crew.gpu = gpu
                 forward = EagerForward(model.module)
@@ -180,5 +183,3 @@ class Together:
         except BaseException as error:
             self.errors.append(error)
             self.world.end(f"{type(error).__name__}: {error}")
-
-

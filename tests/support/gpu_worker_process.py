@@ -1,5 +1,5 @@
-"""Workers of an instance on GPUs as real processes without any: fake GPUs, kernels that are interpreted, and gloo in the
-place of NCCL. Run as a module it is one of the processes beside the leader."""
+"""Workers of an instance on GPUs as real processes without any: fake GPUs, kernels that are interpreted, and gloo in
+the place of NCCL. Run as a module it is one of the processes beside the leader."""
 
 from __future__ import annotations
 

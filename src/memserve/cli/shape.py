@@ -61,8 +61,9 @@ def shape_here(engine: EngineOptions) -> Shape:
     """The shape that suits this machine, for engines with these options."""
     from memserve.model.loading.sources import weight_bytes
 
-    found = len(device_here(engine.device).gpus)
-    gpus = max(1, found // engine.parallel.workers) if found else 0  # instances that find all of their GPUs
+    gpus, workers = len(device_here(engine.device).gpus), engine.parallel.workers
+    if gpus and workers > 1:  # the only shape: their KV cannot be handed over
+        return Shape(0, 0, max(1, gpus // workers))
     machine = Machine(usable_cores(), available_memory_bytes(), gpus)
     weights = weight_bytes(engine.model) if machine.cores >= APART_CORES_MIN and not machine.gpus else None
     kv_bytes = engine.kv_memory_bytes + engine.dram_memory_bytes

@@ -1,5 +1,6 @@
-"""Instances of several workers on GPUs that are made up (``fake_gpu``): the tokens of one device, whatever is in flight,
-and faults that are found. No access to memory that no event orders, no operation that workers call in another order.
+"""Instances of several workers on GPUs that are made up (``fake_gpu``): the tokens of one device, whatever is in
+flight, and faults that are found. No access to memory that no event orders, no operation that workers call in another
+order.
 
 Whether Triton's kernels are interpreted is decided once: the scenarios run in one child process."""
 
