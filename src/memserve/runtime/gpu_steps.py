@@ -76,16 +76,14 @@ class Guard:
 
     def __init__(self, limit_s: float, late: Callable[[str], None]) -> None:
         self._limit_s, self._late = limit_s, late
-        self._began: dict[int, float] = {}
-        self._count = 0
+        self._began: dict[object, float] = {}
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="memserve-guard", daemon=True).start()
 
     @contextmanager
     def over(self) -> Iterator[None]:
         """What is done inside may not take longer. Thread-safe."""
-        self._count += 1
-        mine = self._count
+        mine = object()
         self._began[mine] = time.monotonic()
         try:
             yield
@@ -160,6 +158,7 @@ class DividedGpu(Divided):
         """End the workers; release the arenas with the last reference."""
         self._guard.close()
         super().close()
+        self._crew.abandon("it is closed")  # only so do torch's groups end without waiting for one another
 
 
 def follow_leader(line: Connection, part: GpuPart) -> None:

@@ -32,7 +32,7 @@ from memserve.runtime.gpu_steps import DividedGpu, follow_leader
 from memserve.runtime.gpus import gpu_count, show_first
 from memserve.runtime.lean_torch import leave_compiler_out
 from memserve.runtime.links.ranges import shard_of
-from memserve.runtime.memory import keep_heap_small, objects_that_stay
+from memserve.runtime.memory import keep_heap_small, objects_that_stay, usable_cores
 from memserve.runtime.process import die_with, ignore_terminal, set_thread_environment
 from memserve.runtime.workers import LOAD_S, STEP_S, Processes, refuse_stages_by_layer
 
@@ -47,7 +47,10 @@ T = TypeVar("T")
 
 _LOOK_S = 0.1
 """How often the leader looks whether a worker has ended while all of them start."""
-_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_HANDLING, _KEEPS, _ENDS = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "3"
+"""What torch does where an operation fails or takes too long: a worker's process it may end, without calling the
+operation off (the worker would report a step that is none); the leader's it leaves alone: that ends its waits by
+itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,9 @@ class GpuWorkers(Processes):
         try:
             for share in found[1:]:
                 order = _Order(share, options, os.getpid(), self._meeting / "store", described)
-                shown = {"CUDA_VISIBLE_DEVICES": show_first(share.rank, os.environ, gpus)}
+                shown = {"CUDA_VISIBLE_DEVICES": show_first(share.rank, os.environ, gpus), _HANDLING: _ENDS}
                 self._start(self.module, order, [] if described is None else [described[0]], shown)
-            os.environ.setdefault(_HANDLING, "0")  # torch would end this process; the leader ends its waits by itself
+            os.environ.setdefault(_HANDLING, _KEEPS)
             self._crew = self._together(lambda: _connected(self._share, model, gpu, self._meeting / "store"))
         except BaseException:
             self.close()
@@ -235,9 +238,10 @@ def _loaded_part(order: _Order, line: Connection) -> GpuPart:
     from memserve.model.loading.loader import load_model
 
     options, share = order.options, order.share
+    threads = options.parallel.threads_each(options.threads or usable_cores())
     model = load_model(
-        options.model, options.dtype, "cuda", block_tokens=options.block_tokens, threads=options.threads,
-        lora=options.lora, on_host=True,
+        options.model, options.dtype, "cuda", block_tokens=options.block_tokens, threads=threads, lora=options.lora,
+        on_host=True,
     )  # fmt: skip
     gpu = Cuda(model.device, options.gpu_memory_share)
     crew = _connected(share, model, gpu, order.meeting)
