@@ -17,7 +17,7 @@ from memserve.model.gpu_crew import TorchCommunicator
 from memserve.model.loading import loader
 from memserve.runtime import gpu_workers
 
-ROOM_BLOCKS = {0: 40, 1: 33, 2: 37, 3: 50}
+ROOM_BLOCKS = {0: 40, 1: 20, 2: 37, 3: 50}
 """Blocks that each worker's GPU has room for."""
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
     from memserve.policy.costs import CostModel
     from memserve.runtime.engine import Engine
+    from memserve.runtime.gpu_workers import GpuWorkers
     from memserve.runtime.workers import Divided
 
 
@@ -48,21 +49,34 @@ def build_parts(
     hold it.
     """
     set_thread_environment()
-    from memserve.instance.machine import Instance
     from memserve.model.gpu import open_gpu
+    from memserve.runtime.gpu_workers import GpuWorkers
+
+    options = dataclasses.replace(options, parallel=options.parallel.of(role))
+    model = _loaded(options, role)
+    gpu = open_gpu(model.device, options.gpu_memory_share)
+    workers = GpuWorkers(options, model, gpu) if gpu is not None and options.parallel.workers > 1 else None
+    try:
+        return _parts(options, model, gpu, workers, me, role, identity_key)
+    except BaseException:
+        if workers is not None:
+            workers.close()
+        raise
+
+
+def _parts(
+    options: EngineOptions, model: LoadedModel, gpu: Gpu | None, gpu_workers: GpuWorkers | None, me: Peer | None,
+    role: Role, identity_key: bytes | None,
+) -> Parts:  # fmt: skip
+    from memserve.instance.machine import Instance
     from memserve.model.loading.loader import model_sizes
     from memserve.policy.capacity import context_note
     from memserve.policy.reuse import PreemptionCosts
     from memserve.runtime.gpu_build import kv_bytes_here, shares_gpu_kv
-    from memserve.runtime.gpu_workers import GpuWorkers
     from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes
     from memserve.runtime.profile_store import load_profile
 
-    options = dataclasses.replace(options, parallel=options.parallel.of(role))
-    model = _loaded(options, role)
-    gpu, geometry = open_gpu(model.device, options.gpu_memory_share), model.geometry
-    on_gpu, workers = gpu is not None, options.parallel.workers
-    gpu_workers = GpuWorkers(options, model, gpu) if gpu is not None and workers > 1 else None
+    geometry, on_gpu, workers = model.geometry, gpu is not None, options.parallel.workers
     sizes = model_sizes(model)  # with its weights
     kv_bytes = gpu_workers.kv_bytes() if gpu_workers else kv_bytes_here(options, sizes) if on_gpu else None
     config = options.instance_config(

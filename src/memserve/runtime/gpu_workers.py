@@ -98,25 +98,18 @@ class GpuWorkers(Processes):
 
     def kv_bytes(self) -> int:
         """Memory for KV of the whole instance: as many blocks as fit on every GPU. Raises :class:`UserError`."""
-        try:
-            blocks = [_blocks_here(self._share, self._options, self._model), *map(_number, self.hear())]
-        except BaseException:
-            self.close()
-            raise
+        blocks = [_blocks_here(self._share, self._options, self._model), *map(_number, self.hear())]
         if self._dram is not None:
             self._dram.seal()
         return min(blocks) * self._model.geometry.block_bytes
 
     def device(self, model: LoadedModel, config: InstanceConfig) -> DividedGpu:
-        """The device of all workers. ``model``: the leader's, as it is served."""
-        try:
-            for line in self._lines:
-                line.send(config)
-            part = self._together(lambda: _part(model, config, self._gpu, self._crew, self._dram))
-            self.hear()
-        except BaseException:
-            self.close()
-            raise
+        """The device of all workers. ``model``: the leader's, as it is served. Raises :class:`UserError`; the caller
+        closes the workers then."""
+        for line in self._lines:
+            line.send(config)
+        part = self._together(lambda: _part(model, config, self._gpu, self._crew, self._dram))
+        self.hear()
         return DividedGpu(part, self, self._crew)
 
     def close(self) -> None:

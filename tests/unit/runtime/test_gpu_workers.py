@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -400,7 +401,7 @@ def real_processes() -> bool:
             workers = GpuWorkers(asked, model, FakeGpu())
             geometry = model.geometry
             kv_bytes = workers.kv_bytes()
-            assert kv_bytes == 33 * geometry.block_bytes, "as much as the smallest has room for"
+            assert kv_bytes == 20 * geometry.block_bytes, "as much as the smallest has room for"
             config = asked.instance_config(geometry, 256, "tiny", 131, on_gpu=True, kv_bytes=kv_bytes)
             return workers, workers.device(model, config), geometry
 
@@ -443,9 +444,56 @@ def real_processes() -> bool:
     return True
 
 
-SCENARIOS = {
-    **{f"{name}, {how}": (chunks_and_decodes, kind, how == "graphs")
-       for name, kind in KINDS.items() for how in ("kernel by kernel", "graphs")},
+def an_engine() -> bool:
+    """Requests side by side, some with common beginnings, in too little KV memory, with drafts and a grammar's place in
+    other rows: the answers of the model alone."""
+    import tempfile
+    from concurrent.futures import ThreadPoolExecutor
+
+    import gpu_worker_process
+    from fake_gpu import FakeGpu
+    from memserve import LLM
+    from memserve.errors import UserError
+    from memserve.instance import speculation
+    from memserve.model import gpu
+    from memserve.sim.fuzz.drafts import Always
+    from memserve.types import SamplingParams
+    from tiny_models import greedy_tokens, prompt, save_folder
+
+    gpu_worker_process.install()
+    gpu.open_gpu = lambda device, share: FakeGpu()
+    module, greedy = _module(Parallel(2)), SamplingParams(temperature=0)
+    asked = [[int(token) for token in [*prompt(40, at % 2), *prompt(20 + 45 * at, 50 + at)]] for at in range(5)]
+    expected = [tuple(greedy_tokens(module, np.array(tokens, np.int32), 12)) for tokens in asked]
+    options = {"dtype": "float32", "threads": 1, "dram_memory": "4MiB", "preemption": "swap", "max_step_tokens": 64}
+    with tempfile.TemporaryDirectory() as folder, _replaced(speculation, "Worth", Always):
+        model = str(save_folder(module, Path(folder) / "tiny"))
+        with LLM(model, **options, tensor_parallel=2, max_running=4, draft_tokens=3) as llm:
+
+            def answer(tokens: list[int]) -> tuple[int, ...]:
+                return tuple(llm.generate([tokens], greedy, max_tokens=12, ignore_eos=True)[0].outputs[0].tokens)
+
+            for _ in range(2):
+                with ThreadPoolExecutor(5) as pool:
+                    assert list(pool.map(answer, asked)) == expected
+            stats = llm._engine.stats().instance
+            assert llm._engine._instance._device._own.graph_sizes == [1, 2, 4]
+            assert stats.drafts_kept and stats.cached_tokens, stats
+            assert stats.preemptions_swap or stats.dram_tokens_reused, stats
+            processes = llm._engine._instance._device._workers._processes
+        assert [process.returncode for process in processes] == [0]
+        try:
+            LLM(model, **options, tensor_parallel=2, kv_lower_dtype="int8")
+        except UserError as error:
+            assert "kv-lower-dtype" in str(error.hint), error
+        else:
+            raise AssertionError("a lower dtype on GPUs")
+    return True
+
+
+THREADS = {
+    **{f"{name}, graphs": (chunks_and_decodes, kind, True) for name, kind in KINDS.items()},
+    "TP 2, kernel by kernel": (chunks_and_decodes, KINDS["TP 2"], False),
     "TP 2, in flight": (plans_in_flight, KINDS["TP 2"], True),
     "TP 2 x PP 2, in flight": (plans_in_flight, KINDS["TP 2 x PP 2"], False),
     "TP 2, waiting for the host": (what_the_host_must_know, KINDS["TP 2"], True),
@@ -457,16 +505,16 @@ SCENARIOS = {
     "another order is found": (another_order_is_found,),
     "all have graphs or none": (all_have_graphs_or_none,),
     "a worker that fails ends the instance": (a_worker_that_fails_ends_the_instance,),
-    "real processes": (real_processes,),
-}  # fmt: skip
+}
+PROCESSES = {"real processes": (real_processes,), "an engine": (an_engine,)}
+SCENARIOS: dict[str, Any] = THREADS | PROCESSES
 
 
-@pytest.fixture(scope="module")
-def results() -> dict[str, str]:
+def _results(names: Iterable[str]) -> dict[str, str]:
     """Scenario -> "" or what went wrong."""
     pytest.importorskip("triton", reason="the package triton (extra: test) is not installed")
     run = subprocess.run(
-        [sys.executable, __file__],
+        [sys.executable, __file__, *names],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(SUPPORT)},
         capture_output=True, text=True, timeout=580,
     )  # fmt: skip
@@ -475,10 +523,26 @@ def results() -> dict[str, str]:
     return found
 
 
+@pytest.fixture(scope="module")
+def of_threads() -> dict[str, str]:
+    return _results(THREADS)
+
+
+@pytest.fixture(scope="module")
+def of_processes() -> dict[str, str]:
+    return _results(PROCESSES)
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_several_workers_on_gpus(results: dict[str, str], name: str) -> None:
-    assert results[name] == ""
+@pytest.mark.parametrize("name", THREADS)
+def test_several_workers_on_gpus(of_threads: dict[str, str], name: str) -> None:
+    assert of_threads[name] == ""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PROCESSES)
+def test_workers_on_gpus_that_are_processes(of_processes: dict[str, str], name: str) -> None:
+    assert of_processes[name] == ""
 
 
 def main(names: list[str]) -> None:
