@@ -63,7 +63,7 @@ class TorchCommunicator:
             if not c10d.is_nccl_available():
                 raise UserError("this torch was built without NCCL", hint=GPU_TORCH_HINT, param="tensor")
             options = c10d.ProcessGroupNCCL.Options()
-            options._timeout = limit
+            options._timeout, options.global_ranks_in_group = limit, list(ranks)
             self._group = c10d.ProcessGroupNCCL(store, *place, options)
         else:
             self._group = c10d.ProcessGroupGloo(store, *place, limit)

@@ -173,6 +173,9 @@ def follow_leader(line: Connection, part: GpuPart) -> None:
             except (EOFError, OSError):
                 return
             begun.put(part.begin_part(*letter))
+    except BaseException:
+        hang_up(line)  # the leader hears that at once
+        raise
     finally:
         begun.put(None)
         finishing.join(STEP_S)
