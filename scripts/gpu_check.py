@@ -50,9 +50,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PARTS = {
     "native": "gpu_check:native", "device": "gpu_check:device",
     "kernels": "gpu_attention:kernels", "engine": "gpu_serving:one_engine", "cluster": "gpu_serving:clusters",
-    "graphs": "gpu_serving:graphs", "tiers": "gpu_serving:tiers", "seals": "gpu_bytes:seals",
-    "copies": "gpu_bytes:copies", "attention": "gpu_attention:speed", "8b": "gpu_models:eight_b",
-    "pull": "gpu_bytes:pull", "1b": "gpu_models:one_b",
+    "graphs": "gpu_serving:graphs", "tiers": "gpu_serving:tiers", "workers": "gpu_serving:workers",
+    "seals": "gpu_bytes:seals", "copies": "gpu_bytes:copies", "attention": "gpu_attention:speed",
+    "8b": "gpu_models:eight_b", "pull": "gpu_bytes:pull", "1b": "gpu_models:one_b",
 }  # fmt: skip
 """Module and function of each part, in their order: what is right first, then what is fast."""
 PART_S, LIMIT_S = 180.0, 570.0

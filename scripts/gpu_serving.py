@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from gpu_attention import ROOT
-from gpu_report import Row, has_device, need_device
+from gpu_report import NotRun, Row, has_device, need_device
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -139,6 +139,25 @@ def tiers() -> Iterator[Row]:
         yield compared("KV by layer", got)
         hidden = {"hidden_share": layers.link.hidden_share}
         yield {"what": "prompts began by layer", "ok": layers.begun > 0, "times": layers.begun, **hidden}
+
+
+def workers() -> Iterator[Row]:
+    """Instances of two workers, each on a GPU of its own (on a CPU: two processes), with KV that is swapped: the tokens
+    of one."""
+    if DEVICE == "cuda" and torch.cuda.device_count() < 2:
+        raise NotRun("an instance of two workers needs two GPUs, and one is here")
+    with engine() as llm:
+        block = llm.model.geometry.block_bytes
+    for name, degrees in {"TP 2": {"tensor_parallel": 2}, "PP 2": {"pipeline_parallel": 2}}.items():
+        with engine(**degrees) as llm:
+            yield compared(f"{name}, all at once", answers(llm))
+            sizes = getattr(llm._engine._instance._device._own, "graph_sizes", [])
+            yield {"what": f"{name}, graphs", "rows": sizes} | ({"ok": bool(sizes)} if DEVICE == "cuda" else {})
+        small = {"kv_memory": SWAPPED_BLOCKS * block, "dram_memory": "16MiB", "preemption": "swap"}
+        with engine(**degrees, **small) as llm:
+            yield compared(f"{name}, too little memory", answers(llm))
+            count = llm.stats().instance.preemptions_swap
+            yield {"what": f"{name}, KV was swapped", "ok": count > 0, "times": count}
 
 
 def clusters() -> Iterator[Row]:

@@ -18,7 +18,8 @@ class Parallel:
     """Into how many workers an instance is divided."""
 
     tensor: int = option(1, "--tensor-parallel", least=1, most=64, vllm="tensor_parallel_size")
-    """Workers of an instance that share each layer: heads, columns of the MLP and the vocabulary."""
+    """Workers of an instance that share each layer: heads, columns of the MLP and the vocabulary. On GPUs each worker
+    has one of its own."""
     pipeline: int = option(1, "--pipeline-parallel", least=1, most=64, vllm="pipeline_parallel_size")
     """Stages of an instance that share the layers. Each has ``--tensor-parallel`` workers."""
     prefill_tensor: int | None = option(None, "--prefill-tensor-parallel", least=1, most=64)

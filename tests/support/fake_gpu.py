@@ -7,6 +7,7 @@ it is past. While a graph is captured, reading a value on the host is an error, 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -107,6 +108,7 @@ class FakeGpu:
         self._coming: list[tuple[dict[int, int], Tensor, Tensor]] = []
         self.graphs: list[FakeGraph] = []
         self.accesses = 0
+        self._lock = threading.RLock()  # one thread begins plans, another one finishes them
 
     def stream(self, *, urgent: bool = False) -> FakeStream:
         self._streams += 1
@@ -123,8 +125,9 @@ class FakeGpu:
 
     def fetch(self, tensor: Tensor) -> Tensor:
         landing = torch.full_like(tensor, NOT_THERE)
-        self.used.step()
-        self._coming.append((dict(self.used.clock), landing, tensor.clone()))
+        with self._lock:
+            self.used.step()
+            self._coming.append((dict(self.used.clock), landing, tensor.clone()))
         return landing
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[FakeGraph, Tensor]:
@@ -139,14 +142,21 @@ class FakeGpu:
         return 1 << 30
 
     def host_learns(self, clock: dict[int, int]) -> None:
-        for stream, time in clock.items():
-            self.host[stream] = max(self.host.get(stream, 0), time)
-        coming = self._coming
-        self._coming = [one for one in coming if not self._is_past(one[0])]
-        with torch.inference_mode():
+        with self._lock, torch.inference_mode():
+            for stream, time in clock.items():
+                self.host[stream] = max(self.host.get(stream, 0), time)
+            coming = self._coming
+            self._coming = [one for one in coming if not self._is_past(one[0])]
             for at, landing, values in coming:
                 if self._is_past(at):
                     landing.copy_(values)
+
+    def host_reads(self, memory: Tensor) -> None:
+        """The host, or a process that it has told, reads contiguous ``memory`` of its own now."""
+        for unit in _units(memory):
+            writer, written = self._written.get(unit, (0, 0))
+            if self.host.get(writer, 0) < written:
+                raise RaceError(f"the host reads what stream {writer} writes, and has not waited for it")
 
     def _is_past(self, clock: dict[int, int]) -> bool:
         return all(self.host.get(stream, 0) >= time for stream, time in clock.items())
@@ -154,8 +164,8 @@ class FakeGpu:
     def access(self, stream: FakeStream, memory: Tensor, *, writes: bool) -> None:
         """``stream`` touches contiguous ``memory`` now."""
         stream.step()
-        time, first = stream.clock[stream.number], memory.data_ptr()
-        for unit in range(first // UNIT_BYTES, -(-(first + memory.numel() * memory.element_size()) // UNIT_BYTES)):
+        time = stream.clock[stream.number]
+        for unit in _units(memory):
             self.accesses += 1
             writer, written = self._written.get(unit, (stream.number, 0))
             if stream.clock.get(writer, 0) < written:
@@ -167,3 +177,80 @@ class FakeGpu:
                 if stream.clock.get(reader, 0) < read:
                     raise RaceError(f"stream {stream.number} writes what stream {reader} reads, and does not wait")
             self._written[unit] = (stream.number, time)
+
+
+def _units(memory: Tensor) -> range:
+    first = memory.data_ptr()
+    return range(first // UNIT_BYTES, -(-(first + memory.numel() * memory.element_size()) // UNIT_BYTES))
+
+
+# -- several of them
+
+
+class OrderError(AssertionError):
+    """Workers call different operations, which would let real ones wait for ever."""
+
+
+class FakeWorld:
+    """Where the workers of an instance meet, each a thread with a :class:`FakeGpu`."""
+
+    def __init__(self, wait_s: float = 60.0) -> None:
+        self.wait_s = wait_s
+        self.changed = threading.Condition()
+        self.broken = ""
+        self.rounds: dict[tuple[tuple[int, ...], int], dict[int, tuple[Any, Tensor]]] = {}
+        self.log: list[tuple[int, tuple[int, ...], Any]] = []
+
+    def end(self, why: str) -> None:
+        with self.changed:
+            self.broken = self.broken or why
+            self.changed.notify_all()
+
+
+class FakeCommunicator:
+    """See :class:`memserve.model.gpu_crew.Communicator`: operations in another order, of another shape, or outside of
+    the computing stream are errors."""
+
+    def __init__(self, world: FakeWorld, ranks: tuple[int, ...], rank: int, gpu: FakeGpu) -> None:
+        self._world, self._ranks, self._rank, self._gpu = world, ranks, rank, gpu
+        self._turn = 0
+
+    def all_reduce(self, x: Tensor) -> None:
+        parts = self._meet("all_reduce", x)
+        x.copy_(sum(parts[1:], parts[0]))
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        x.copy_(self._meet(("broadcast", source), x)[source])
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        found = self._meet("gather", x)
+        return found if self._rank == self._ranks[0] else []
+
+    def abort(self) -> None:
+        self._world.end("aborted")
+
+    def _meet(self, operation: Any, x: Tensor) -> list[Tensor]:
+        if self._gpu.used is not self._gpu.compute:
+            raise RaceError(f"{operation} outside of the computing stream")
+        assert x.is_contiguous()
+        world, what = self._world, (operation, tuple(x.shape), x.dtype)
+        key = self._ranks, self._turn
+        self._turn += 1
+        with world.changed:
+            here = world.rounds.setdefault(key, {})
+            here[self._rank] = what, x.clone()
+            world.log.append((self._rank, self._ranks, operation))
+            if len(here) == len(self._ranks):
+                world.changed.notify_all()
+            else:
+                met = world.changed.wait_for(lambda: len(here) == len(self._ranks) or world.broken, world.wait_s)
+                if not met:
+                    world.broken = f"worker {self._rank} waits for others in {what} of {self._ranks}"
+                    world.changed.notify_all()
+            if len(here) < len(self._ranks):
+                raise OrderError(world.broken)
+            if any(other != what for other, _ in here.values()):
+                world.broken = f"the workers {self._ranks} do {[other for other, _ in here.values()]}"
+                world.changed.notify_all()
+                raise OrderError(world.broken)
+            return [here[rank][1] for rank in self._ranks]

@@ -18,7 +18,7 @@ from memserve.errors import UserError
 from memserve.messages import ROUTER, PeerInfo
 from memserve.options import command_line_of
 from memserve.placement import Followers, PlacementOptions
-from memserve.runtime.gpu_build import check_gpu_shares, on_gpus
+from memserve.runtime.gpu_build import check_gpu_shares, on_gpus, refuse_on_gpu
 from memserve.runtime.gpus import device_here
 from memserve.runtime.links.devices import own_address
 from memserve.runtime.memory import objects_that_stay
@@ -234,7 +234,7 @@ def _check_memory(
     from memserve.runtime.memory import check_host_memory
 
     gpus = len(device_here(engine_options.device).gpus)
-    check_gpu_shares(engine_options.gpu_memory_share, options.instances, gpus)
+    check_gpu_shares(engine_options.gpu_memory_share, options.instances, gpus, engine_options.parallel.workers)
     hbm_bytes = 0 if gpus else engine_options.kv_memory_bytes
     needed_bytes = 0
     for order in orders:
@@ -284,8 +284,10 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
     gpus = len(device_here(engine_options.device).gpus)
     for role, count in counts.items():
         cached = dataclasses.replace(engine_options, caching=engine_options.caching and options.caches(role))
+        if count and gpus:
+            refuse_on_gpu(engine_options, role)
         for number in range(1, count + 1):
-            own = on_gpus(cached, len(orders), options.instances, gpus)
+            own = on_gpus(cached, len(orders), options.instances, gpus, engine_options.parallel.of(role).workers)
             flags = ("--join", address, "--link", link, "--log-level", log_level, *command_line_of(own))
             orders.append(ChildOrder(f"{role.value[0]}{number}", role, flags))
     if options.store.is_wanted:

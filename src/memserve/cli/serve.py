@@ -269,9 +269,9 @@ def _engine(options: EngineOptions) -> Iterator[Served]:
     from memserve.runtime.lean_torch import leave_compiler_out
     from memserve.runtime.memory import objects_that_stay
 
+    options = dataclasses.replace(options, device=take_gpu(options.device, options.parallel.workers))
     if why := device_here(options.device).why:
         _say(why)
-    options = dataclasses.replace(options, device=take_gpu(options.device))
     with objects_that_stay():
         leave_compiler_out(options.device)
         engine, model = build_engine(options)

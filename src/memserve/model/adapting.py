@@ -153,6 +153,11 @@ class Adapters:
             for digest, mine in self._halves.items()
         }
 
+    def move(self, device: torch.device) -> None:
+        """Bring them to ``device``, before they are packed."""
+        for mine in self._halves.values():
+            mine.update({site: (down.to(device), up.to(device)) for site, (down, up) in mine.items()})
+
     def pack(self) -> None:
         """Make them ready for steps; they cannot be cut any more."""
         self._nbytes = self.nbytes

@@ -68,12 +68,13 @@ def send(x: Tensor) -> Tensor:
 def _made_up(x: Tensor) -> Tensor:
     """Values that differ by token and column, in the shape of ``x [1, T, hidden]``; as ``Reduce`` in
     ``src/kernels/fused_program.cpp`` has them."""
-    places = torch.arange(x.shape[1])[:, None] * 7 + torch.arange(x.shape[2]) * 13
+    tokens, columns = (torch.arange(size, device=x.device) for size in x.shape[1:])
+    places = tokens[:, None] * 7 + columns * 13
     return ((places % 17 - 8).float() / 64).to(x.dtype)[None]
 
 
 class Crew:
-    """One worker's connection to the others."""
+    """One worker's connection to the others, on a CPU: see :class:`memserve.model.gpu_crew.GpuCrew` for GPUs."""
 
     def __init__(
         self, share: Share, stage: _kernels.Collective, whole: _kernels.Collective, vocabularies: tuple[int, ...]
@@ -89,8 +90,17 @@ class Crew:
 
     @property
     def leads(self) -> bool:
-        """Whether this worker makes the copies and draws the tokens."""
+        """Whether this worker draws the tokens."""
         return self.share.rank == 0
+
+    @property
+    def copies(self) -> bool:
+        """Whether this worker makes the copies: one does, in the memory of all."""
+        return self.leads
+
+    def meet(self) -> None:
+        """Return when all workers have come here."""
+        self.whole.meet()
 
     @property
     def waited_ns(self) -> int:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ from memserve.runtime.memory import trim_heap
 from memserve.runtime.ports import OnLayer
 from memserve.types import Tier, TokenLogprobs
 
+if TYPE_CHECKING:
+    from memserve.model.gpu_crew import GpuCrew
+
 log = logging.getLogger(__name__)
 
 Drawing = list[tuple[Int64s, Int64s]]
@@ -54,12 +57,12 @@ class ModelDevice:
         *,
         shared: bool = False,
         link_bytes_s: float | None = None,
-        crew: Crew | None = None,
+        crew: Crew | GpuCrew | None = None,
         hbm: _core.SharedArena | None = None,
     ) -> None:
         """``forward`` defaults to the module as it is, ``attention`` to the best for the model's device. ``shared``
         puts the KV where other processes of this host can read it. ``link_bytes_s``: emulate a link of this rate for
-        KV that lies by layer. ``crew``: the other workers of the instance, which share the memory ``hbm``."""
+        KV that lies by layer. ``crew``: the other workers of the instance; on a CPU they share the memory ``hbm``."""
         geometry, scheduler, pool = model.geometry, config.scheduler, config.pool
         self._device = model.device
         lower = lower_pages(geometry, pool.lower_dtype)
@@ -172,9 +175,8 @@ class ModelDevice:
             self._slots.close_all()
         for slot in plan.close:
             self._slots.close(slot)
-        if self._leads:
-            for order in plan.copies:
-                self._arenas.copy(order)
+        for order in plan.copies if self._copies else ():
+            self._arenas.copy(order)
         if plan.copies:
             self._meet()
         for sequence in plan.open:
@@ -190,12 +192,15 @@ class ModelDevice:
 
     @property
     def _leads(self) -> bool:
-        """Whether this worker makes the copies: the only one does."""
-        return self._crew is None or self._crew.leads
+        return self._crew is None or self._crew.leads  # it draws
+
+    @property
+    def _copies(self) -> bool:
+        return self._crew is None or self._crew.copies
 
     def _meet(self) -> None:
         if self._crew is not None:
-            self._crew.whole.meet()
+            self._crew.meet()
 
     def _will_use(self, blocks: Sequence[int]) -> None:
         self._arenas.will_use(blocks)
@@ -205,7 +210,7 @@ class ModelDevice:
         for some in frames:
             self._will_use(some)
             self._arenas.check_blocks(Tier.HBM, np.array(some, np.int32))
-        if self._leads:
+        if self._copies:
             self._arenas.check_blocks(Tier.DRAM, np.array(order.dram_blocks, np.int32))
         self._slots.place(order.slot, PlacedRange(order, self._tiers))
 
@@ -297,7 +302,7 @@ class ModelDevice:
         entries = max(-(-int(contexts.max()) // self._slots.block_tokens), *places)
         tables = self._slots.tables[slots, :entries]
         shape = self._tiers.num_layers, self._slots.block_tokens
-        copier = self._copier if self._leads else None
+        copier = self._copier if self._copies else None
         return LayeredAttention(self._page_attention(), copier, *shape, ranges, tables, q_starts, contexts, self._meet)
 
     def _spanned(self, slots: Int64s, q_starts: Int32s, own: StepAttention) -> StepAttention:

@@ -7,11 +7,14 @@
 
 DRAM is pinned, so that the copy engines reach it. As on a CPU it is memory that other processes of the host may map;
 HBM is exported to them as a handle (``runtime/links/gpu_memory.py``).
+
+Of an instance of several workers each has its heads and layers of every block in its own HBM. DRAM is one memory with
+whole blocks: each worker copies its part of them, the runs of its heads, by a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +26,7 @@ from memserve.errors import check
 from memserve.instance.events import LinkUse
 from memserve.model.copier import Copy
 from memserve.model.gpu import Gpu, Mark, Stream
+from memserve.runtime.links.ranges import Shard
 from memserve.types import CopyBlocks, Tier
 
 Int32s = NDArray[np.int32]
@@ -31,10 +35,22 @@ Int32s = NDArray[np.int32]
 class GpuArenas:
     """Rows of bytes ``[blocks, block_bytes]`` uint8: ``hbm`` on the device, ``dram`` on the host."""
 
-    def __init__(self, gpu: Gpu, block_bytes: int, hbm_blocks: int, dram_blocks: int, *, shared: bool = False) -> None:
-        """``shared``: other processes may read both. Raises :class:`UserError` where there is no room."""
+    def __init__(
+        self,
+        gpu: Gpu,
+        block_bytes: int,
+        hbm_blocks: int,
+        dram_blocks: int,
+        *,
+        shared: bool = False,
+        part: Shard | None = None,
+        dram: _core.SharedArena | None = None,
+    ) -> None:
+        """``shared``: other processes may read both. ``part``: what blocks of HBM have of those of the model, which lie
+        in ``dram``, memory of all workers. Raises :class:`UserError` where there is no room."""
         self._gpu = gpu
         self.block_bytes = block_bytes
+        self.part = part
         whole = gpu.zeros(hbm_blocks + 1, block_bytes, dtype=torch.uint8)
         self.hbm = whole[:hbm_blocks]
         #: the block that rows write which pad a batch: no sequence has it
@@ -42,12 +58,13 @@ class GpuArenas:
         #: host memory of the second tier that peers map; None: there is none, or none is shared
         self.shared_dram: _core.SharedArena | None = None
         self.is_shared = shared
+        lower_bytes = block_bytes if part is None else part.model.block_bytes
         if dram_blocks == 0:
-            self.dram = torch.empty((0, block_bytes), dtype=torch.uint8)
+            self.dram = torch.empty((0, lower_bytes), dtype=torch.uint8)
         else:
-            arena = (_core.SharedArena if shared else _core.Arena)(dram_blocks * block_bytes)
+            arena = dram or (_core.SharedArena if shared else _core.Arena)(dram_blocks * lower_bytes)
             self.shared_dram = arena if isinstance(arena, _core.SharedArena) else None
-            self.dram = torch.frombuffer(arena, dtype=torch.uint8).view(dram_blocks, block_bytes)
+            self.dram = torch.frombuffer(arena, dtype=torch.uint8).view(dram_blocks, lower_bytes)
             gpu.pin(self.dram)
         self._up, self._down = gpu.stream(urgent=True), gpu.stream()
         self._leaving: dict[int, Mark] = {}  # HBM blocks that ``down`` still reads
@@ -79,7 +96,7 @@ class GpuArenas:
         compute = self._gpu.compute
         if order.dst_tier is Tier.DRAM:
             self._down.after(compute.mark())
-            self._down.copy_blocks(target, source, order.dst, order.src)
+            self._copy(self._down, order)
             self._left = self._down.mark()
             if order.src_tier is Tier.HBM:
                 self._leaving.update(dict.fromkeys(order.src, self._left))
@@ -91,8 +108,27 @@ class GpuArenas:
             compute.copy_blocks(target, source, order.dst, order.src)
             return
         self.follow(self._up)
-        self._up.copy_blocks(target, source, order.dst, order.src)
+        self._copy(self._up, order)
         compute.after(self._up.mark())
+
+    def _copy(self, stream: Stream, order: CopyBlocks) -> None:
+        """From or to DRAM."""
+        part, tiers = self.part, (order.dst_tier, order.src_tier)
+        if part is None:
+            stream.copy_blocks(self._tier(tiers[0]), self._tier(tiers[1]), order.dst, order.src)
+            return
+        layers = np.arange(part.local.num_layers, dtype=np.int32)
+        for dst, src in _unchained(order):
+            pages = [(np.array(blocks, np.int32)[:, None] * len(layers) + layers).ravel() for blocks in (dst, src)]
+            rows = [self.rows(tier, some, part.run_bytes) for tier, some in zip(tiers, pages, strict=True)]
+            stream.copy_pages(rows[0][0], rows[1][0], rows[0][1], rows[1][1])
+
+    def rows(self, tier: Tier, pages: Int32s, row_bytes: int) -> tuple[Tensor, Tensor]:
+        """A tier as rows of bytes, and which of them are ``pages``: int32 on the host. ``row_bytes``: of a page, or of
+        one head's run where DRAM has whole blocks."""
+        if self.part is not None:
+            pages = self.part.runs(pages, of_model=tier is Tier.DRAM)
+        return self._tier(tier).view(-1, row_bytes), torch.from_numpy(pages)
 
     def copied(self) -> Mark | None:
         """What must be past before all copies so far are done, beside what is computed; None: nothing."""
@@ -110,6 +146,14 @@ class GpuArenas:
         return self.hbm if tier is Tier.HBM else self.dram
 
 
+def _unchained(order: CopyBlocks) -> Iterator[tuple[list[int], list[int]]]:
+    """Pieces of an order in which no destination is also a source: rows of one kernel are in no order."""
+    if order.src_tier is order.dst_tier and not set(order.src).isdisjoint(order.dst):
+        yield from (([dst], [src]) for dst, src in zip(order.dst, order.src, strict=True))
+    else:
+        yield order.dst, order.src
+
+
 class StreamCopier:
     """Copies of pages beside a running step; as :class:`memserve.model.copier.PageCopier`, but that only streams wait.
 
@@ -119,8 +163,9 @@ class StreamCopier:
 
     def __init__(self, gpu: Gpu, arenas: GpuArenas, page_bytes: int) -> None:
         self._gpu, self._arenas = gpu, arenas
-        tiers = (arenas.hbm, arenas.dram)
-        self._memory = {tier.data_ptr(): tier.view(-1, page_bytes) for tier in tiers if len(tier)}
+        tiers = {Tier.HBM: arenas.hbm, Tier.DRAM: arenas.dram}
+        self._tiers = {memory.data_ptr(): tier for tier, memory in tiers.items() if len(memory)}
+        self._row_bytes = page_bytes if arenas.part is None else arenas.part.run_bytes
         self._streams = gpu.stream(urgent=True), gpu.stream(urgent=True), gpu.stream()
         self._left: Mark | None = None
         self._ends: dict[int, Mark] = {}
@@ -135,9 +180,9 @@ class StreamCopier:
         if self._left is not None:
             stream.after(self._left)  # a buffer is filled again behind what leaves it
         began = stream.mark(timed=True)
-        memory = self._memory
-        pages = torch.from_numpy(copy.dst), torch.from_numpy(copy.src)
-        stream.copy_pages(memory[copy.target], memory[copy.source], *pages)
+        target, dst = self._arenas.rows(self._tiers[copy.target], copy.dst, self._row_bytes)
+        source, src = self._arenas.rows(self._tiers[copy.source], copy.src, self._row_bytes)
+        stream.copy_pages(target, source, dst, src)
         end = self._ends[id(copy)] = stream.mark(timed=True)
         if urgent and stream is down:
             self._left = end

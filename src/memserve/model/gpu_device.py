@@ -38,6 +38,7 @@ from memserve.model.device import ModelDevice
 from memserve.model.forward import Forward
 from memserve.model.gpu import Gpu, Mark
 from memserve.model.gpu_arena import CopyTimes, GpuArenas, StreamCopier
+from memserve.model.gpu_crew import GpuCrew
 from memserve.model.gpu_sampling import BegunDraw, begin_draw
 from memserve.model.gpu_slots import SlotMirror
 from memserve.model.graphs import DecodeGraphs, Decodes
@@ -85,8 +86,10 @@ class GpuDevice(ModelDevice):
         *,
         decodes: Decodes | None = None,
         shared: bool = False,
+        crew: GpuCrew | None = None,
     ) -> None:
-        """``decodes``: attention that a graph can hold; None: that of Triton, where it computes."""
+        """``decodes``: attention that a graph can hold; None: that of Triton, where it computes. ``crew``: see
+        :class:`memserve.model.gpu_part.GpuPart`."""
         self._gpu = gpu
         self._page_bytes = model.geometry.page_bytes
         self._lock = threading.Lock()  # guards slots, mirror and what is begun
@@ -94,14 +97,15 @@ class GpuDevice(ModelDevice):
         self._waits_for_host = False  # while a plan is begun that must know what is drawn
         self._last_end_ns = 0
         with gpu.compute.use():
-            super().__init__(model, config, forward, attention, shared=shared)
+            super().__init__(model, config, forward, attention, shared=shared, crew=crew)
             self._mirror = SlotMirror(gpu, self._slots, self._arenas.scratch_block)
         gpu.compute.wait()
         self._lives: Int64s = np.zeros(len(self._slots.opened), np.int64)  # how often each slot was opened
         if decodes is None and self._is_triton:
             sizes = self._arenas.hbm.view(-1), model.geometry, self._mirror.tables
-            decodes = partial(_decodes, *sizes, config.max_model_tokens)
-        self._graphs = None if decodes is None else DecodeGraphs(gpu, self._forward, self._mirror, decodes)
+            first_layer = 0 if crew is None else crew.share.own_layers.start
+            decodes = partial(_decodes, *sizes, config.max_model_tokens, first_layer)
+        self._graphs = None if decodes is None else DecodeGraphs(gpu, self._forward, self._mirror, decodes, crew)
         self._layers = _LayerWatch(lambda step_id, layer: self.on_layer and self.on_layer(step_id, layer))
 
     @property
@@ -152,10 +156,13 @@ class GpuDevice(ModelDevice):
     def begin_step(self, plan: StepPlan) -> Callable[[], StepFinished]:
         """Enqueue all of ``plan``; what is returned waits for its end. Plans are finished in the order in which they
         are begun."""
+        return self._begin(plan, waits_for_host=self.needs_host(plan))
+
+    def _begin(self, plan: StepPlan, *, waits_for_host: bool) -> Callable[[], StepFinished]:
         with self._lock, self._gpu.compute.use(), torch.inference_mode():
             begun = _Begun(plan)
             try:
-                if self._needs_host(plan):
+                if waits_for_host:
                     self._catch_up()
                     self._waits_for_host = True
                 self._enqueue(begun)
@@ -167,8 +174,8 @@ class GpuDevice(ModelDevice):
             self._begun.append(begun)
         return partial(self._finish, begun)
 
-    def _needs_host(self, plan: StepPlan) -> bool:
-        """Whether it can only begin when what was drawn before is known on the host."""
+    def needs_host(self, plan: StepPlan) -> bool:
+        """Whether ``plan`` can only begin when what was drawn before is known on the host."""
         if plan.drafts or plan.prompt_logprob_rows:
             return True
         opened = {sequence.slot: sequence for sequence in plan.open}
@@ -206,9 +213,12 @@ class GpuDevice(ModelDevice):
         slots = np.array([slot for group in groups for slot in group], np.int64)
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         begun.failed |= {slot: self._slots.failed[slot] for slot in slots.tolist() if slot in self._slots.failed}
-        begun.draw = begin_draw(self._gpu, logits, rows, slots, self._slots, self._mirror)
+        begun.draw = self._begin_draw(logits, rows, slots)
         begun.lives = self._lives[slots].copy()
         self._slots.append(slots, np.zeros(len(slots), np.int64))  # their places; which tokens, the host learns later
+
+    def _begin_draw(self, logits: Tensor, rows: Int64s, slots: Int64s) -> BegunDraw:
+        return begin_draw(self._gpu, logits, rows, slots, self._slots, self._mirror)
 
     def _finish(self, begun: _Begun) -> StepFinished:
         for mark in begun.marks:
@@ -298,7 +308,8 @@ class GpuDevice(ModelDevice):
 
     def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Drawn:
         drawn = super()._draw(plan, drawing, logits, failed)
-        self._drawn.clear()  # no worker follows
+        if self._crew is None:
+            self._drawn.clear()  # no worker follows
         for slot in {slot for row in drawing for slot in plan.sample_slots[row]}:
             length = int(self._slots.lengths[slot])
             self._mirror.tokens_changed(slot, length - 1, length)
@@ -326,9 +337,9 @@ class GpuDevice(ModelDevice):
 
 
 def _decodes(
-    arena: Tensor, geometry: Any, tables: Tensor, context_max: int, slots: Tensor, contexts: Tensor
+    arena: Tensor, geometry: Any, tables: Tensor, context_max: int, first_layer: int, slots: Tensor, contexts: Tensor
 ) -> StepAttention:
-    return TritonAttention.of_decodes(arena, geometry, tables, slots, contexts, context_max)
+    return TritonAttention.of_decodes(arena, geometry, tables, slots, contexts, context_max, first_layer)
 
 
 def _known(finished: StepFinished | None) -> StepFinished:

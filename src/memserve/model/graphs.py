@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from memserve.model.attention.context import StepAttention, attending
+from memserve.model.crew import exchanging
 from memserve.model.forward import Forward
 from memserve.model.gpu import Gpu, Graph
+from memserve.model.gpu_crew import GpuCrew
 from memserve.model.gpu_slots import SlotMirror
 from memserve.model.slots import Int64s
 
@@ -46,8 +48,12 @@ class _Captured:
 class DecodeGraphs:
     """The graphs of one model."""
 
-    def __init__(self, gpu: Gpu, forward: Forward, mirror: SlotMirror, attention: Decodes) -> None:
+    def __init__(
+        self, gpu: Gpu, forward: Forward, mirror: SlotMirror, attention: Decodes, crew: GpuCrew | None = None
+    ) -> None:
+        """``crew``: the workers of the instance, all of which capture the same."""
         self._gpu, self._forward, self._mirror, self._attention = gpu, forward, mirror, attention
+        self._crew = crew
         self._captured: dict[int, _Captured] = {}
         #: why there are none; empty: there are
         self.refused = ""
@@ -59,7 +65,7 @@ class DecodeGraphs:
 
     def capture(self, rows_max: int, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
         """Capture all, the largest first, whose memory the others share. A model that computes on the host in the
-        middle of its forward has none: it runs kernel by kernel."""
+        middle of its forward has none: it runs kernel by kernel. Of several workers all have graphs, or none has."""
         sizes, began_s = graph_sizes(rows_max)[::-1], time.monotonic()
         for done, size in enumerate(sizes):
             progress(done, len(sizes))
@@ -69,6 +75,8 @@ class DecodeGraphs:
                 self.refused = f"no memory is left for them: {error}"
             except Exception as error:  # whatever the model does that a graph cannot hold
                 self.refused = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            if self._crew is not None and not self._crew.agree(0 if self.refused else 1):
+                self.refused = self.refused or "another worker of this instance cannot hold a step in a graph"
             if self.refused:
                 log.warning("decode steps run without CUDA graphs: %s", self.refused)
                 self._captured.clear()
@@ -86,8 +94,9 @@ class DecodeGraphs:
         def run() -> Tensor:
             slots, positions = rows[0], rows[1]
             attention = self._attention(slots.int(), positions.int() + 1)
-            with torch.inference_mode(), attending(attention):
-                return self._forward(mirror.tokens[slots, positions].long(), positions, numbers)
+            with torch.inference_mode(), attending(attention), exchanging(self._crew):
+                logits = self._forward(mirror.tokens[slots, positions].long(), positions, numbers)
+                return logits if self._crew is None else self._crew.gather(logits)
 
         graph, logits = gpu.capture(run)
         return _Captured(rows, graph, logits)

@@ -207,7 +207,8 @@ class _NoTokens(nn.Module):
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = torch.empty((0, hidden), dtype=dtype)
+        self.weight: Tensor
+        self.register_buffer("weight", torch.empty((0, hidden), dtype=dtype), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         return ids[..., None].to(self.weight.dtype) * self.weight.new_zeros(self.weight.shape[1])

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
     from memserve.policy.costs import CostModel
     from memserve.runtime.engine import Engine
+    from memserve.runtime.gpu_workers import GpuWorkers
     from memserve.runtime.workers import Divided
 
 
@@ -48,8 +49,26 @@ def build_parts(
     hold it.
     """
     set_thread_environment()
-    from memserve.instance.machine import Instance
     from memserve.model.gpu import open_gpu
+    from memserve.runtime.gpu_workers import GpuWorkers
+
+    options = dataclasses.replace(options, parallel=options.parallel.of(role))
+    model = _loaded(options, role)
+    gpu = open_gpu(model.device, options.gpu_memory_share)
+    workers = GpuWorkers(options, model, gpu) if gpu is not None and options.parallel.workers > 1 else None
+    try:
+        return _parts(options, model, gpu, workers, me, role, identity_key)
+    except BaseException:
+        if workers is not None:
+            workers.close()
+        raise
+
+
+def _parts(
+    options: EngineOptions, model: LoadedModel, gpu: Gpu | None, gpu_workers: GpuWorkers | None, me: Peer | None,
+    role: Role, identity_key: bytes | None,
+) -> Parts:  # fmt: skip
+    from memserve.instance.machine import Instance
     from memserve.model.loading.loader import model_sizes
     from memserve.policy.capacity import context_note
     from memserve.policy.reuse import PreemptionCosts
@@ -57,16 +76,13 @@ def build_parts(
     from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes
     from memserve.runtime.profile_store import load_profile
 
-    options = dataclasses.replace(options, parallel=options.parallel.of(role))
-    model = _loaded(options)
-    gpu, geometry = open_gpu(model.device, options.gpu_memory_share), model.geometry
-    on_gpu = gpu is not None
+    geometry, on_gpu, workers = model.geometry, gpu is not None, options.parallel.workers
     sizes = model_sizes(model)  # with its weights
+    kv_bytes = gpu_workers.kv_bytes() if gpu_workers else kv_bytes_here(options, sizes) if on_gpu else None
     config = options.instance_config(
-        geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu,
-        kv_bytes=kv_bytes_here(options, sizes) if on_gpu else None,
-    )  # fmt: skip
-    shares_kv = not on_gpu or (me is not None and shares_gpu_kv(role))
+        geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu, kv_bytes=kv_bytes
+    )
+    shares_kv = not on_gpu or (me is not None and shares_gpu_kv(role, workers))
     exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
     adapters = model.adapters.digests if model.adapters is not None else frozenset()
@@ -84,7 +100,9 @@ def build_parts(
         kv_lower_dtype=options.kv_lower_dtype,
     )
     bound = memory_bound(sizes, geometry, config, in_cluster=me is not None)
-    device = _device(served, options, config, gpu, shared=me is not None)
+    device = gpu_workers.device(served, config) if gpu_workers else _device(
+        served, options, config, gpu, shared=me is not None
+    )  # fmt: skip
     if not on_gpu:
         device.bound_bytes = bound.total_bytes
         log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)
@@ -109,20 +127,25 @@ def _device(
     return ModelDevice(model, config, best_forward(model.module), shared=shared, link_bytes_s=link_bytes_s)
 
 
-def _loaded(options: EngineOptions) -> LoadedModel:
-    """The model with its adapters. Raises :class:`UserError`."""
+def _loaded(options: EngineOptions, role: Role) -> LoadedModel:
+    """The model with its adapters; for several GPUs in host memory. Raises :class:`UserError`."""
     from memserve.model.loading.loader import load_model
-    from memserve.runtime.gpu_build import refuse_on_gpu, refuse_without_gpu
+    from memserve.runtime.gpu_build import check_gpu_count, refuse_on_gpu, refuse_without_gpu
     from memserve.runtime.gpus import device_here, take_gpu
     from memserve.runtime.memory import usable_cores
 
     parallel, threads = options.parallel, options.threads
-    if device_here(options.device).gpus:
-        refuse_on_gpu(options)
-    if parallel.workers > 1:
+    workers, device = parallel.workers, take_gpu(options.device, parallel.workers)
+    gpus = device_here(device).gpus
+    if gpus:
+        refuse_on_gpu(options, role)
+        check_gpu_count(workers, len(gpus))
+    if workers > 1:
         threads = parallel.threads_each(threads or usable_cores())
-    source = options.model, options.dtype, take_gpu(options.device)
-    model = load_model(*source, block_tokens=options.block_tokens, threads=threads, lora=options.lora)
+    model = load_model(
+        options.model, options.dtype, device, block_tokens=options.block_tokens, threads=threads, lora=options.lora,
+        on_host=workers > 1,
+    )  # fmt: skip
     if model.device.type == "cpu":
         refuse_without_gpu(options)
     return model

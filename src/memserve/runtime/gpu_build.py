@@ -29,28 +29,45 @@ GPU_SHARE = 0.9
 """Of a GPU's memory, what instances on it share: the rest is the driver's, and fragments."""
 
 
-def on_gpus(engine: EngineOptions, number: int, instances: int, gpus: int) -> EngineOptions:
-    """The options of instance ``number`` of ``instances`` on a host with so many ``gpus``: GPUs by turns, and on each
-    an equal share of nine tenths of its memory, unless a size is given."""
+def on_gpus(engine: EngineOptions, number: int, instances: int, gpus: int, workers: int = 1) -> EngineOptions:
+    """The options of instance ``number`` of ``instances`` on a host with so many ``gpus``: as many GPUs as each has
+    ``workers``, by turns, and of each an equal share of nine tenths of its memory, unless a size is given.
+
+    Raises :class:`UserError` where there are too few."""
     if not gpus:
         return engine
-    device = f"cuda:{number % gpus}" if gpus > 1 else engine.device
+    check_gpu_count(workers, gpus)
+    places = gpus // workers
+    device = f"cuda:{number % places * workers}" if gpus > 1 else engine.device
     share = engine.gpu_memory_share
     if share is None and engine.kv_memory_bytes == EngineOptions().kv_memory_bytes:
-        share = round(GPU_SHARE / ceil_div(instances, gpus), 4)
+        share = round(GPU_SHARE / ceil_div(instances, places), 4)
     return dataclasses.replace(engine, device=device, gpu_memory_share=share)
 
 
-def check_gpu_shares(share: float | None, instances: int, gpus: int) -> None:
-    """Raise :class:`UserError` for instances that ask for more than their GPU has, all together."""
-    each = ceil_div(instances, gpus) if gpus else 0
+def check_gpu_count(workers: int, gpus: int) -> None:
+    """Raise :class:`UserError` for an instance of more workers than there are GPUs."""
+    if workers > gpus:
+        found = "one GPU is" if gpus == 1 else f"{gpus} GPUs are"
+        hint = f"lower --tensor-parallel times --pipeline-parallel to {gpus}, or use --device cpu"
+        text = f"an instance of {workers} workers needs {workers} GPUs of this host, and {found} here"
+        raise UserError(text, hint=hint, param="tensor")
+
+
+def check_gpu_shares(share: float | None, instances: int, gpus: int, workers: int = 1) -> None:
+    """Raise :class:`UserError` for instances that ask for more than their GPUs have, all together."""
+    each = ceil_div(instances, max(1, gpus // workers)) if gpus else 0
     if share is not None and share * each > 1:
         hint = f"give --gpu-memory-share {GPU_SHARE / each:.2f}"
         raise UserError(f"{each} instances cannot have {share:g} of one GPU each", hint=hint, param="gpu_memory_share")
 
 
-def refuse_on_gpu(options: EngineOptions) -> None:
+def refuse_on_gpu(options: EngineOptions, role: Role = Role.COLOCATED) -> None:
     """Raise :class:`UserError` for what there is on a CPU alone."""
+    if options.parallel.of(role).workers > 1 and role in (Role.PREFILL, Role.DECODE):
+        hint = "use --colocated N, or prefill and decode instances of one GPU each"
+        why = "the KV of an instance of several GPUs cannot be handed over to another process so far"
+        raise UserError(why, hint=hint, param="tensor")
     if options.scheduler.link_bytes_s is not None:
         hint = "leave out --link-gbps, or use --device cpu"
         raise UserError("a GPU has a link of its own to DRAM: none is emulated", hint=hint, param="link_bytes_s")
@@ -63,10 +80,13 @@ def refuse_without_gpu(options: EngineOptions) -> None:
         raise UserError("--gpu-memory-share needs a GPU, and none is used", hint=hint, param="gpu_memory_share")
 
 
-def shares_gpu_kv(role: Role) -> bool:
+def shares_gpu_kv(role: Role, workers: int = 1) -> bool:
     """Whether other processes can read this GPU's KV.
 
     Raises :class:`UserError` where the role needs that and nothing can."""
+    if workers > 1:
+        log.warning("KV of this instance's %d GPUs stays in it: no other instance and no store reads it", workers)
+        return False
     from memserve.runtime.links.gpu_memory import export_problem
     from memserve.runtime.links.nixl_agent import nixl_is_installed
 
@@ -129,9 +149,19 @@ def build_gpu_device(
     """The device, with its graphs captured."""
     from memserve.model.gpu_device import GpuDevice
 
-    if model.geometry.page_bytes % 8:
+    check_pages(model.geometry.page_bytes)
+    device = GpuDevice(model, config, gpu, forward, shared=shared)
+    device_with_graphs(device)
+    return device
+
+
+def check_pages(nbytes: int) -> None:
+    """Raise :class:`UserError` for pages, or runs of one head, that are no whole words."""
+    if nbytes % 8:
         hint = "use --block-tokens 32, or --device cpu"
         raise UserError("pages on a GPU are whole words of 8 bytes", hint=hint, param="block_tokens")
-    device = GpuDevice(model, config, gpu, forward, shared=shared)
+
+
+def device_with_graphs(device: GpuDevice) -> None:
+    """Capture the graphs of its decode steps."""
     device.capture(lambda done, of: log.info("capturing CUDA graphs of decode steps: %d of %d", done, of))
-    return device

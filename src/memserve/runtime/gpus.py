@@ -30,6 +30,8 @@ _NAME_BYTES, _HANDLE_BYTES = 256, 64
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # of CUdevice_attribute
 _LAZY_PEER_ACCESS = 1
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+GPUS_MAX = 64
+"""More than a host has."""
 
 
 def dotted(version: tuple[int, int]) -> str:
@@ -211,6 +213,11 @@ def _problem(
     return "", ""
 
 
+def gpu_count() -> int:
+    """GPUs that this process sees."""
+    return len(find_gpus()[0])
+
+
 def device_here(asked: str) -> DeviceChoice:
     """What ``--device asked`` means on this machine. Raises as :func:`choose_device`."""
     if asked == "cpu":
@@ -219,21 +226,30 @@ def device_here(asked: str) -> DeviceChoice:
     return choose_device(asked, gpus, driver_cuda, torch_cuda(), why)
 
 
-def show_first(index: int, environment: Mapping[str, str], count: int) -> str:
-    """``CUDA_VISIBLE_DEVICES`` with GPU ``index`` of ``count`` in front: it is device 0 then, in every thread, and the
-    others can still be read."""
+def show_first(index: int, environment: Mapping[str, str], count: int, own: int = 1) -> str:
+    """``CUDA_VISIBLE_DEVICES`` with the ``own`` GPUs from ``index`` of ``count`` on in front: the first is device 0
+    then, in every thread, and the others can still be read."""
     shown = [name for name in environment.get(_VISIBLE, "").split(",") if name] or [str(n) for n in range(count)]
-    return ",".join([shown[index], *shown[:index], *shown[index + 1 :]])
+    if index >= len(shown):
+        text = f"cuda:{index} is not one of the {len(shown)} that {_VISIBLE} shows"
+        raise UserError(text, hint=f"use cuda:0 to cuda:{len(shown) - 1}", param="device")
+    return ",".join([*shown[index : index + own], *shown[:index], *shown[index + own :]])
 
 
-def take_gpu(asked: str) -> str:
-    """For a process of ours, before it imports torch: make ``cuda:N`` its device 0. Returns ``cuda``, or ``asked``.
+def take_gpu(asked: str, own: int = 1) -> str:
+    """For a process of ours, before it imports torch: make ``cuda:N`` its device 0, and the GPUs behind it the next
+    ones of its ``own``. Returns ``cuda``, or ``asked``. Before this process asks the driver anything: that reads which
+    GPUs to show once, when it starts.
 
     Raises :class:`UserError` for a GPU that is not there."""
     if not re.fullmatch(r"cuda:\d{1,2}", asked):
         return asked
-    index = int(asked.partition(":")[2])
+    index, before = int(asked.partition(":")[2]), os.environ.get(_VISIBLE)
+    os.environ[_VISIBLE] = show_first(index, os.environ, GPUS_MAX, own)  # the list ends where a GPU is not there
     gpus, driver_cuda, why = find_gpus()
-    choose_device(asked, gpus, driver_cuda, torch_cuda(), why)
-    os.environ[_VISIBLE] = show_first(index, os.environ, len(gpus))
+    try:
+        choose_device("cuda", gpus, driver_cuda, torch_cuda(), f"{asked} is not there: {why}" if why else "")
+    except UserError:
+        os.environ.pop(_VISIBLE) if before is None else os.environ.update({_VISIBLE: before})
+        raise
     return "cuda"

@@ -84,7 +84,8 @@ def run_instance(
     Raises :class:`UserError` when the model cannot be served, no router answers, or the router refuses it.
     """
     keep_heap_small()
-    options = replace(options, device=take_gpu(options.device))  # before torch looks
+    own_gpus = options.parallel.of(place.role).workers
+    options = replace(options, device=take_gpu(options.device, own_gpus))  # before torch looks
     health = HealthFile(place.health_file) if place.health_file is not None else None
     me = Peer(place.name, new_generation())
     members: list[Member] = []

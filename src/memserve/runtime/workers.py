@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -30,10 +30,11 @@ from memserve.instance.events import StepFinished, StepPlan
 from memserve.model.capture.forward import best_forward
 from memserve.model.crew import Crew
 from memserve.model.device import ModelDevice
+from memserve.model.gpu_crew import GpuCrew
 from memserve.model.grammars import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel, load_model
 from memserve.model.sharding import shard
-from memserve.parallel import Share, shares
+from memserve.parallel import Parallel, Share, shares
 from memserve.runtime.lean_torch import leave_compiler_out
 from memserve.runtime.links.link import Arenas
 from memserve.runtime.memory import keep_heap_small, objects_that_stay, usable_cores
@@ -75,85 +76,71 @@ class _Order:
     """Of the collective of each stage, then of all workers."""
 
 
-class Workers:
-    """The processes beside the leader."""
+class Processes:
+    """The processes beside the leader, and its lines to them."""
 
-    def __init__(self, options: EngineOptions, config: InstanceConfig, geometry: KVGeometry, query_heads: int) -> None:
-        """Start them; they load their parts meanwhile. Raises :class:`UserError` for a model that cannot be divided."""
-        self.shares = shares(options.parallel, geometry, query_heads)
-        if config.scheduler.layerwise != "off" and options.parallel.pipeline > 1:
-            hint = "use --tensor-parallel, or leave out --layerwise"
-            raise UserError("layers of several stages cannot be placed by layer", hint=hint, param="layerwise")
-        self.hbm = _core.SharedArena(config.pool.hbm_blocks * geometry.block_bytes, sealed=False)
-        first = self.shares[0]
-        sizes = [*[first.parts] * first.stages, first.ranks]
-        bytes_each = [_kernels.Collective.region_bytes(size, SLOT_BYTES) for size in sizes]
-        self._regions = [_core.SharedArena(nbytes, sealed=False) for nbytes in bytes_each]
-        described = tuple((region.fd, region.nbytes) for region in self._regions)
-        hbm = self.hbm.fd, self.hbm.nbytes
+    def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[Connection] = []
-        self._ending = False
-        threads = options.parallel.threads_each(options.threads or usable_cores())
-        for share in self.shares[1:]:
-            order = _Order(share, options, config, threads, os.getpid(), hbm, described)
-            self._start(order, [hbm[0], *(fd for fd, _ in described)])
+        self.ending = False
+        """Whether they are being ended, in good order."""
 
-    def _start(self, order: _Order, inherited: list[int]) -> None:
+    @property
+    def lines(self) -> list[Connection]:
+        """To each of them, by rank."""
+        return self._lines
+
+    def _start(self, module: str, order: object, inherited: list[int], environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "memserve.runtime.workers", str(theirs.fileno())]
-            environment = {**os.environ, "OMP_NUM_THREADS": str(order.threads)}
-            process = subprocess.Popen(command, pass_fds=[*inherited, theirs.fileno()], env=environment)
+            command = [sys.executable, "-m", module, str(theirs.fileno())]
+            together = {**os.environ, **environment}
+            process = subprocess.Popen(command, pass_fds=[*inherited, theirs.fileno()], env=together)
         line = Connection(ours.detach())
         self._processes.append(process)
         self._lines.append(line)
         line.send(order)
 
-    def wait_loaded(self) -> None:
-        """Return when all have loaded their parts. Raises :class:`UserError` with what went wrong in one of them."""
-        for rank, line in enumerate(self._lines, 1):
-            try:
-                said = line.recv() if line.poll(LOAD_S) else f"it did not load its part within {LOAD_S:.0f} s"
-            except (EOFError, OSError):
-                said = f"it has ended with status {self._processes[rank - 1].wait(_END_S)}"
-            if said:
-                self.close()
-                raise UserError(f"worker {rank} of this instance cannot start: {said}", hint="its log says more")
-        self.hbm.seal()
+    def hear(self) -> list[object]:
+        """What each of them says about its start. Raises :class:`UserError` where one cannot, or says nothing."""
+        return [self._hear(rank, line) for rank, line in enumerate(self._lines, 1)]
 
-    def crew(self, vocabularies: tuple[int, ...]) -> Crew:
-        """The leader's connection to them."""
-        stage, whole = self._regions[0], self._regions[-1]
-        return _crew(self.shares[0], stage.address, whole.address, vocabularies)
+    def _hear(self, rank: int, line: Connection) -> object:
+        try:
+            said = line.recv() if line.poll(LOAD_S) else f"it did not load its part within {LOAD_S:.0f} s"
+        except (EOFError, OSError):
+            said = f"it has ended with status {self._processes[rank - 1].wait(_END_S)}"
+        if said and isinstance(said, str):
+            self.close()
+            raise UserError(f"worker {rank} of this instance cannot start: {said}", hint="its log says more")
+        return said
 
-    def watch(self, crew: Crew, device: Divided) -> None:
+    def watch(self, crew: Crew | GpuCrew, device: Divided) -> None:
         """From now on a worker that ends ends the waits of all."""
         for rank, process in enumerate(self._processes, 1):
             args = (rank, process, crew, device)
             threading.Thread(target=self._watch, args=args, name=f"memserve-worker-{rank}", daemon=True).start()
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes], crew: Crew, device: Divided) -> None:
+    def _watch(self, rank: int, process: subprocess.Popen[bytes], crew: Crew | GpuCrew, device: Divided) -> None:
         status = process.wait()
-        if self._ending:
+        if self.ending:
             return
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"has ended with status {status}"
         log.error("worker %d of this instance %s: the instance cannot go on", rank, how)
         crew.abandon(f"worker {rank} {how}")
         device.broke()
 
-    def tell(self, drawn: object, plan: StepPlan) -> None:
-        """Give a step to all of them."""
-        letter = pickle.dumps((drawn, plan), pickle.HIGHEST_PROTOCOL)
+    def tell(self, *letter: object) -> None:
+        """Say something to all of them."""
+        told = pickle.dumps(letter, pickle.HIGHEST_PROTOCOL)
         for line in self._lines:
-            line.send_bytes(letter)
+            line.send_bytes(told)
 
     def close(self) -> None:
         """End them."""
-        self._ending = True
+        self.ending = True
         for line in self._lines:
-            with suppress(OSError):
-                line.close()  # the end of its orders
+            hang_up(line)  # the end of its orders
         for process in self._processes:
             try:
                 process.wait(_END_S)
@@ -162,10 +149,50 @@ class Workers:
                 process.wait()
 
 
+def hang_up(line: Connection) -> None:
+    """Close a line, also for a thread that waits for what comes over it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as both:
+        both.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):
+        line.close()
+
+
+class Workers(Processes):
+    """The processes beside the leader, on a CPU."""
+
+    def __init__(self, options: EngineOptions, config: InstanceConfig, geometry: KVGeometry, query_heads: int) -> None:
+        """Start them; they load their parts meanwhile. Raises :class:`UserError` for a model that cannot be divided."""
+        super().__init__()
+        self.shares = shares(options.parallel, geometry, query_heads)
+        refuse_stages_by_layer(options.parallel, config.scheduler.layerwise)
+        self.hbm = _core.SharedArena(config.pool.hbm_blocks * geometry.block_bytes, sealed=False)
+        first = self.shares[0]
+        sizes = [*[first.parts] * first.stages, first.ranks]
+        bytes_each = [_kernels.Collective.region_bytes(size, SLOT_BYTES) for size in sizes]
+        self._regions = [_core.SharedArena(nbytes, sealed=False) for nbytes in bytes_each]
+        described = tuple((region.fd, region.nbytes) for region in self._regions)
+        hbm = self.hbm.fd, self.hbm.nbytes
+        threads = options.parallel.threads_each(options.threads or usable_cores())
+        for share in self.shares[1:]:
+            order = _Order(share, options, config, threads, os.getpid(), hbm, described)
+            inherited = [hbm[0], *(fd for fd, _ in described)]
+            self._start("memserve.runtime.workers", order, inherited, {"OMP_NUM_THREADS": str(threads)})
+
+    def wait_loaded(self) -> None:
+        """Return when all have loaded their parts. Raises :class:`UserError` with what went wrong in one of them."""
+        self.hear()
+        self.hbm.seal()
+
+    def crew(self, vocabularies: tuple[int, ...]) -> Crew:
+        """The leader's connection to them."""
+        stage, whole = self._regions[0], self._regions[-1]
+        return _crew(self.shares[0], stage.address, whole.address, vocabularies)
+
+
 class Divided:
     """The device of an instance with workers (:class:`memserve.runtime.ports.Device`)."""
 
-    def __init__(self, own: ModelDevice, workers: Workers, crew: Crew) -> None:
+    def __init__(self, own: ModelDevice, workers: Processes, crew: Crew | GpuCrew) -> None:
         """``own``: the leader's part."""
         self._own, self._workers, self._crew = own, workers, crew
         self.on_broken: Callable[[], object] = lambda: None
@@ -200,10 +227,13 @@ class Divided:
             self._workers.tell(self._own.take_drawn(), plan)
             return self._own.execute(plan)
         except BaseException as error:
-            # the workers may be at different operations now, and could not be brought together again
-            self._crew.abandon(f"a step failed: {type(error).__name__}: {error}")
-            self.broke()
-            raise WorkersBroken(self._crew.broken) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: BaseException) -> WorkersBroken:
+        """The workers may be at different operations now, and could not be brought together again."""
+        self._crew.abandon(f"a step failed: {type(error).__name__}: {error}")
+        self.broke()
+        return WorkersBroken(self._crew.broken)
 
     def build_grammar(self, grammar: str, on_built: OnBuilt) -> None:
         """See :class:`memserve.runtime.ports.Device`."""
@@ -229,13 +259,17 @@ class Divided:
         self._own.close()
 
 
+def refuse_stages_by_layer(parallel: Parallel, layerwise: str) -> None:
+    """Raise :class:`UserError` for KV by layer where no worker has all layers."""
+    if layerwise != "off" and parallel.pipeline > 1:
+        hint = "use --tensor-parallel, or leave out --layerwise"
+        raise UserError("layers of several stages cannot be placed by layer", hint=hint, param="layerwise")
+
+
 def build_divided(
     model: LoadedModel, options: EngineOptions, config: InstanceConfig, *, shared: bool, link_bytes_s: float | None
 ) -> Divided:
-    """A device of several workers. Raises :class:`UserError` for what cannot be divided."""
-    if model.device.type != "cpu":
-        hint = "use --device cpu, or leave out --tensor-parallel and --pipeline-parallel"
-        raise UserError("instances of several workers run on a CPU so far", hint=hint, param="tensor")
+    """A device of several workers on a CPU. Raises :class:`UserError` for what cannot be divided."""
     workers = Workers(options, config, model.geometry, model.query_heads)
     try:
         vocabularies = shard(model.module, workers.shares[0], model.geometry, model.adapters)
@@ -286,8 +320,8 @@ def main(descriptor: int) -> None:
 
 def _load(order: _Order, line: Connection) -> ModelDevice:
     options, share = order.options, order.share
-    sizes = {"block_tokens": options.block_tokens, "threads": order.threads}
-    model = load_model(options.model, options.dtype, "cpu", **sizes, lora=options.lora)
+    tokens, threads = options.block_tokens, order.threads
+    model = load_model(options.model, options.dtype, "cpu", block_tokens=tokens, threads=threads, lora=options.lora)
     vocabularies = shard(model.module, share, model.geometry, model.adapters)
     stage, whole = (_core.SharedArena.attach(*order.regions[at]) for at in (share.stage, -1))
     hbm = _core.SharedArena.attach(*order.hbm)

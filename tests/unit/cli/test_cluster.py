@@ -20,8 +20,10 @@ from memserve.errors import UserError
 from memserve.model.loading.card import Context, ModelCard
 from memserve.model.loading.sources import weight_bytes
 from memserve.options import command_line_of
+from memserve.parallel import Parallel
 from memserve.policy.capacity import Machine, Shape, choose_shape
 from memserve.runtime import memory
+from memserve.runtime.gpus import DeviceChoice, FoundGpu
 from memserve.types import Caching, Role
 from memserve.units import GIB
 
@@ -51,6 +53,12 @@ def test_a_shape_that_nobody_asks_for_suits_the_machine(monkeypatch: pytest.Monk
         other = "--colocated 1" if apart else "--prefill 1 --decode 1"
         assert shape_text(shape).endswith(f"({shape.reason}); for the other shape: {other}")
     assert choose_counts(1, 1, None, EngineOptions(device="cuda")) == Shape(1, 1, 0)
+    monkeypatch.setattr(
+        shape_module, "device_here", lambda device: DeviceChoice((FoundGpu("H100", GIB, (9, 0)),) * 5, "")
+    )
+    for workers, count in ((1, 5), (2, 2), (8, 1)):  # the last is refused where it is started
+        shape = choose_counts(None, None, None, EngineOptions(parallel=Parallel(workers)))
+        assert (shape.prefill, shape.decode, shape.colocated) == (0, 0, count)
     assert shape_text(Shape(1, 1, 0)) == ""
 
 

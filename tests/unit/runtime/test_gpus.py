@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from typing import Any
 
 import pytest
 
 from memserve.config import EngineOptions, SchedulerConfig
 from memserve.errors import UserError
+from memserve.parallel import Parallel
+from memserve.runtime import gpus
 from memserve.runtime.gpu_build import (
     CONTEXT_BYTES,
     GRAPHS_BYTES,
+    check_gpu_count,
     check_gpu_shares,
+    check_pages,
     gpu_kv_bytes,
     on_gpus,
     refuse_on_gpu,
     refuse_without_gpu,
+    shares_gpu_kv,
 )
-from memserve.runtime.gpus import Driver, DriverError, FoundGpu, choose_device, find_gpus, show_first
+from memserve.runtime.gpus import Driver, DriverError, FoundGpu, choose_device, find_gpus, show_first, take_gpu
+from memserve.types import Role
 from memserve.units import GIB, MIB
 
 H100 = FoundGpu("NVIDIA H100", 80 * GIB, (9, 0))
@@ -163,6 +170,57 @@ def test_instances_of_a_host_share_its_gpus() -> None:
     check_gpu_shares(0.9, 2, 2)
     with pytest.raises(UserError, match=r"2 instances cannot have 0.6 of one GPU each"):
         check_gpu_shares(0.6, 2, 1)
+
+
+def test_a_gpu_is_taken_before_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver reads the variable when it starts; where the GPU is not there, nothing has changed."""
+    shown: list[str] = []
+
+    def found(driver: Any = None) -> Any:
+        shown.append(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        return ((H100, H100), (13, 0), "") if shown[-1].startswith("1,") else ((), (13, 0), "the driver shows no GPU")
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "find_gpus", found)
+    monkeypatch.setattr(gpus, "torch_cuda", lambda: "13.0")
+    with pytest.raises(UserError, match="cuda:3 is not there: the driver shows no GPU"):
+        take_gpu("cuda:3")
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ and take_gpu("auto") == "auto"
+    assert take_gpu("cuda:1", 2) == "cuda" and shown[-1].startswith("1,2,0,3,4")
+    with pytest.raises(UserError, match="cuda:2 is not one of the 2"):
+        show_first(2, {"CUDA_VISIBLE_DEVICES": "5,7"}, 64)
+
+
+def test_an_instance_of_several_workers_takes_as_many_gpus() -> None:
+    options = EngineOptions()
+    places = [on_gpus(options, number, 3, 5, workers=2) for number in range(3)]
+    assert [one.device for one in places] == ["cuda:0", "cuda:2", "cuda:0"], "the fifth is left over"
+    assert [one.gpu_memory_share for one in places] == [0.45] * 3
+    assert on_gpus(options, 0, 1, 2, workers=2).gpu_memory_share == 0.9
+    assert show_first(2, {}, 5, 2) == "2,3,0,1,4"
+    assert show_first(1, {"CUDA_VISIBLE_DEVICES": "2,3,0,1,4"}, 5) == "3,2,0,1,4", "worker 1's, as its leader sees them"
+    check_gpu_shares(0.5, 2, 2, workers=2)
+    with pytest.raises(UserError, match=r"2 instances cannot have 0\.6 of one GPU each"):
+        check_gpu_shares(0.6, 2, 2, workers=2)
+    check_gpu_count(2, 2)
+    for workers, count, found in ((4, 2, "2 GPUs are here"), (2, 1, "one GPU is here")):
+        said = f"{workers} workers needs {workers} GPUs of this host, and {found}"
+        with pytest.raises(UserError, match=said) as raised:
+            on_gpus(options, 0, 1, count, workers)
+        assert f"--pipeline-parallel to {count}" in str(raised.value.hint)
+
+
+def test_kv_of_several_gpus_stays_in_its_instance() -> None:
+    """What would need it elsewhere is refused before anything is loaded."""
+    pair = EngineOptions(parallel=Parallel(1, decode_tensor=2))
+    refuse_on_gpu(pair, Role.PREFILL)
+    with pytest.raises(UserError, match="several GPUs cannot be handed over to another process") as raised:
+        refuse_on_gpu(pair, Role.DECODE)
+    assert "--colocated" in str(raised.value.hint)
+    refuse_on_gpu(EngineOptions(parallel=Parallel(2, 2)), Role.COLOCATED)
+    assert not shares_gpu_kv(Role.COLOCATED, 2)
+    with pytest.raises(UserError, match="whole words of 8 bytes"):
+        check_pages(20)
 
 
 def test_kv_gets_what_weights_and_steps_leave() -> None:

@@ -17,10 +17,11 @@ from torch import Tensor
 from memserve.errors import UserError
 from memserve.model.attention.context import StepAttention
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
+from memserve.model.crew import Crew
 from memserve.types import KVGeometry
 
 if TYPE_CHECKING:
-    from memserve.model.crew import Crew
+    from memserve.model.gpu_crew import GpuCrew
 
 log = logging.getLogger(__name__)
 
@@ -181,8 +182,11 @@ class TritonAttention:
         table_rows: Int32s,
         q_starts: Int32s,
         contexts: Int32s,
+        *,
+        first_layer: int = 0,
     ) -> None:
-        """``arena``: uint8 ``[bytes]`` on the device. ``tables``: a tensor is there already."""
+        """``arena``: uint8 ``[bytes]`` on the device, its layers from ``first_layer`` on. ``tables``: a tensor is
+        there already."""
         from memserve.model.attention import triton_attention
 
         rows: Int32s | Tensor = tables
@@ -190,18 +194,25 @@ class TritonAttention:
             rows = np.ascontiguousarray(tables[table_rows, : -(-int(contexts.max()) // geometry.block_tokens)])
             table_rows = np.arange(len(table_rows), dtype=np.int32)
         self.batch = triton_attention.TritonBatch(arena, geometry, rows, table_rows, q_starts, contexts)
-        self._attend = triton_attention.attend
+        self._attend, self._first_layer = triton_attention.attend, first_layer
 
     @classmethod
     def of_decodes(
-        cls, arena: Tensor, geometry: KVGeometry, tables: Tensor, slots: Tensor, contexts: Tensor, context_max: int
+        cls,
+        arena: Tensor,
+        geometry: KVGeometry,
+        tables: Tensor,
+        slots: Tensor,
+        contexts: Tensor,
+        context_max: int,
+        first_layer: int = 0,
     ) -> TritonAttention:
         """One token of each of ``slots``, known to the device alone: see :meth:`TritonBatch.of_decodes`."""
         from memserve.model.attention import triton_attention
 
         attention = cls.__new__(cls)
         attention.batch = triton_attention.TritonBatch.of_decodes(arena, geometry, tables, slots, contexts, context_max)
-        attention._attend = triton_attention.attend
+        attention._attend, attention._first_layer = triton_attention.attend, first_layer
         return attention
 
     def attend(
@@ -219,28 +230,30 @@ class TritonAttention:
         """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
         out = q.new_empty((q.shape[2], q.shape[1], v.shape[3]))
         sinks = None if sinks is None else sinks.float()
-        self._attend(self.batch, layer, _by_token(q), _by_token(k), _by_token(v), out, scale, window, softcap, sinks)
+        own = self.batch, layer - self._first_layer
+        self._attend(*own, _by_token(q), _by_token(k), _by_token(v), out, scale, window, softcap, sinks)
         return out[None]
 
 
-def choose_attention(arena: Tensor, geometry: KVGeometry, crew: Crew | None = None) -> AttentionFactory:
+def choose_attention(arena: Tensor, geometry: KVGeometry, crew: Crew | GpuCrew | None = None) -> AttentionFactory:
     """The fastest attention for the device of ``arena`` (uint8, blocks) and for the geometry.
 
-    ``crew``: only the heads of one worker; the others of every page are other workers'. Raises :class:`UserError`
-    where only whole pages can be attended."""
+    ``crew``: only the heads of one worker. On a CPU the others of every page are other workers'; on a GPU ``geometry``
+    has this worker's alone. Raises :class:`UserError` where only whole pages can be attended."""
     flat, share = arena.view(-1), None if crew is None else crew.share
     if flat.device.type == "cpu" and _kernel_supports(geometry):
         whole = geometry.num_kv_heads
         first, own = (0, whole) if share is None else (share.first_head, share.heads[share.part])
-        if crew is not None and crew.share.lends:
+        if isinstance(crew, Crew) and crew.share.lends:
             return partial(LentHeads, flat.data_ptr(), geometry, crew)
         base = flat.data_ptr() + first * (geometry.page_bytes // whole)
         return partial(KernelAttention, base, replace(geometry, num_kv_heads=own), whole)
-    if share is not None and share.parts > 1:
+    if flat.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        first_layer = 0 if share is None else share.own_layers.start
+        return partial(TritonAttention, flat, geometry, first_layer=first_layer)
+    if share is not None and (share.parts > 1 or flat.device.type == "cuda"):
         hint = "use --tensor-parallel 1; --pipeline-parallel works"
         raise UserError(f"no kernel attends to some heads of a page of {geometry}", hint=hint, param="tensor")
-    if flat.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return partial(TritonAttention, flat, geometry)
     log.warning("attention runs in plain torch: no kernel for device %s and %s", flat.device.type, geometry)
     return partial(ReferenceAttention, ReferencePages(flat, geometry))
 

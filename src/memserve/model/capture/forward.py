@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -37,6 +37,9 @@ from memserve.model.crew import Crew
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
 from memserve.model.loading.probe import DenseAttention
+
+if TYPE_CHECKING:
+    from memserve.model.gpu_crew import GpuCrew
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +94,7 @@ class CapturedForward:
             return self._run(input_ids, positions, logits_rows)
 
 
-def best_forward(module: Any, crew: Crew | None = None) -> Forward:
+def best_forward(module: Any, crew: Crew | GpuCrew | None = None) -> Forward:
     """The captured forward if ``module`` can be captured (its weights are freed then), else the module itself.
 
     ``crew``: the workers of the instance, all of which must compute the same rows, padding included."""
@@ -99,7 +102,7 @@ def best_forward(module: Any, crew: Crew | None = None) -> Forward:
     agreed = crew is None or crew.agree(0 if captured is None else 1 + captured.fills_up)
     if captured is None or not agreed:
         return EagerForward(module)
-    if crew is not None:
+    if isinstance(crew, Crew):
         captured.join(crew)
     release_weights(module)
     return captured

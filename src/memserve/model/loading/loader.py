@@ -100,12 +100,14 @@ def load_model(
     block_tokens: int = 32,
     threads: int | None = None,
     lora: Sequence[str] = (),
+    on_host: bool = False,
 ) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
     ``dtype`` is one of :data:`DTYPES`, ``device`` auto, cpu or cuda; ``threads`` is how many threads the CPU
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
-    left plain: see :func:`memserve.model.forward.pack_linears`. Raises :class:`UserError` for what a user can fix.
+    left plain: see :func:`memserve.model.forward.pack_linears`. ``on_host``: leave it in host memory, to be cut before
+    it goes to the device. Raises :class:`UserError` for what a user can fix.
     """
     place = _choose_device(device)
     dtype_name = _choose_dtype(dtype, place)
@@ -118,7 +120,7 @@ def load_model(
     if threads is not None:
         torch.set_num_threads(threads)
     module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
-    geometry, layers = probe_model(module.to(place), dtype_name, block_tokens)
+    geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
     tokenizer = load_tokenizer(folder)
     with errors_named(f"cannot use config.json of {folder.name}", "restore it: download it again"):
         max_model_tokens = _max_model_tokens(module.config, layers)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve.errors import check
+from memserve.parallel import Share
 from memserve.types import KVGeometry
 
 Offsets = NDArray[np.int64]
@@ -87,6 +88,28 @@ class Shard:
         """Geometry of the rank's own arena."""
         layers, heads = self.end_layer - self.first_layer, self.end_head - self.first_head
         return replace(self.model, num_layers=layers, num_kv_heads=heads)
+
+    @property
+    def run_bytes(self) -> int:
+        """Of one head of a page: what an arena of the model and one of the rank have in common."""
+        return self.model.page_bytes // self.model.num_kv_heads
+
+    def runs(self, pages: NDArray[np.int32], *, of_model: bool) -> NDArray[np.int32]:
+        """The runs of the rank's ``pages`` (``block * own layers + own layer``), a page's heads in a row: as they are
+        numbered in the rank's own arena, or in one ``of_model``."""
+        own, model = self.local, self.model
+        heads = np.arange(own.num_kv_heads, dtype=np.int32)
+        if not of_model:
+            return (pages[:, None] * np.int32(own.num_kv_heads) + heads).ravel()
+        blocks, layers = np.divmod(pages, np.int32(own.num_layers))
+        pages = blocks * np.int32(model.num_layers) + layers + np.int32(self.first_layer)
+        return (pages[:, None] * np.int32(model.num_kv_heads) + heads + np.int32(self.first_head)).ravel()
+
+
+def shard_of(share: Share, model: KVGeometry) -> Shard:
+    """What a worker has of each page, where it keeps that in a memory of its own."""
+    layers, end_head = share.own_layers, share.first_head + share.heads[share.part]
+    return Shard(model, layers.start, layers.stop, share.first_head, end_head)
 
 
 def shards(model: KVGeometry, tensor_parallel: int, pipeline_parallel: int) -> list[Shard]:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve.errors import InvariantError
-from memserve.runtime.links.ranges import Ranges, block_ranges, fits, pull_plan, shard_ranges, shards
+from memserve.parallel import Parallel, shares
+from memserve.runtime.links.ranges import Ranges, block_ranges, fits, pull_plan, shard_of, shard_ranges, shards
 from memserve.types import KVGeometry
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -94,6 +95,28 @@ def test_shards_hold_every_layer_and_head(tensor_parallel: int, pipeline_paralle
         assert shard.local.block_bytes > 0
     assert len(ranks) == tensor_parallel * pipeline_parallel
     assert (held == max(1, tensor_parallel // 4)).all()
+
+
+@pytest.mark.parametrize("parallel", [Parallel(2), Parallel(3), Parallel(2, 3)], ids=lambda found: found.text)
+def test_runs_of_workers_are_those_of_the_whole(parallel: Parallel) -> None:
+    """Every run of a block is one worker's, and lies where the whole page has that head."""
+    geometry = KVGeometry(num_layers=5, num_kv_heads=3, head_dim_k=8, head_dim_v=16, block_tokens=32, dtype="float32")
+    runs = geometry.page_bytes // geometry.num_kv_heads
+    whole = np.arange(7 * 5 * 3)  # seven blocks
+    taken = []
+    for share in shares(parallel, geometry):
+        shard = shard_of(share, geometry)
+        own = shard.local
+        assert shard.run_bytes == runs == own.page_bytes // own.num_kv_heads
+        pages = np.array([4, 2], np.int32)[:, None] * own.num_layers + np.arange(own.num_layers, dtype=np.int32)
+        here = shard.runs(pages.ravel(), of_model=False).reshape(2, own.num_layers, own.num_kv_heads)
+        there = whole[shard.runs(pages.ravel(), of_model=True)].reshape(here.shape)
+        assert (here.ravel() == np.arange(here[0].size * 7).reshape(7, -1)[[4, 2]].ravel()).all()
+        heads, layers = np.arange(own.num_kv_heads), np.arange(own.num_layers)[:, None]
+        for block, got in zip((4, 2), there, strict=True):
+            assert (got == (block * 5 + shard.first_layer + layers) * 3 + shard.first_head + heads).all()
+        taken += there.ravel().tolist()
+    assert sorted(taken) == [*range(30, 45), *range(60, 75)]
 
 
 def test_whole_pages_are_one_range_a_block() -> None:

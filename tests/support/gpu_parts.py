@@ -1,0 +1,185 @@
+"""An instance of several workers on fake GPUs: each worker is a thread, its lines to the leader are real ones."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from multiprocessing import Pipe
+from typing import Any
+
+import torch
+
+from fake_gpu import FakeCommunicator, FakeGpu, FakeWorld
+from memserve import _core
+from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.model.attention import triton_attention
+from memserve.model.attention.backends import TritonAttention
+from memserve.model.forward import EagerForward
+from memserve.model.gpu_crew import GpuCrew
+from memserve.model.gpu_part import GpuPart
+from memserve.model.sharding import shard
+from memserve.parallel import Parallel, Share, shares
+from memserve.runtime.gpu_steps import DividedGpu, follow_leader
+from memserve.runtime.workers import Processes
+from tiny_models import CONTEXT_TOKENS, Driver, loaded
+
+_interpreting = threading.Lock()
+_attend = triton_attention.attend
+
+
+def _one_at_a_time(*args: Any) -> None:
+    """Triton's interpreter has one grid for all threads."""
+    with _interpreting:
+        _attend(*args)
+
+
+triton_attention.attend = _one_at_a_time
+
+
+class Watched(TritonAttention):
+    """Tells the fake of its ``gpu`` which pages it reads and writes."""
+
+    def __init__(self, gpu: FakeGpu, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._gpu = gpu
+
+    def attend(self, layer: int, q: Any, k: Any, v: Any, **more: Any) -> Any:
+        batch, g = self.batch, self.batch.geometry
+        memory = batch.arena.view(torch.uint8)
+        contexts, starts = batch.contexts.tolist(), batch.q_starts.tolist()
+        for row, context in enumerate(contexts):
+            count = starts[row + 1] - starts[row]
+            for entry in range(-(-context // g.block_tokens)):
+                page = int(batch.tables[int(batch.table_rows[row]), entry]) * g.num_layers + layer - self._first_layer
+                written = (entry + 1) * g.block_tokens > context - count
+                bytes_of = memory[page * g.page_bytes : (page + 1) * g.page_bytes]
+                self._gpu.access(self._gpu.compute, bytes_of, writes=written)
+        return super().attend(layer, q, k, v, **more)
+
+
+class Part(GpuPart):
+    """A worker's part; ``finishing`` is called before it finishes a step, and ``began`` counts those that it began."""
+
+    finishing: Callable[[], object] = staticmethod(lambda: None)
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.began = threading.Semaphore(0)
+
+    @property
+    def _is_triton(self) -> bool:
+        return True
+
+    def begin_part(self, *letter: Any) -> Any:
+        finish = super().begin_part(*letter)
+        self.began.release()
+
+        def held() -> Any:
+            self.finishing()
+            return finish()
+
+        return held
+
+
+class Together:
+    """The workers. ``driver``: see :class:`tiny_models.Driver`."""
+
+    def __init__(
+        self,
+        module: Any,
+        parallel: Parallel,
+        *,
+        blocks: int = 64,
+        dram_blocks: int = 8,
+        limit_s: float = 60.0,
+        graphs: bool = False,
+        prepare: Callable[[int, FakeGpu], object] = lambda rank, gpu: None,
+    ) -> None:
+        """``prepare`` gets each worker's rank and GPU before anything runs there."""
+        self.world, self.errors = FakeWorld(limit_s), []
+        model = loaded(copy.deepcopy(module))
+        self.geometry = model.geometry
+        self.config = InstanceConfig(
+            CONTEXT_TOKENS, pool=PoolConfig(blocks, dram_blocks), scheduler=SchedulerConfig(max_running=8)
+        )
+        self.dram = _core.SharedArena(dram_blocks * model.geometry.block_bytes)
+        self.gpus = [FakeGpu() for _ in range(parallel.workers)]
+        for rank, gpu in enumerate(self.gpus):
+            prepare(rank, gpu)
+        self.parts: dict[int, Part] = {}
+        device, choose = sys.modules["memserve.model.device"], sys.modules["memserve.model.device"].choose_attention
+        device.choose_attention = self._choose
+        try:
+            found = shares(parallel, model.geometry)
+            threads = [threading.Thread(target=self._make, args=(module, share, graphs)) for share in found]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(120)
+        finally:
+            device.choose_attention = choose
+        assert not self.errors and len(self.parts) == parallel.workers, self.errors
+        self.processes = Processes()
+        self.followers = []
+        for rank in range(1, parallel.workers):
+            ours, theirs = Pipe()
+            self.processes.lines.append(ours)
+            args = theirs, self.parts[rank]
+            self.followers.append(threading.Thread(target=self._follow, args=args, daemon=True))
+        self.driver = Driver.__new__(Driver)
+        self.driver.steps = 0
+        self.broken: list[str] = []
+        for thread in self.followers:
+            thread.start()
+        self.device = DividedGpu(self.parts[0], self.processes, self.parts[0]._gpu_crew, limit_s=limit_s)
+        self.device.on_broken = lambda: self.broken.append(self.parts[0]._gpu_crew.broken)
+        self.driver.device = self.device
+
+    def dram_block(self, block: int) -> torch.Tensor:
+        """A block of the second tier as the host reads it now: an error where a device may still write it."""
+        memory = torch.frombuffer(self.dram, dtype=torch.uint8).view(-1, self.geometry.block_bytes)[block]
+        for gpu in self.gpus:
+            gpu.host_reads(memory)
+        return memory
+
+    def close(self) -> None:
+        self.device.close()
+        for thread in self.followers:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in self.followers)
+
+    def _make(self, module: Any, share: Share, graphs: bool) -> None:
+        try:
+            model, gpu = loaded(copy.deepcopy(module)), self.gpus[share.rank]
+            with gpu.compute.use():
+                vocabularies = shard(model.module, share, model.geometry)
+                crew = GpuCrew(
+                    share,
+                    vocabularies,
+                    lambda ranks: FakeCommunicator(self.world, ranks, share.rank, gpu),
+                    model.device,
+                )
+                crew.gpu = gpu
+                forward = EagerForward(model.module)
+                part = Part(model, self.config, gpu, crew, forward, dram=self.dram)
+            self.parts[share.rank] = part
+            if graphs:
+                part.capture()
+        except BaseException as error:
+            self.errors.append(error)
+            self.world.end(f"{type(error).__name__}: {error}")
+
+    @staticmethod
+    def _choose(arena: Any, geometry: Any, crew: Any = None) -> Any:
+        first_layer = crew.share.own_layers.start
+        return partial(Watched, crew.gpu, arena.view(-1), geometry, first_layer=first_layer)
+
+    def _follow(self, line: Any, part: Part) -> None:
+        try:
+            follow_leader(line, part)
+        except BaseException as error:
+            self.errors.append(error)
+            self.world.end(f"{type(error).__name__}: {error}")

@@ -1,0 +1,49 @@
+"""Workers of an instance on GPUs as real processes without any: fake GPUs, kernels that are interpreted, and gloo in
+the place of NCCL. Run as a module it is one of the processes beside the leader."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+
+from fake_gpu import FakeGpu
+from gpu_parts import Part, Together
+from memserve.model import gpu, gpu_part
+from memserve.model.capture import forward
+from memserve.model.gpu_crew import TorchCommunicator
+from memserve.model.loading import loader
+from memserve.runtime import gpu_workers
+
+ROOM_BLOCKS = {0: 40, 1: 20, 2: 37, 3: 50}
+"""Blocks that each worker's GPU has room for."""
+
+
+def install() -> None:
+    """Let this process take what is made up for what a machine with GPUs has."""
+    load, make = loader.load_model, Part.__init__
+
+    def on_host(model: str, dtype: str, device: str, **options: Any) -> Any:
+        return load(model, dtype, "cpu", **options)
+
+    def made(self: Any, model: Any, config: Any, own: FakeGpu, crew: Any, *more: Any, **options: Any) -> None:
+        crew.gpu = own
+        make(self, model, config, own, crew, *more, **options)
+
+    Part.__init__ = made
+    sys.modules["memserve.model.device"].choose_attention = Together._choose
+    loader.load_model, gpu.Cuda, gpu_part.GpuPart = on_host, lambda *_: FakeGpu(), Part
+    gpu_workers.TorchCommunicator = partial(TorchCommunicator, backend="gloo")
+    gpu_workers._blocks_here = lambda share, options, model: ROOM_BLOCKS[share.rank]
+    gpu_workers.leave_compiler_out = lambda device: None
+    gpu_workers.gpu_count = lambda: 4
+    forward.capture_forward = lambda module: None  # weights on a GPU are not captured
+    torch.set_num_threads(1)
+    gpu_workers.GpuWorkers.module = "gpu_worker_process"
+
+
+if __name__ == "__main__":
+    install()
+    gpu_workers.main(int(sys.argv[1]))
