@@ -24,8 +24,8 @@ from tiny_models import prompt, save_folder, tiny_module
 BLOCK = 8
 """Tokens: the model's context is 256."""
 SLOW = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), same_host=CopyCurve(2.0 * NS_PER_S, 0.0, 0.0), machine="slow")
-"""A fetch is given up when computing would have been quicker. That takes milliseconds with a tiny model, and a busy machine
-needs them for anything: here instances believe that computing and fetching take seconds, and so wait."""
+"""A fetch is given up when computing would have been quicker. That takes milliseconds with a tiny model, and a busy
+machine needs them for anything: here instances believe that computing and fetching take seconds, and so wait."""
 
 
 @pytest.fixture(scope="module")

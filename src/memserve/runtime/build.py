@@ -82,7 +82,7 @@ def _parts(
     config = options.instance_config(
         geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu, kv_bytes=kv_bytes
     )
-    shares_kv = not on_gpu or (me is not None and shares_gpu_kv(role, workers))
+    shares_kv = not on_gpu or (me is not None and shares_gpu_kv(workers))
     exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
     adapters = model.adapters.digests if model.adapters is not None else frozenset()

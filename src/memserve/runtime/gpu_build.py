@@ -80,24 +80,11 @@ def refuse_without_gpu(options: EngineOptions) -> None:
         raise UserError("--gpu-memory-share needs a GPU, and none is used", hint=hint, param="gpu_memory_share")
 
 
-def shares_gpu_kv(role: Role, workers: int = 1) -> bool:
-    """Whether other processes can read this GPU's KV.
-
-    Raises :class:`UserError` where the role needs that and nothing can."""
+def shares_gpu_kv(workers: int) -> bool:
+    """Whether other processes can read the KV of an instance on so many GPUs."""
     if workers > 1:
         log.warning("KV of this instance's %d GPUs stays in it: no other instance and no store reads it", workers)
-        return False
-    from memserve.runtime.links.gpu_memory import export_problem
-    from memserve.runtime.links.nixl_agent import nixl_is_installed
-
-    problem = export_problem()
-    if not problem or nixl_is_installed():
-        return True
-    if role in (Role.PREFILL, Role.DECODE):
-        hint = "use --colocated 1, or install NIXL: pip install 'memserve[nixl]'"
-        raise UserError(f"this GPU's KV cannot be handed over to another process: {problem}", hint=hint, param="device")
-    log.warning("this GPU's KV stays in this process: %s", problem)
-    return False
+    return workers == 1
 
 
 def gpu_kv_bytes(options: EngineOptions, total: int, free: int, held: int, step: int) -> int:
