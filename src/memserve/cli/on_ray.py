@@ -35,7 +35,7 @@ _CONNECT_S = 5.0
 _DROPPED = (
     "--on", "--address", "--ray-resources", "--prefill", "--decode", "--colocated", "--cluster-host", "--cluster-port",
     "--port", "--cluster-secret-file", "--ssd", "--store-dram", "--store-listen", "--ssd-sync", "--ssd-writes-per-day",
-    "--ssd-admission", "--api-key", "--api-key-file", "--metrics-key",
+    "--ssd-admission", "--api-key", "--api-key-file", "--metrics-key", "--metrics-key-file",
 )  # fmt: skip
 """Flags of the driver that the router is not told of, or otherwise. Each has a value."""
 
@@ -166,9 +166,9 @@ def _router_order(
 
     none = ("--prefill", "0", "--decode", "0", "--colocated", "0")
     at = ("--port", str(port), "--cluster-host", node, "--cluster-port", str(cluster_port))
-    keys = {credentials.KEY_VARIABLE: " ".join(http.api_keys)} if http.api_keys else {}
-    if http.metrics_key is not None:
-        keys[credentials.METRICS_VARIABLE] = http.metrics_key
+    keys = {credentials.KEY_VARIABLE: " ".join(http.api_keys.read())} if http.api_keys.are_given else {}
+    if http.metrics_keys.are_given:
+        keys[credentials.METRICS_VARIABLE] = http.metrics_keys.read()[0]
     words = (*without(sys.argv[1:], _DROPPED), *none, *at)
     scales = bool(cluster.placement.scaling.scale)
     return ProcessOrder(ROUTER, words, secret, http.drain_s, os.getcwd(), scales, {**_environment(), **keys})

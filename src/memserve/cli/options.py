@@ -27,6 +27,7 @@ from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.options import Option, contradiction, options_of, with_values
+from memserve.runtime.private_files import GivenKeys
 
 if TYPE_CHECKING:
     from memserve.api.tls import Tls
@@ -54,8 +55,8 @@ class HttpOptions:
 
     host: str
     port: int
-    api_keys: tuple[str, ...] = field(repr=False)
-    metrics_key: str | None = field(repr=False)
+    api_keys: GivenKeys
+    metrics_keys: GivenKeys
     tls: Tls | None
     """None: plain HTTP."""
     served_model_names: tuple[str, ...]
