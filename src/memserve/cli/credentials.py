@@ -16,7 +16,7 @@ import typer
 
 from memserve.errors import UserError
 from memserve.runtime.meta_etcd import EtcdAccess
-from memserve.runtime.private_files import Followed, GivenKeys, read_private
+from memserve.runtime.private_files import Followed, GivenKeys, follow_secret, read_private
 from memserve.runtime.private_files import read_secret as read_secret
 
 if TYPE_CHECKING:
@@ -145,9 +145,9 @@ def followed_key(path: Path) -> Followed[str]:
     return Followed([path], read, "the key")
 
 
-def secret_of(path: Path | None, *, is_needed: bool) -> str | None:
+def secret_of(path: Path | None, *, is_needed: bool) -> Followed[str] | None:
     """The cluster's secret, for a router that has members which it does not start. None: it has none, or no file."""
-    return read_secret(path) if is_needed and path is not None else None
+    return follow_secret(path) if is_needed and path is not None else None
 
 
 def etcd_access(path: Path | None) -> EtcdAccess | None:

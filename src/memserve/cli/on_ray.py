@@ -24,6 +24,7 @@ from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.options import command_line_of
 from memserve.runtime.links.devices import with_port
+from memserve.runtime.private_files import followed
 from memserve.runtime.process import EndAsked, signals_raise
 from memserve.types import Role
 
@@ -127,7 +128,7 @@ def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def _plan(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions, node: str, port: int) -> ClusterPlan:
-    secret = cluster.secret or secrets.token_urlsafe(32)
+    secret = followed(cluster.secret or secrets.token_urlsafe(32)).first
     cluster_port = cluster.port or free_port()
     router = _router_order(http, cluster, secret, node, port, cluster_port)
     return dataclasses.replace(

@@ -24,7 +24,7 @@ from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, ClusterConfig, EngineOp
 from memserve.errors import UserError
 from memserve.model.loading.adapter import read_adapters
 from memserve.runtime.links.devices import with_port
-from memserve.runtime.private_files import GivenKeys
+from memserve.runtime.private_files import GivenKeys, Secret, follow_secret, followed
 from memserve.runtime.process import EndAsked, signals_raise
 from memserve.types import Role
 
@@ -64,7 +64,7 @@ class FollowerOptions:
     name: str
     join: tuple[str, ...]
     """Where the owner may be, ``tcp://host:port`` each."""
-    secret: str
+    secret: Secret
     config: ClusterConfig
     host: str
     """Where its mailbox listens."""
@@ -127,7 +127,7 @@ def router(
     place = FollowerOptions(
         name=name or f"router-{socket.gethostname()}-{os.getpid()}",
         join=tuple(f"tcp://{with_port(*owner)}" for owner in owners),
-        secret=credentials.read_secret(cluster_secret_file),
+        secret=follow_secret(cluster_secret_file),
         config=cluster,
         host=listens_at(here),
         owner_url=owner_url.rstrip("/"),
@@ -195,7 +195,9 @@ def _running_router(
 
     me = Peer(place.name, new_generation())
     info = PeerInfo(me, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid())
-    machine = Follower(info, place.join, place.config, MemberConfig(), identity_key=identity_key(place.secret))
+    machine = Follower(
+        info, place.join, place.config, MemberConfig(), identity_key=identity_key(followed(place.secret).first)
+    )
     router = RouterEngine(
         machine,
         lambda on_message: ZmqMailbox(me, place.secret, place.host, 0, on_message, advertise=place.advertise),

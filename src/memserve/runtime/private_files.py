@@ -36,8 +36,18 @@ class Followed(Generic[T]):
         they hold, in log lines."""
         self._files, self._read, self._what = tuple(files), read, what
         self._stamp: _Stamp | None = self._stamp_now()  # before they are read: a change meanwhile is seen later
-        self._value = read()
+        self._value = self._first = read()
         self._looked_s = time.monotonic()
+
+    @property
+    def first(self) -> T:
+        """As it was when the process began."""
+        return self._first
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """None: it stays as it is."""
+        return self._files
 
     @classmethod
     def fixed(cls, value: T) -> Followed[T]:
@@ -72,6 +82,22 @@ class Followed(Generic[T]):
         except OSError:
             return None
         return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in stats)
+
+
+Secret = str | Followed[str]
+"""The text of a cluster's secret file; it may change."""
+
+
+def followed(secret: Secret) -> Followed[str]:
+    """``secret``, wherever it comes from."""
+    return secret if isinstance(secret, Followed) else Followed.fixed(secret)
+
+
+def follow_secret(path: Path) -> Followed[str]:
+    """The cluster's secret in a file; of a pipe it is read once. Raises :class:`UserError` as :func:`read_secret`."""
+    if not path.is_file():
+        return Followed.fixed(read_secret(path))
+    return Followed([path], lambda: read_secret(path), "the cluster secret")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,20 @@ import zmq
 from memserve.errors import UserError
 from memserve.messages import AnyMessage, Peer
 from memserve.runtime.links import wire
-from memserve.runtime.links.curve import Context, CurveKeys, Doorkeeper, Socket
+from memserve.runtime.links.curve import (
+    CHANGE_LOOK_MS,
+    LOOK_MS,
+    Context,
+    CurveKeys,
+    Doorkeeper,
+    Socket,
+    listen_anew,
+)
 from memserve.runtime.links.devices import with_port
 from memserve.runtime.links.outbox import MailboxCounters, Outbox, configure, new_context
 from memserve.runtime.links.strangers import Strangers
 from memserve.runtime.ports import OnMessage
+from memserve.runtime.private_files import Secret, followed
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +55,7 @@ class ZmqMailbox:
     def __init__(
         self,
         me: Peer,
-        secret: str,
+        secret: Secret,
         host: str,
         port: int,
         on_message: OnMessage,
@@ -56,21 +65,23 @@ class ZmqMailbox:
     ) -> None:
         if host in _EVERYWHERE and not advertise:
             raise UserError(f"others cannot reach {host}", hint="name this host: --advertise HOST", param="advertise")
-        keys = CurveKeys.derived_from(secret)
+        self._secret = followed(secret).then(CurveKeys.all_in)
+        self._keys = self._secret.value()
         self._me = me
         self._alias = Peer(alias, 0) if alias else None
         self._on_message = on_message
         self._counters = MailboxCounters()
         self._context = new_context()
-        self._doorkeeper = Doorkeeper(self._context, keys)
+        self._doorkeeper = Doorkeeper(self._context, self._keys[0])
         self._inbox = self._context.socket(zmq.PULL)
         configure(self._inbox, with_port(host, port))
-        keys.listen(self._inbox)
-        bound_port = _bind(self._context, self._inbox, host, port)
+        self._keys[0].listen(self._inbox)
+        self._endpoint, bound_port = _bind(self._context, self._inbox, host, port)
+        self._listens_with = self._keys[0]
         self._strangers = Strangers(self._inbox, bound_port)
         self.address = f"tcp://{with_port(advertise or host, bound_port)}"
         """Where others reach it, ``tcp://host:port``."""
-        self._outbox = Outbox(self._context, keys, me, self.address, self._counters)
+        self._outbox = Outbox(self._context, self._keys, me, self.address, self._counters)
         self._newest: OrderedDict[Peer, int] = OrderedDict()
         """The highest number heard from each sender, most recent sender last."""
         self._stop_fd = os.eventfd(0)
@@ -124,14 +135,31 @@ class ZmqMailbox:
         for source in (self._inbox, self._doorkeeper.socket, self._strangers.monitor, self._stop_fd):
             poller.register(source, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(self._look_ms))
             if self._stop_fd in ready:
                 return
+            self._follow_secret()
             if self._doorkeeper.socket in ready:
                 self._doorkeeper.answer()
             self._strangers.look()
             if self._read_letters():
                 self._counters.handshakes_failed += self._strangers.judge()
+
+    @property
+    def _look_ms(self) -> int | None:
+        if len(self._keys) > 1 or self._listens_with != self._keys[0]:
+            return CHANGE_LOOK_MS
+        return LOOK_MS if self._secret.files else None
+
+    def _follow_secret(self) -> None:
+        keys = self._secret.value()
+        if keys != self._keys:
+            self._keys = keys
+            self._doorkeeper.admit(keys[0])
+            self._outbox.follow(keys)
+        if self._listens_with != keys[0] and listen_anew(self._inbox, self._endpoint, keys[0]):
+            self._listens_with = keys[0]
+        self._outbox.tend()
 
     def _read_letters(self) -> bool:
         """Read what is there, but not for ever; whether that was all."""
@@ -186,13 +214,13 @@ class ZmqMailbox:
             log.exception("the receiver of %s from %s failed", type(message).__name__, sender.name)
 
 
-def _bind(context: Context, inbox: Socket, host: str, port: int) -> int:
-    """Bind and return the port."""
+def _bind(context: Context, inbox: Socket, host: str, port: int) -> tuple[str, int]:
+    """Bind; returns the endpoint, and its port."""
     try:
         inbox.bind(f"tcp://{with_port(host, port or '*')}")
     except zmq.ZMQError as error:
         context.destroy(linger=0)
         message = f"cannot listen on {with_port(host, port)}: {error.strerror}"
         raise UserError(message, hint="choose another --cluster-port", param="cluster_port") from error
-    endpoint = cast(bytes, inbox.getsockopt(zmq.LAST_ENDPOINT))
-    return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+    endpoint = cast(bytes, inbox.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+    return endpoint, int(endpoint.rsplit(":", 1)[1])

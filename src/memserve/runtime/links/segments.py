@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -24,9 +25,19 @@ from memserve.errors import UserError, check
 from memserve.instance.events import DropSegment, HoldSegment
 from memserve.messages import Peer
 from memserve.model.attention.segments import HeldKv, Parts, Query, SegmentLostError
-from memserve.runtime.links.curve import CurveKeys, Doorkeeper, Socket
+from memserve.runtime.links.curve import (
+    LOOK_MS,
+    CurveKeys,
+    Doorkeeper,
+    Socket,
+    listen_anew,
+    turned_away,
+    unwatch,
+    watch,
+)
 from memserve.runtime.links.devices import with_port
 from memserve.runtime.links.outbox import configure, new_context
+from memserve.runtime.private_files import Secret, followed
 from memserve.segments import Segment
 
 if TYPE_CHECKING:
@@ -53,6 +64,19 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Head).decode
 
 
+@dataclass(slots=True)
+class _Line:
+    socket: Socket
+    key: int
+    """Which of the cluster's keys it is dialled with."""
+    monitor: Socket | None
+    """While the secret changes."""
+
+    def close(self) -> None:
+        unwatch(self.socket, self.monitor)
+        self.socket.close(0)
+
+
 class SegmentServer:
     """Answers queries about what ``attend`` knows, in a thread of its own, one after the other.
 
@@ -60,23 +84,29 @@ class SegmentServer:
     """
 
     def __init__(
-        self, secret: str, host: str, dtype: str, attend: Callable[[Query], Parts | None], advertise: str | None = None
+        self,
+        secret: Secret,
+        host: str,
+        dtype: str,
+        attend: Callable[[Query], Parts | None],
+        advertise: str | None = None,
     ) -> None:
         """``dtype``: of queries. ``attend`` returns None for a segment that is not here."""
         self._attend, self._dtype = attend, getattr(torch, dtype)
-        keys = CurveKeys.derived_from(secret)
+        self._secret = followed(secret).then(CurveKeys.all_in)
+        self._listens_with = self._secret.value()[0]
         self._context = new_context()
-        self._doorkeeper = Doorkeeper(self._context, keys)
+        self._doorkeeper = Doorkeeper(self._context, self._listens_with)
         self._socket: Socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket, with_port(host, 0))
-        keys.listen(self._socket)
+        self._listens_with.listen(self._socket)
         try:
             self._socket.bind(f"tcp://{with_port(host, '*')}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise UserError(f"cannot listen on {host}: {error.strerror}", param="host") from error
-        endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0")
-        self.address = f"tcp://{with_port(advertise or host, int(endpoint.rsplit(b':', 1)[1]))}"
+        self._endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self.address = f"tcp://{with_port(advertise or host, int(self._endpoint.rsplit(':', 1)[1]))}"
         self._stop_fd = os.eventfd(0)
         self._thread = threading.Thread(target=self._work, name="segments", daemon=True)
         self._thread.start()
@@ -98,13 +128,21 @@ class SegmentServer:
             poller.register(source, zmq.POLLIN)
         with torch.inference_mode():
             while True:
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(LOOK_MS if self._secret.files else None))
                 if self._stop_fd in ready:
                     return
+                self._follow_secret()
                 if self._doorkeeper.socket in ready:
                     self._doorkeeper.answer()
                 if self._socket in ready:
                     self._answer(*self._socket.recv_multipart(copy=False))
+
+    def _follow_secret(self) -> None:
+        keys = self._secret.value()[0]
+        if keys != self._listens_with:
+            self._doorkeeper.admit(keys)
+            if listen_anew(self._socket, self._endpoint, keys):
+                self._listens_with = keys
 
     def _answer(self, sender: zmq.Frame, *frames: zmq.Frame) -> None:
         """One query, one answer: the number, then outputs and statistics, or nothing."""
@@ -134,14 +172,15 @@ class ZmqSegmentLines:
     Used from one thread, but for :meth:`gone`.
     """
 
-    def __init__(self, secret: str, answer_s: float = ANSWER_S) -> None:
-        self._keys, self._answer_s = CurveKeys.derived_from(secret), answer_s
+    def __init__(self, secret: Secret, answer_s: float = ANSWER_S) -> None:
+        self._secret, self._answer_s = followed(secret).then(CurveKeys.all_in), answer_s
+        self._keys = self._secret.value()
         self._context = new_context()
-        self._lines: dict[tuple[Peer, str], Socket] = {}
+        self._lines: dict[tuple[Peer, str], _Line] = {}
         self._gone: set[Peer] = set()
         self._numbers = 0
-        #: number -> the segment that was asked
-        self._asked: dict[int, Segment] = {}
+        #: number -> the segment that was asked, and what
+        self._asked: dict[int, tuple[Segment, bytes, memoryview]] = {}
         #: answers that came before they were waited for
         self._early: dict[int, list[zmq.Frame]] = {}
         #: time in which steps stood still
@@ -157,20 +196,27 @@ class ZmqSegmentLines:
         self._numbers += 1
         self.queries += 1
         number = self._numbers
-        self._asked[number] = segment
         shape = cast(tuple[int, int, int], tuple(query.q.shape))
         head = _encode(_Head(number, query.name, query.layer, shape, query.scale, query.softcap))
         data = query.q.view(-1).view(torch.uint8).numpy().data
+        line = self._line(segment)
+        self._asked[number] = segment, head, data
+        self._send(line, segment, head, data)
+        return number
+
+    def _send(self, line: _Line, segment: Segment, head: bytes, data: memoryview) -> None:
         try:
-            self._line(segment).send_multipart([head, data], zmq.NOBLOCK)
+            line.socket.send_multipart([head, data], zmq.NOBLOCK)
         except zmq.Again:
             self._gone.add(segment.peer)  # it reads nothing
-        return number
 
     def answer(self, number: int, outputs: Tensor, statistics: Tensor) -> None:
         """See :class:`~memserve.model.attention.segments.SegmentLines`."""
-        segment, began_ns = self._asked.pop(number), time.monotonic_ns()
-        frames = self._early.pop(number, None) or self._wait(segment, number)
+        (segment, *_), began_ns = self._asked[number], time.monotonic_ns()
+        try:
+            frames = self._early.pop(number, None) or self._wait(segment, number)
+        finally:
+            del self._asked[number]
         self.waited_ns += time.monotonic_ns() - began_ns
         places = (outputs, statistics)
         if len(frames) != 2 or any(len(f.buffer) != 4 * p.numel() for f, p in zip(frames, places, strict=True)):
@@ -181,33 +227,55 @@ class ZmqSegmentLines:
     def _wait(self, segment: Segment, number: int) -> list[zmq.Frame]:
         line, until_s = self._line(segment), time.monotonic() + self._answer_s
         while segment.peer not in self._gone:
-            if not line.poll(_LOOK_MS):
+            if not line.socket.poll(_LOOK_MS):
                 if time.monotonic() > until_s:
                     raise SegmentLostError(f"{segment.peer.name} has not answered within {self._answer_s:g} s")
+                if line.monitor is not None and turned_away(line.monitor):
+                    line = self._try_next_key(segment)
                 continue
-            head, *frames = line.recv_multipart(copy=False)
+            head, *frames = line.socket.recv_multipart(copy=False)
             came = msgspec.msgpack.decode(head.buffer, type=int)
             if came == number:
                 return frames
             if came in self._asked:
                 self._early[came] = frames
-        line.close(0)
-        del self._lines[_place(segment)]
+        self._lines.pop(_place(segment)).close()
         raise SegmentLostError(f"{segment.peer.name} is gone")
 
-    def _line(self, segment: Segment) -> Socket:
+    def _line(self, segment: Segment) -> _Line:
+        if not self._asked and (keys := self._secret.value()) != self._keys:  # no line is in use
+            self._keys = keys
+            self._hang_up()
         line = self._lines.get(_place(segment))
-        if line is None:
-            line = self._lines[_place(segment)] = self._context.socket(zmq.DEALER)
-            _configure(line, segment.address)
-            self._keys.speak(line)
-            line.connect(segment.address)
+        return line if line is not None else self._dial(segment, 0)
+
+    def _dial(self, segment: Segment, key: int) -> _Line:
+        socket = self._context.socket(zmq.DEALER)
+        _configure(socket, segment.address)
+        self._keys[key].speak(socket)
+        line = _Line(socket, key, watch(socket) if len(self._keys) > 1 else None)
+        self._lines[_place(segment)] = line
+        socket.connect(segment.address)
         return line
+
+    def _try_next_key(self, segment: Segment) -> _Line:
+        """The peer has another secret than its line: dial anew, and ask again what it has not answered."""
+        was = self._lines.pop(_place(segment))
+        was.close()
+        line = self._dial(segment, (was.key + 1) % len(self._keys))
+        for number, (of, head, data) in self._asked.items():
+            if _place(of) == _place(segment) and number not in self._early:
+                self._send(line, of, head, data)
+        return line
+
+    def _hang_up(self) -> None:
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
 
     def close(self) -> None:
         """Close all lines."""
-        for line in self._lines.values():
-            line.close(0)
+        self._hang_up()
         self._context.term()
 
 
@@ -217,7 +285,9 @@ class SegmentPort:
     Raises :class:`UserError` when it cannot listen.
     """
 
-    def __init__(self, device: ModelDevice, secret: str, host: str, dtype: str, advertise: str | None = None) -> None:
+    def __init__(
+        self, device: ModelDevice, secret: Secret, host: str, dtype: str, advertise: str | None = None
+    ) -> None:
         check(device.held_kv is not None, "this device holds no segments")
         self.held: HeldKv = device.held_kv  # type: ignore[assignment]  # checked in the line before
         self._server = SegmentServer(secret, host, dtype, self.held.attend, advertise)
