@@ -31,10 +31,11 @@ class Followed(Generic[T]):
     An operator may write anything, at any time: what cannot be read changes nothing, and is said once.
     """
 
-    def __init__(self, files: Sequence[Path], read: Callable[[], T], what: str) -> None:
+    def __init__(self, files: Sequence[Path], read: Callable[[], T], what: str, *, tells: bool = True) -> None:
         """``read``: of ``files``; its :class:`UserError` says what is wrong with them, and is raised here. ``what``:
         they hold, in log lines."""
         self._files, self._read, self._what = tuple(files), read, what
+        self._level = logging.WARNING if tells else logging.DEBUG
         self._stamp: _Stamp | None = self._stamp_now()  # before they are read: a change meanwhile is seen later
         self._value = self._first = read()
         self._looked_s = time.monotonic()
@@ -66,14 +67,15 @@ class Followed(Generic[T]):
         self._stamp = stamp
         try:
             self._value = self._read()
-            log.warning("%s in %s: read again", self._what, self._files[0])
+            log.log(self._level, "%s in %s: read again", self._what, self._files[0])
         except UserError as error:
-            log.warning("%s; %s that were read before stay in use", error.message, self._what)
+            log.log(self._level, "%s; %s that were read before stay in use", error.message, self._what)
         return self._value
 
-    def then(self, make: Callable[[T], S]) -> Followed[S]:
-        """What ``make`` makes of it, which may refuse it with a :class:`UserError` as well."""
-        return Followed(self._files, lambda: make(self._read()), self._what)
+    def then(self, make: Callable[[T], S], *, tells: bool = True) -> Followed[S]:
+        """What ``make`` makes of it, which may refuse it with a :class:`UserError` as well. ``tells`` False: another
+        one of this process has the lines in the log."""
+        return Followed(self._files, lambda: make(self._read()), self._what, tells=tells)
 
     def _stamp_now(self) -> _Stamp | None:
         """None: not all of them are there."""

@@ -93,7 +93,7 @@ class SegmentServer:
     ) -> None:
         """``dtype``: of queries. ``attend`` returns None for a segment that is not here."""
         self._attend, self._dtype = attend, getattr(torch, dtype)
-        self._secret = followed(secret).then(CurveKeys.all_in)
+        self._secret = followed(secret).then(CurveKeys.all_in, tells=False)
         self._listens_with = self._secret.value()[0]
         self._context = new_context()
         self._doorkeeper = Doorkeeper(self._context, self._listens_with)
@@ -173,7 +173,7 @@ class ZmqSegmentLines:
     """
 
     def __init__(self, secret: Secret, answer_s: float = ANSWER_S) -> None:
-        self._secret, self._answer_s = followed(secret).then(CurveKeys.all_in), answer_s
+        self._secret, self._answer_s = followed(secret).then(CurveKeys.all_in, tells=False), answer_s
         self._keys = self._secret.value()
         self._context = new_context()
         self._lines: dict[tuple[Peer, str], _Line] = {}
