@@ -75,7 +75,10 @@ class Followed(Generic[T]):
     def then(self, make: Callable[[T], S], *, tells: bool = True) -> Followed[S]:
         """What ``make`` makes of it, which may refuse it with a :class:`UserError` as well. ``tells`` False: another
         one of this process has the lines in the log."""
-        return Followed(self._files, lambda: make(self._read()), self._what, tells=tells)
+        value = make(self._value)  # the file may be broken just now
+        made = Followed((), lambda: value, self._what, tells=tells)
+        made._files, made._read, made._stamp = self._files, lambda: make(self._read()), self._stamp
+        return made
 
     def _stamp_now(self) -> _Stamp | None:
         """None: not all of them are there."""

@@ -144,8 +144,12 @@ def test_what_is_made_of_a_file_may_refuse_it(tmp_path: Path) -> None:
         return int(text)
 
     file = put(tmp_path / "n", "1")
-    followed = Followed([file], file.read_text, "the number").then(number)
+    text = Followed([file], file.read_text, "the number")
+    followed = text.then(number)
     put(file, "one")
     assert followed.value() == 1
     put(file, "22")
     assert followed.value() == 22
+    assert text.then(number).value() == 22, "what was read before, and it is looked at again"
+    with pytest.raises(UserError):
+        Followed([put(file, "three")], file.read_text, "the number").then(number)
