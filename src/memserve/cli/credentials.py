@@ -70,7 +70,8 @@ MetadataCredentials = Annotated[
 ClusterSecretFile = Annotated[
     Path | None,
     typer.Option(
-        help="File with the secret that all members of the cluster share.", envvar="MEMSERVE_CLUSTER_SECRET_FILE"
+        help="File with the secret that all members of the cluster share. Read again when changed.",
+        envvar="MEMSERVE_CLUSTER_SECRET_FILE",
     ),
 ]
 StoreSecretFile = Annotated[
@@ -78,7 +79,7 @@ StoreSecretFile = Annotated[
     typer.Option(
         "--cluster-secret-file",
         "--secret-file",
-        help="File with the secret that all members of the cluster share.",
+        help="File with the secret that all members of the cluster share. Read again when changed.",
         envvar="MEMSERVE_CLUSTER_SECRET_FILE",
     ),
 ]
