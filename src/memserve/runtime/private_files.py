@@ -47,7 +47,7 @@ class Followed(Generic[T]):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """None: it stays as it is."""
+        """Empty: it stays as it is."""
         return self._files
 
     @classmethod

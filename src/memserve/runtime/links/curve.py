@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import logging
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -19,6 +20,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from memserve.errors import UserError
 from memserve.mempool.identity import secrets_in
+
+log = logging.getLogger(__name__)
 
 SECRET_CHARS_MIN = 16
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -105,7 +108,8 @@ def listen_anew(socket: Socket, endpoint: str, keys: CurveKeys) -> bool:
     keys.listen(socket)
     try:
         socket.bind(endpoint)
-    except zmq.ZMQError:
+    except zmq.ZMQError as error:
+        log.info("cannot listen at %s with the new secret yet: %s", endpoint, error.strerror)
         return False
     return True
 
