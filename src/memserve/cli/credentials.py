@@ -130,8 +130,9 @@ def metrics_keys(given: str | None, file: Path | None = None) -> GivenKeys:
 
 
 def _checked(keys: GivenKeys) -> GivenKeys:
-    keys.read()
-    return keys
+    words = keys.read()
+    is_pipe = keys.file is not None and not keys.file.is_file()  # it can be read once
+    return GivenKeys(words) if is_pipe else keys
 
 
 def followed_key(path: Path) -> Followed[str]:
@@ -143,7 +144,7 @@ def followed_key(path: Path) -> Followed[str]:
             raise UserError(f"{path} does not hold one key", hint="put a key there, and nothing else")
         return key
 
-    return Followed([path], read, "the key")
+    return Followed([path] if path.is_file() else [], read, "the key")
 
 
 def secret_of(path: Path | None, *, is_needed: bool) -> Followed[str] | None:

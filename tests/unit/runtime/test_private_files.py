@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from memserve.api.errors import ApiError
 from memserve.cli.credentials import api_keys, followed_key, metrics_keys
 from memserve.errors import UserError
 from memserve.runtime import private_files
-from memserve.runtime.private_files import Followed, GivenKeys
+from memserve.runtime.private_files import Followed, GivenKeys, follow_secret
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +136,25 @@ def test_a_child_is_told_where_keys_come_from(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir("/")
     assert GivenKeys.read_told(told).read() == ("k-word", "k-file")
     assert not GivenKeys.read_told(GivenKeys().told()).are_given
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda path: KeyRing(api_keys(None, path).follow()).tenant("Bearer one-key-0123456789") == "",
+        lambda path: followed_key(path).value() == "one-key-0123456789",
+        lambda path: follow_secret(path).value() == "one-key-0123456789",
+    ],
+)
+def test_a_pipe_is_read_once(use: Callable[[Path], bool]) -> None:
+    """As a shell gives it: ``--api-key-file <(pass show keys)``."""
+    readable, writable = os.pipe()
+    os.write(writable, b"one-key-0123456789\n")
+    os.close(writable)
+    try:
+        assert use(Path(f"/dev/fd/{readable}"))
+    finally:
+        os.close(readable)
 
 
 def test_what_is_made_of_a_file_may_refuse_it(tmp_path: Path) -> None:
