@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -132,10 +133,5 @@ class Followers:
 
     flags: tuple[str, ...] = ()
     """Of ``memserve router``, but for the owner's address."""
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    metrics_key: str | None = field(default=None, repr=False)
-
-    @property
-    def keys(self) -> dict[str, object]:
-        """What no command line may show."""
-        return {"api_keys": self.api_keys, "metrics_key": self.metrics_key}
+    keys: Mapping[str, object] = field(default_factory=dict, repr=False)
+    """What no command line may show."""

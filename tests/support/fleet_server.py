@@ -46,7 +46,7 @@ def spec_of(engine: ScriptedEngine, **more: str) -> EngineSpec:
 
 @contextlib.contextmanager
 def fleet_server(
-    specs: list[EngineSpec], config: ClusterConfig | None = None, engine_key: str | None = None, **options: Any
+    specs: list[EngineSpec], config: ClusterConfig | None = None, engine_key: Any = None, **options: Any
 ) -> Iterator[FleetServer]:
     """Serve; afterwards the machine must hold no request."""
     host = FleetHost(specs, config or ClusterConfig(), engine_key=engine_key)

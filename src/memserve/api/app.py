@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from memserve.api.auth import KeyRing
+from memserve.api.auth import ApiKeys, KeyRing
 from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.api.documents import Documents
 from memserve.api.edge import Edge
@@ -219,8 +219,8 @@ def create_app(
     aliases: Sequence[str] = (),
     further_names: Sequence[str] = (),
     adapters: Sequence[Adapter] = (),
-    api_keys: Sequence[str] = (),
-    metrics_key: str | None = None,
+    api_keys: ApiKeys = (),
+    metrics_keys: ApiKeys = (),
     limits: EdgeConfig | None = None,
     config: ApiConfig | None = None,
     traces: Traces | None = None,
@@ -229,7 +229,7 @@ def create_app(
 
     Clients may ask for ``model`` by its name, by one of ``further_names``, which are listed as well, or by one of
     ``aliases``; answers carry its name. Each of ``adapters`` is asked for by its own.
-    ``metrics_key``: ``GET /metrics`` requires it, and names tenants; ``None``: it is open and names none.
+    ``metrics_keys``: ``GET /metrics`` requires one of them, and names tenants; none: it is open and names none.
     ``traces``: closed with the application; ``None``: as ``config.otlp_endpoint`` says.
     Raises :class:`UserError` for malformed keys, and for traces without the package they need.
     """
@@ -237,11 +237,11 @@ def create_app(
     metrics, encoder = ApiMetrics(), PromptEncoder(model)
     hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names, adapters)
-    keys, metrics_keys = KeyRing(api_keys), KeyRing(() if metrics_key is None else (metrics_key,))
-    pages, closing = _Pages(hub, model, names, metrics, metrics_keys), ExitStack()
+    keys, operators = KeyRing(api_keys), KeyRing(metrics_keys)
+    pages, closing = _Pages(hub, model, names, metrics, operators), ExitStack()
     timelines = _timelines(model.name, traces, config.otlp_endpoint, closing)
     feed = Feed(EngineSource(hub, model.name), metrics, timelines)
-    dashboard = Dashboard(feed, timelines, keys, metrics_keys)
+    dashboard = Dashboard(feed, timelines, keys, operators)
     shared, documents = Shared(hub, model, encoder, metrics, edge), Documents()
     closing.callback(encoder.close)
 

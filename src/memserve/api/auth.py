@@ -9,26 +9,30 @@ from collections.abc import Sequence
 
 from memserve.api.errors import unauthorized
 from memserve.errors import UserError
+from memserve.runtime.private_files import Followed
 
 _NO_KEY = re.compile(r"[^=]*=")
 """``NAME=``: what is left of ``NAME=$KEY`` when the variable is empty. It must not become a key."""
 _NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})=(.*[^=].*)")
 
 
+ApiKeys = Sequence[str] | Followed[tuple[str, ...]]
+"""As given on the command line: ``KEY``, or ``NAME=KEY`` for a tenant of its own. Those of a file may change."""
+
+_Tenants = list[tuple[bytes, str]]
+
+
 class KeyRing:
     """Maps API keys to tenants. Tenants never share KV."""
 
-    def __init__(self, keys: Sequence[str] = ()) -> None:
-        """``keys`` as given on the command line: ``KEY``, or ``NAME=KEY`` for a tenant of its own."""
-        self._tenants: list[tuple[bytes, str]] = []
-        for text in keys:
-            tenant, key = _split(text)
-            digest = _digest(key.encode())
-            if any(known == digest for known, _ in self._tenants):
-                raise UserError(
-                    "the same API key is given twice", hint="one key belongs to one tenant", param="api_key"
-                )
-            self._tenants.append((digest, tenant))
+    def __init__(self, keys: ApiKeys = ()) -> None:
+        """Raises :class:`UserError` for malformed keys; in a file that changes, they change nothing."""
+        followed = keys if isinstance(keys, Followed) else Followed.fixed(tuple(keys))
+        self._held = followed.then(_tenants_of)
+
+    @property
+    def _tenants(self) -> _Tenants:
+        return self._held.value()
 
     @property
     def is_open(self) -> bool:
@@ -48,6 +52,17 @@ class KeyRing:
         if scheme.lower() != "bearer" or not found:
             raise unauthorized()
         return found[0]
+
+
+def _tenants_of(keys: Sequence[str]) -> _Tenants:
+    found: dict[bytes, str] = {}
+    for text in keys:
+        tenant, key = _split(text)
+        digest = _digest(key.encode())
+        if digest in found:
+            raise UserError("the same API key is given twice", hint="one key belongs to one tenant", param="api_key")
+        found[digest] = tenant
+    return list(found.items())
 
 
 def _split(text: str) -> tuple[str, str]:

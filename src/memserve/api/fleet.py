@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
 import msgspec
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from memserve.api.app import request_log
-from memserve.api.auth import KeyRing
+from memserve.api.auth import ApiKeys, KeyRing
 from memserve.api.config import EdgeConfig
 from memserve.api.edge import Edge
 from memserve.api.errors import model_not_found, shutting_down
@@ -30,6 +30,7 @@ from memserve.api.ui.fleet_source import FleetSource
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.timelines import Timelines, Watch
 from memserve.runtime.fleet import FleetHost
+from memserve.runtime.private_files import Followed
 
 SILENCE_S = 600.0
 """How long an engine may say nothing in the middle of a request, by default."""
@@ -82,9 +83,9 @@ def _json(value: object, status: int = 200) -> Response:
 def create_fleet_app(
     host: FleetHost,
     *,
-    api_keys: Sequence[str] = (),
-    metrics_key: str | None = None,
-    engines_key: str | None = None,
+    api_keys: ApiKeys = (),
+    metrics_keys: ApiKeys = (),
+    engines_key: str | Followed[str] | None = None,
     limits: EdgeConfig | None = None,
     silence_s: float = SILENCE_S,
 ) -> Starlette:
@@ -97,9 +98,9 @@ def create_fleet_app(
     metrics = ApiMetrics()
     edge, keys = Edge(limits, metrics), KeyRing(api_keys)
     relay = Relay(host, edge, metrics, silence_s, not keys.is_open)
-    metrics_keys, timelines = KeyRing(() if metrics_key is None else (metrics_key,)), Timelines("")
-    pages = _Pages(host, relay, metrics, metrics_keys)
-    dashboard = Dashboard(Feed(FleetSource(host, relay), metrics, timelines), timelines, keys, metrics_keys)
+    operators, timelines = KeyRing(metrics_keys), Timelines("")
+    pages = _Pages(host, relay, metrics, operators)
+    dashboard = Dashboard(Feed(FleetSource(host, relay), metrics, timelines), timelines, keys, operators)
     closing = ExitStack()
 
     @asynccontextmanager

@@ -11,6 +11,7 @@ from memserve.api.auth import KeyRing
 from memserve.api.errors import ApiError, bad_request
 from memserve.fleet.words import EngineView, read_engine
 from memserve.runtime.fleet import FleetHost
+from memserve.runtime.private_files import Followed
 
 BODY_BYTES_MAX = 4096
 
@@ -22,10 +23,14 @@ class _Join(msgspec.Struct):
 class Engines:
     """The routes below ``/engines``."""
 
-    def __init__(self, host: FleetHost, key: str | None) -> None:
+    def __init__(self, host: FleetHost, key: str | Followed[str] | None) -> None:
         """``key`` None: engines are those of the command line."""
         self._host = host
-        self._keys = KeyRing(() if key is None else (f"operator={key}",))
+        if key is None:
+            self._keys = KeyRing()
+        else:
+            followed = key if isinstance(key, Followed) else Followed.fixed(key)
+            self._keys = KeyRing(followed.then(lambda key: (f"operator={key}",)))
 
     def routes(self) -> list[Route]:
         """For the application."""

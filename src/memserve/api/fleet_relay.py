@@ -235,8 +235,8 @@ class Relay:
         """Of the client, without those of its connection; the engine's key instead of the client's."""
         kept = [(name, value) for name, value in scope["headers"] if name not in _NOT_SENT_ON]
         kept += [(b"accept-encoding", b"identity"), (b"x-request-id", scope[REQUEST_ID_KEY].encode("latin-1"))]
-        if self._host.engine_key is not None:
-            kept.append((b"authorization", b"Bearer %b" % self._host.engine_key.encode()))
+        if (key := self._host.engine_key) is not None:
+            kept.append((b"authorization", b"Bearer %b" % key.encode()))
         elif not self._has_keys:
             kept += [header for header in scope["headers"] if header[0] == b"authorization"]
         return kept

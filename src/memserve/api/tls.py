@@ -11,22 +11,17 @@ import functools
 import logging
 import socket
 import ssl
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from memserve.api.edge import Edge
 from memserve.errors import UserError
+from memserve.runtime.private_files import Followed
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-"""How often the files are compared with what was read."""
-
 _ACCEPT_AGAIN_S = 0.1
 _FAREWELL_S = 5.0
-
-_Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Tls:
@@ -36,9 +31,7 @@ class Tls:
         """``cert``: PEM, the server's certificate first, then those between it and the authority; ``key``: PEM without
         a passphrase. Raises :class:`UserError` for files that are no such pair."""
         self._files = cert, key
-        self._stamp = self._stamp_now()
-        self._context = _context(cert, key)
-        self._looked_s = time.monotonic()
+        self._held = Followed(self._files, lambda: _context(cert, key), "the certificate and its key")
 
     @property
     def files(self) -> tuple[Path, Path]:
@@ -47,25 +40,7 @@ class Tls:
 
     def context(self) -> ssl.SSLContext:
         """That of the files as they are; of the last good pair while they are halfway through a change."""
-        if time.monotonic() < self._looked_s + LOOK_S:
-            return self._context
-        self._looked_s = time.monotonic()
-        try:
-            stamp = self._stamp_now()
-            if stamp != self._stamp:
-                self._stamp = stamp
-                self._context = _context(*self._files)
-                log.warning("the certificate in %s was read again", self._files[0])
-        except UserError as error:
-            log.warning("%s; the certificate that was read before stays in use", error.message)
-        return self._context
-
-    def _stamp_now(self) -> _Stamp:
-        try:
-            stats = [path.stat() for path in self._files]
-        except OSError as error:
-            raise _unreadable(error) from None
-        return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in stats)
+        return self._held.value()
 
 
 def _context(cert: Path, key: Path) -> ssl.SSLContext:

@@ -15,6 +15,7 @@ import typer
 
 from memserve.cli import options as opt
 from memserve.errors import UserError
+from memserve.runtime.private_files import Secret, follow_secret
 from memserve.runtime.process import die_with, ignore_terminal
 
 
@@ -22,7 +23,7 @@ from memserve.runtime.process import die_with, ignore_terminal
 class Child:
     """What the parent has said."""
 
-    secret: str
+    secret: Secret
     host: str
     """The router's, which is this one."""
     outlive: Path | None
@@ -47,7 +48,13 @@ def child_of_serve(join: str, name: str, log_level: str) -> Iterator[Child]:
             die_with(greeting["parent_pid"])
         opt.set_up_logging(log_level, name)
         host, _ = opt.split_address(join, "--join")
-        yield Child(greeting["secret"], host, outlive, greeting)
+        yield Child(_secret(greeting), host, outlive, greeting)
     except UserError as error:
         print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)
         raise typer.Exit(1) from None
+
+
+def _secret(greeting: Mapping[str, Any]) -> Secret:
+    """Where the parent has it from a file, the child follows that."""
+    file = greeting.get("secret_file")
+    return follow_secret(Path(file)) if file else str(greeting["secret"])

@@ -23,6 +23,7 @@ from memserve.runtime.gpus import device_here
 from memserve.runtime.links.devices import own_address
 from memserve.runtime.memory import objects_that_stay
 from memserve.runtime.meta_keeper import Metadata, MetadataPlace, open_metadata
+from memserve.runtime.private_files import Followed, Secret, followed
 from memserve.runtime.store_secret import store_secret, stored_secret
 from memserve.store_options import StoreOptions
 from memserve.types import Admission, Caching, Role, check_link
@@ -54,7 +55,7 @@ class ClusterOptions:
     """Address at which the router and this host's instances listen, and by which other hosts reach them."""
     port: int | None = None
     """Port at which instances of other hosts may join. None: they may not."""
-    secret: str | None = None
+    secret: Secret | None = None
     """Secret of all members. None: the instances of this host are given a fresh one."""
     metadata: MetadataPlace = dataclasses.field(default_factory=MetadataPlace)
     """Where the router keeps its records; default: nowhere."""
@@ -173,9 +174,9 @@ def running_cluster(
     if options.metadata.etcd:
         import_tokenizers()  # a standby router has the time now
     with open_metadata(options.metadata, say, stored_secret(options.store)) as kept:
-        secret = options.secret or kept.secret or stored_secret(options.store) or secrets.token_urlsafe(32)
+        secret = followed(options.secret or kept.secret or stored_secret(options.store) or secrets.token_urlsafe(32))
         if options.secret is None:
-            store_secret(options.store, secret, say)
+            store_secret(options.store, secret.first, say)
         if kept.folder is not None:
             orders = _orders(engine_options, most, "", log_level)  # wherever the router will be
             ChildrenFile(kept.folder).end_useless({order.name: order.command for order in orders})
@@ -246,7 +247,7 @@ def _check_memory(
     check_host_memory(needed_bytes)
 
 
-def _open_router(options: ClusterOptions, secret: str, kept: Metadata) -> RouterEngine:
+def _open_router(options: ClusterOptions, secret: Followed[str], kept: Metadata) -> RouterEngine:
     """Open the router where the last one listened, if that port is free: its instances ask there first."""
     last_host, _, last_port = kept.recovered.address.removeprefix("tcp://").rpartition(":")
     if options.port is None and last_host.strip("[]") == options.host:
@@ -257,7 +258,7 @@ def _open_router(options: ClusterOptions, secret: str, kept: Metadata) -> Router
     return _router_at(options, secret, kept, options.port or 0)
 
 
-def _router_at(options: ClusterOptions, secret: str, kept: Metadata, port: int) -> RouterEngine:
+def _router_at(options: ClusterOptions, secret: Followed[str], kept: Metadata, port: int) -> RouterEngine:
     from memserve.cluster.machine import Cluster
     from memserve.mempool.identity import identity_key
     from memserve.runtime.links.mailbox import ZmqMailbox
@@ -266,7 +267,7 @@ def _router_at(options: ClusterOptions, secret: str, kept: Metadata, port: int) 
 
     me = kept.router(ROUTER, new_generation())
     return RouterEngine(
-        Cluster(options.config, remembers=kept.keeper is not None, identity_key=identity_key(secret)),
+        Cluster(options.config, remembers=kept.keeper is not None, identity_key=identity_key(secret.first)),
         lambda on_message: ZmqMailbox(
             me, secret, options.host, port, on_message, gives_way=not options.at_most.instances
         ),

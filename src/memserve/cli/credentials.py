@@ -16,7 +16,7 @@ import typer
 
 from memserve.errors import UserError
 from memserve.runtime.meta_etcd import EtcdAccess
-from memserve.runtime.private_files import read_private
+from memserve.runtime.private_files import Followed, GivenKeys, follow_secret, read_private
 from memserve.runtime.private_files import read_secret as read_secret
 
 if TYPE_CHECKING:
@@ -40,15 +40,18 @@ ApiKeyFile = Annotated[
     Path | None,
     typer.Option(
         help="File with one API key per line, KEY or NAME=KEY; empty lines and lines that begin with # are skipped."
-        f" Also {KEY_FILE_VARIABLE}."
+        f" Read again when changed. Also {KEY_FILE_VARIABLE}."
     ),
 ]
 MetricsKey = Annotated[
     str | None,
     typer.Option(
         help="GET /metrics requires this key, and then names tenants by the names of their API keys. Prefer"
-        f" {METRICS_VARIABLE}: every user of this machine can read the process list."
+        f" {METRICS_VARIABLE} or --metrics-key-file: every user of this machine can read the process list."
     ),
+]
+MetricsKeyFile = Annotated[
+    Path | None, typer.Option(help="File with keys of GET /metrics, one per line. Read again when changed.")
 ]
 TlsCert = Annotated[
     Path | None,
@@ -67,7 +70,8 @@ MetadataCredentials = Annotated[
 ClusterSecretFile = Annotated[
     Path | None,
     typer.Option(
-        help="File with the secret that all members of the cluster share.", envvar="MEMSERVE_CLUSTER_SECRET_FILE"
+        help="File with the secret that all members of the cluster share. Read again when changed.",
+        envvar="MEMSERVE_CLUSTER_SECRET_FILE",
     ),
 ]
 StoreSecretFile = Annotated[
@@ -75,7 +79,7 @@ StoreSecretFile = Annotated[
     typer.Option(
         "--cluster-secret-file",
         "--secret-file",
-        help="File with the secret that all members of the cluster share.",
+        help="File with the secret that all members of the cluster share. Read again when changed.",
         envvar="MEMSERVE_CLUSTER_SECRET_FILE",
     ),
 ]
@@ -95,8 +99,8 @@ def tls_of(cert: Path | None, key: Path | None) -> Tls | None:
     return Tls(cert, key)
 
 
-def api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
-    """Keys of the command line (else of ``MEMSERVE_API_KEY``), then those of the file. Empty: no key is required.
+def api_keys(given: list[str] | None, file: Path | None) -> GivenKeys:
+    """Keys of the command line (else of ``MEMSERVE_API_KEY``), then those of the file. Neither: no key is required.
 
     Raises :class:`UserError` for a file or a variable that holds no key: a server must not be open because a variable
     was empty.
@@ -107,26 +111,45 @@ def api_keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:
             raise UserError(f"{name} is empty", hint=f"put a key there, or `unset {name}` to serve without keys")
     if given:
         log.warning("--api-key can be read in the process list by every user of this machine: use --api-key-file")
-    keys = list(given or (variable or "").split())
-    path = file or (Path(file_variable) if file_variable is not None else None)
-    return tuple(keys + (_keys_in(path) if path is not None else []))
+    words = tuple(given or (variable or "").split())
+    return _checked(GivenKeys(words, file or (Path(file_variable) if file_variable is not None else None)))
 
 
-def metrics_key(given: str | None) -> str | None:
-    """The key of ``/metrics``, from the command line, else from the environment. None: ``/metrics`` is open.
+def metrics_keys(given: str | None, file: Path | None = None) -> GivenKeys:
+    """Keys of ``/metrics``: from the command line, else from the environment, and those of the file. Neither:
+    ``/metrics`` is open.
 
-    Raises :class:`UserError` for an empty key.
+    Raises :class:`UserError` for an empty key, and for a file that holds none.
     """
     variable = os.environ.pop(METRICS_VARIABLE, None)
     for name, value in (("--metrics-key", given), (METRICS_VARIABLE, variable)):
         if value is not None and not value.strip():
             raise UserError(f"{name} is empty", hint="put a key there, or leave it out: /metrics is open then")
-    return given or variable
+    word = given or variable
+    return _checked(GivenKeys(() if word is None else (word,), file))
 
 
-def secret_of(path: Path | None, *, is_needed: bool) -> str | None:
+def _checked(keys: GivenKeys) -> GivenKeys:
+    words = keys.read()
+    is_pipe = keys.file is not None and not keys.file.is_file()  # it can be read once
+    return GivenKeys(words) if is_pipe else keys
+
+
+def followed_key(path: Path) -> Followed[str]:
+    """The one key that fills a file. Raises :class:`UserError` for a file without one."""
+
+    def read() -> str:
+        key = read_secret(path, "a key")
+        if not key or len(key.split()) > 1:
+            raise UserError(f"{path} does not hold one key", hint="put a key there, and nothing else")
+        return key
+
+    return Followed([path] if path.is_file() else [], read, "the key")
+
+
+def secret_of(path: Path | None, *, is_needed: bool) -> Followed[str] | None:
     """The cluster's secret, for a router that has members which it does not start. None: it has none, or no file."""
-    return read_secret(path) if is_needed and path is not None else None
+    return follow_secret(path) if is_needed and path is not None else None
 
 
 def etcd_access(path: Path | None) -> EtcdAccess | None:
@@ -173,19 +196,3 @@ def _settings_in(path: Path) -> dict[str, str]:
             raise UserError(message, hint=hint, param="metadata_credentials")
         found[name] = value
     return found
-
-
-def _keys_in(path: Path) -> list[str]:
-    """The keys in a file. Raises :class:`UserError` naming a line that is not a key."""
-    hint = "one KEY or NAME=KEY per line; `chmod 600` it"
-    keys = []
-    for number, line in enumerate(read_private(path, "API keys", hint).splitlines(), 1):
-        key = line.strip()
-        if not key or key.startswith("#"):
-            continue
-        if len(key.split()) > 1:
-            raise UserError(f"line {number} of {path} is not an API key: it contains a space", hint=hint)
-        keys.append(key)
-    if not keys:
-        raise UserError(f"{path} holds no API key", hint=hint)
-    return keys

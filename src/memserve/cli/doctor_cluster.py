@@ -15,6 +15,7 @@ from memserve import __version__
 from memserve.cli.findings import Finding, Status
 from memserve.cli.watch import Samples
 from memserve.errors import UserError
+from memserve.mempool.identity import secrets_in
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.nixl_agent import nixl_is_installed
 from memserve.runtime.private_files import read_secret
@@ -80,11 +81,14 @@ def examine_port(join: str, secret_file: Path | None) -> Iterator[Finding]:
     """Whether the routers at ``join`` (``HOST:PORT``, several separated by commas) take the secret, from here."""
     if secret_file is None:
         raise UserError("--join needs the cluster's secret", hint="add --cluster-secret-file FILE", param="join")
-    secret = read_secret(secret_file)
+    text = read_secret(secret_file)
+    secrets = secrets_in(text) or (text,)
     for address in join.split(","):
-        match knock(f"tcp://{address}", secret, KNOCK_S):
+        found = [knock(f"tcp://{address}", secret, KNOCK_S) for secret in secrets]
+        match next((one for one in (Knock.LET_IN, Knock.TURNED_AWAY) if one in found), Knock.SILENT):
             case Knock.LET_IN:
-                yield Finding("cluster port", Status.OK, f"{address} takes the secret")
+                which = f"line {found.index(Knock.LET_IN) + 1} of the secrets" if len(secrets) > 1 else "the secret"
+                yield Finding("cluster port", Status.OK, f"{address} takes {which}")
             case Knock.TURNED_AWAY:
                 hint = "give the file that the routers were given; it must be the same for all members"
                 yield Finding("cluster port", Status.FAIL, f"{address} refuses the secret of {secret_file}", hint)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from memserve.cli.credentials import read_secret
+from memserve.cli.credentials import followed_key
 from memserve.cli.options import HttpOptions
 from memserve.config import ClusterConfig
 from memserve.errors import UserError
@@ -45,8 +45,7 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
     from memserve.runtime.fleet import FleetHost
 
     engine_key, engines_key = (
-        read_secret(Path(path), "a key") if path is not None else None
-        for path in (options.key_file, options.admin_key_file)
+        followed_key(Path(path)) if path is not None else None for path in (options.key_file, options.admin_key_file)
     )
     host = FleetHost(
         options.specs(),
@@ -57,8 +56,8 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
     )
     app = create_fleet_app(
         host,
-        api_keys=http.api_keys,
-        metrics_key=http.metrics_key,
+        api_keys=http.api_keys.follow(),
+        metrics_keys=http.metrics_keys.follow(),
         engines_key=engines_key,
         limits=http.limits,
         silence_s=options.silence_s,

@@ -20,6 +20,7 @@ from memserve.cli.progress import shown
 from memserve.config import DRAIN_S, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.links.devices import address_towards, own_address, with_port
+from memserve.runtime.private_files import follow_secret
 from memserve.types import Role
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _place(
         role=role,
         name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
         join=tuple(f"tcp://{with_port(*router)}" for router in routers),
-        secret=credentials.read_secret(secret_file),
+        secret=follow_secret(secret_file),
         drain_s=drain_s,
         host=listens_at(here),
         port=port,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from memserve.cli.options import split_address
 from memserve.errors import StoreUnavailable, UserError
 from memserve.runtime.links.devices import own_address, with_port
+from memserve.runtime.private_files import Secret
 
 if TYPE_CHECKING:
     from memserve.runtime.router import RouterEngine
@@ -46,7 +47,7 @@ class NamedStore:
             raise UserError(f"the store at {self.address} answers, and has not joined for {seconds:.0f} s", hint=hint)
 
 
-def find_store(address: str, secret: str, cluster_host: str, say: Callable[[str], None]) -> NamedStore:
+def find_store(address: str, secret: Secret, cluster_host: str, say: Callable[[str], None]) -> NamedStore:
     """Wait until the store at ``address`` (``HOST:PORT``) answers, for ``FIND_S`` at most.
 
     Raises :class:`UserError` when nothing answers there by then; at once for another secret, and where the store could
@@ -75,7 +76,7 @@ def find_store(address: str, secret: str, cluster_host: str, say: Callable[[str]
         line.close()
 
 
-def _complain(address: str, secret: str, *, is_late: bool) -> None:
+def _complain(address: str, secret: Secret, *, is_late: bool) -> None:
     """Raise :class:`UserError` where it is of no use to wait for a store."""
     from memserve.runtime.links.knock import Knock, knock
 

@@ -24,6 +24,7 @@ from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.options import command_line_of
 from memserve.runtime.links.devices import with_port
+from memserve.runtime.private_files import followed
 from memserve.runtime.process import EndAsked, signals_raise
 from memserve.types import Role
 
@@ -35,7 +36,7 @@ _CONNECT_S = 5.0
 _DROPPED = (
     "--on", "--address", "--ray-resources", "--prefill", "--decode", "--colocated", "--cluster-host", "--cluster-port",
     "--port", "--cluster-secret-file", "--ssd", "--store-dram", "--store-listen", "--ssd-sync", "--ssd-writes-per-day",
-    "--ssd-admission", "--api-key", "--api-key-file", "--metrics-key",
+    "--ssd-admission", "--api-key", "--api-key-file", "--metrics-key", "--metrics-key-file",
 )  # fmt: skip
 """Flags of the driver that the router is not told of, or otherwise. Each has a value."""
 
@@ -127,7 +128,7 @@ def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def _plan(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions, node: str, port: int) -> ClusterPlan:
-    secret = cluster.secret or secrets.token_urlsafe(32)
+    secret = followed(cluster.secret or secrets.token_urlsafe(32)).first
     cluster_port = cluster.port or free_port()
     router = _router_order(http, cluster, secret, node, port, cluster_port)
     return dataclasses.replace(
@@ -166,9 +167,9 @@ def _router_order(
 
     none = ("--prefill", "0", "--decode", "0", "--colocated", "0")
     at = ("--port", str(port), "--cluster-host", node, "--cluster-port", str(cluster_port))
-    keys = {credentials.KEY_VARIABLE: " ".join(http.api_keys)} if http.api_keys else {}
-    if http.metrics_key is not None:
-        keys[credentials.METRICS_VARIABLE] = http.metrics_key
+    keys = {credentials.KEY_VARIABLE: " ".join(http.api_keys.read())} if http.api_keys.are_given else {}
+    if http.metrics_keys.are_given:
+        keys[credentials.METRICS_VARIABLE] = http.metrics_keys.read()[0]
     words = (*without(sys.argv[1:], _DROPPED), *none, *at)
     scales = bool(cluster.placement.scaling.scale)
     return ProcessOrder(ROUTER, words, secret, http.drain_s, os.getcwd(), scales, {**_environment(), **keys})

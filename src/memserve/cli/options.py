@@ -27,6 +27,7 @@ from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.options import Option, contradiction, options_of, with_values
+from memserve.runtime.private_files import GivenKeys
 from memserve.types import LINKS
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class HttpOptions:
 
     host: str
     port: int
-    api_keys: tuple[str, ...] = field(repr=False)
-    metrics_key: str | None = field(repr=False)
+    api_keys: GivenKeys
+    metrics_keys: GivenKeys
     tls: Tls | None
     """None: plain HTTP."""
     served_model_names: tuple[str, ...]

@@ -24,6 +24,7 @@ from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, ClusterConfig, EngineOp
 from memserve.errors import UserError
 from memserve.model.loading.adapter import read_adapters
 from memserve.runtime.links.devices import with_port
+from memserve.runtime.private_files import GivenKeys, Secret, follow_secret, followed
 from memserve.runtime.process import EndAsked, signals_raise
 from memserve.types import Role
 
@@ -63,7 +64,7 @@ class FollowerOptions:
     name: str
     join: tuple[str, ...]
     """Where the owner may be, ``tcp://host:port`` each."""
-    secret: str
+    secret: Secret
     config: ClusterConfig
     host: str
     """Where its mailbox listens."""
@@ -92,6 +93,7 @@ def router(
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
     metrics_key: credentials.MetricsKey = None,
+    metrics_key_file: credentials.MetricsKeyFile = None,
     tls_cert: credentials.TlsCert = None,
     tls_key: credentials.TlsKey = None,
     drain_s: opt.DrainS = DRAIN_S,
@@ -109,7 +111,7 @@ def router(
     tls = credentials.tls_of(tls_cert, tls_key)
     names = tuple(served_model_name or ())
 
-    def http(keys: tuple[str, ...], of_metrics: str | None) -> opt.HttpOptions:
+    def http(keys: GivenKeys, of_metrics: GivenKeys) -> opt.HttpOptions:
         answers = (names, generation_config, default_max_tokens)
         return opt.HttpOptions(host, port, keys, of_metrics, tls, *answers, drain_s, edge, log_level, api)
 
@@ -125,13 +127,13 @@ def router(
     place = FollowerOptions(
         name=name or f"router-{socket.gethostname()}-{os.getpid()}",
         join=tuple(f"tcp://{with_port(*owner)}" for owner in owners),
-        secret=credentials.read_secret(cluster_secret_file),
+        secret=follow_secret(cluster_secret_file),
         config=cluster,
         host=listens_at(here),
         owner_url=owner_url.rstrip("/"),
         advertise=here,
     )
-    keys = http(credentials.api_keys(api_key, api_key_file), credentials.metrics_key(metrics_key))
+    keys = http(credentials.api_keys(api_key, api_key_file), credentials.metrics_keys(metrics_key, metrics_key_file))
     run_follower(engine, place, keys, lambda line: typer.echo(line, err=True))
 
 
@@ -140,14 +142,14 @@ def _run_supervised(
     join: str,
     name: str,
     cluster: ClusterConfig,
-    http: Callable[[tuple[str, ...], str | None], opt.HttpOptions],
+    http: Callable[[GivenKeys, GivenKeys], opt.HttpOptions],
     log_level: str,
     owner_url: str,
 ) -> None:
     """Run as a child of ``memserve serve``: secret and keys come through stdin, a final error goes to stdout."""
     with child_of_serve(join, name, log_level) as child:
         place = FollowerOptions(name, (join,), child.secret, cluster, child.host, owner_url, outlive=child.outlive)
-        keys = http(tuple(child.greeting.get("api_keys", ())), child.greeting.get("metrics_key"))
+        keys = http(*(GivenKeys.read_told(child.greeting[name]) for name in ("api_keys", "metrics_keys")))
         run_follower(engine, place, keys, lambda line: None)
 
 
@@ -193,7 +195,9 @@ def _running_router(
 
     me = Peer(place.name, new_generation())
     info = PeerInfo(me, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid())
-    machine = Follower(info, place.join, place.config, MemberConfig(), identity_key=identity_key(place.secret))
+    machine = Follower(
+        info, place.join, place.config, MemberConfig(), identity_key=identity_key(followed(place.secret).first)
+    )
     router = RouterEngine(
         machine,
         lambda on_message: ZmqMailbox(

@@ -8,7 +8,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,6 +90,7 @@ def serve(
     api_key: credentials.ApiKeys = None,
     api_key_file: credentials.ApiKeyFile = None,
     metrics_key: credentials.MetricsKey = None,
+    metrics_key_file: credentials.MetricsKeyFile = None,
     tls_cert: credentials.TlsCert = None,
     tls_key: credentials.TlsKey = None,
     drain_s: opt.DrainS = DRAIN_S,
@@ -116,7 +117,7 @@ def serve(
     opt.set_up_logging(log_level)
     _check_routers(routers, placement, alone=in_process, engines=bool(fleet.engines))
     keys = credentials.api_keys(api_key, api_key_file)
-    secrets = (keys, credentials.metrics_key(metrics_key), credentials.tls_of(tls_cert, tls_key))
+    secrets = (keys, credentials.metrics_keys(metrics_key, metrics_key_file), credentials.tls_of(tls_cert, tls_key))
     answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
     http = opt.HttpOptions(host, port, *secrets, *answers, drain_s, edge, log_level, api)
     if fleet.engines or fleet.admin_key_file is not None:
@@ -195,8 +196,8 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
 
         refuse_without_package()
     adapters = read_adapters(engine_options.lora)
-    KeyRing(http.api_keys)  # refuses malformed keys
-    KeyRing(() if http.metrics_key is None else (http.metrics_key,))
+    for keys in (http.api_keys, http.metrics_keys):
+        KeyRing(keys.read())  # refuses malformed keys
     keep_heap_small()
     try:
         is_shared = cluster is not None and cluster.routers > 1
@@ -240,7 +241,8 @@ def _followers(
     model = EngineOptions(model=engine.model, lora=engine.lora)
     configs = [word for one in (model, http.api, http.limits, cluster.config) for word in command_line_of(one)]
     owner = "--owner-url", http.url(own).removesuffix("/v1")
-    return Followers((*plain, *owner, *chat, *generation, *names, *tls, *configs), http.api_keys, http.metrics_key)
+    keys = {"api_keys": http.api_keys.told(), "metrics_keys": http.metrics_keys.told()}
+    return Followers((*plain, *owner, *chat, *generation, *names, *tls, *configs), keys)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -305,7 +307,7 @@ def app_of(
     model = dataclasses.replace(model, default_max_tokens=http.default_max_tokens or None)
     app = create_app(
         engine, model, aliases=aliases, further_names=http.served_model_names[1:], adapters=adapters,
-        api_keys=http.api_keys, metrics_key=http.metrics_key, limits=http.limits, config=http.api,
+        api_keys=http.api_keys.follow(), metrics_keys=http.metrics_keys.follow(), limits=http.limits, config=http.api,
     )  # fmt: skip
     return app, model
 
@@ -325,7 +327,7 @@ def serve_until_signal(
     port = listeners[0].getsockname()[1]
 
     def on_ready() -> None:
-        typer.echo(ready_text(model.name, http.url(port), time.perf_counter() - started, http.api_keys))
+        typer.echo(ready_text(model.name, http.url(port), time.perf_counter() - started, http.api_keys.are_given))
         if served.text:
             typer.echo(served.text)
         if len(listeners) > 1:
@@ -347,10 +349,10 @@ def serve_until_signal(
     server.run(sockets=listeners)
 
 
-def ready_text(name: str, url: str, seconds: float, api_keys: Sequence[str]) -> str:
+def ready_text(name: str, url: str, seconds: float, needs_key: bool) -> str:
     """The ready line, and a line to copy that talks to the server."""
     question = {"role": "user", "content": "What is the capital of France?"}
     body = {"model": name, "temperature": 0, "messages": [question]}  # greedy: a small model wanders otherwise
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if api_keys else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
     example = f"curl {url}/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
     return f"ready in {seconds:.1f} s: {name} at {url}\ntry: {example}"

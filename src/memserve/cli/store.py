@@ -18,6 +18,7 @@ from memserve.cli.instance import listens_at, own_address_to
 from memserve.cli.store_tools import add_tools
 from memserve.errors import UserError
 from memserve.runtime.links.devices import with_port
+from memserve.runtime.private_files import Secret, follow_secret, followed
 from memserve.runtime.store_secret import store_secret, stored_secret, with_absolute_folders
 from memserve.store_options import StoreOptions, read_folders
 from memserve.units import human_bytes, parse_bytes
@@ -140,10 +141,10 @@ def _run_supervised(
         logging.shutdown()
 
 
-def _secret(options: StoreOptions, file: Path | None) -> str:
+def _secret(options: StoreOptions, file: Path | None) -> Secret:
     """The cluster's secret: of the file, else the one that is kept beside the disks."""
     if file is not None:
-        return credentials.read_secret(file)
+        return follow_secret(file)
     kept = stored_secret(options)
     if kept is None:
         raise UserError("a store needs the cluster's secret: --cluster-secret-file", hint=_SECRET_HINT)
@@ -155,7 +156,7 @@ def _place(
     join: str | None,
     name: str,
     advertise: str | None,
-    secret: str,
+    secret: Secret,
     link: str,
     drain_s: float,
     here: str | None = None,
@@ -168,7 +169,7 @@ def _place(
         host, port = opt.split_address(options.address, "--listen")
     else:
         host, port = here or own_address_to(routers[0][0]), 0
-    store_secret(options, secret, lambda line: typer.echo(line, err=True))
+    store_secret(options, followed(secret).first, lambda line: typer.echo(line, err=True))
     return StorePlace(
         name=name,
         host=host if advertise is None else listens_at(host),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from memserve.errors import UserError
 from memserve.runtime.links.devices import address_towards, own_address, with_port
 from memserve.runtime.meta_folder import SECRET, default_folder
-from memserve.runtime.private_files import SECRET_FILE_VARIABLE, read_secret
+from memserve.runtime.private_files import SECRET_FILE_VARIABLE, Followed, follow_secret
 from memserve.runtime.store_secret import SECRET as STORE_SECRET
 from memserve.store_messages import NAME_BYTES_MAX
 
@@ -85,14 +85,14 @@ def own_host(address: str) -> str:
         raise UserError(f"there is no way to {host}: {error.strerror or error}", hint=hint, param="address") from None
 
 
-def secret_in(secret_file: str | os.PathLike[str] | None) -> str:
+def secret_in(secret_file: str | os.PathLike[str] | None) -> Followed[str]:
     """The cluster's secret. None: the file that ``MEMSERVE_CLUSTER_SECRET_FILE`` names.
 
     Raises :class:`UserError` when there is none; it says where servers of this user keep theirs.
     """
     named = secret_file if secret_file is not None else os.environ.get(SECRET_FILE_VARIABLE)
     if named:
-        return read_secret(Path(named))
+        return follow_secret(Path(named))
     hint = f"secret_file=PATH, or {SECRET_FILE_VARIABLE}=PATH: the file that the store was given, or {STORE_SECRET} in"
     hint += " its first --ssd folder"
     if found := _kept_secrets():

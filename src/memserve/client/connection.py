@@ -27,6 +27,7 @@ from memserve.peers import ArenaPlace
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.links.shm import this_host
+from memserve.runtime.private_files import Secret
 from memserve.store_messages import (
     KEY_BYTES,
     STORE,
@@ -111,7 +112,7 @@ class Connection:
     """One client's line. Thread-safe; of no use in a child of ``fork``."""
 
     def __init__(
-        self, address: str, tenant: str, secret: str, staging_bytes: int, listen: str, kv: KvModel | None = None
+        self, address: str, tenant: str, secret: Secret, staging_bytes: int, listen: str, kv: KvModel | None = None
     ) -> None:
         """``address``: ``HOST:PORT``; ``listen``: the host at which the store's answers arrive; ``kv``: the values are
         KV blocks of this model."""

@@ -29,6 +29,7 @@ from memserve.errors import InvariantError, UserError
 from memserve.model.loading.adapter import read_adapters
 from memserve.placement import PlacementOptions
 from memserve.runtime.links.devices import with_port
+from memserve.runtime.private_files import followed
 from memserve.store_options import StoreOptions
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _cluster(asked: Asked, options: ClusterOptions) -> Iterator[ASGIApp]:
     from memserve.runtime.ray_actors import new_controller
 
     http = asked.http
-    node, secret = ray.util.get_node_ip_address(), options.secret or secrets.token_urlsafe(32)
+    node, secret = ray.util.get_node_ip_address(), followed(options.secret or secrets.token_urlsafe(32)).first
     port = options.port or free_port()
     plan = members_plan(asked.engine, http, options, secret, with_port(node, port))
     controller = _once_free(lambda: new_controller(plan))

@@ -23,9 +23,27 @@ NAMES_MAX = 1024
 """Largest number of namespace names that a pool or a router caches."""
 
 
-def identity_key(secret: str) -> bytes:
+_NAMES_KV = "kv="
+
+
+def secrets_in(text: str) -> tuple[str, ...]:
+    """The secrets in the text of a secret file, one a line: that of this process first, then those that other members
+    may still, or already, have while the secret is being changed."""
+    lines = (line.strip() for line in text.splitlines())
+    return tuple(line for line in lines if line and not line.startswith(_NAMES_KV))
+
+
+def kv_secret(text: str) -> str:
+    """The secret that KV is named after: that of this process, or that of a line ``kv=SECRET``, where the secret has
+    changed since the KV was computed."""
+    lines = (line.strip() for line in text.splitlines())
+    named = [line.removeprefix(_NAMES_KV) for line in lines if line.startswith(_NAMES_KV)]
+    return (*named, *secrets_in(text), "")[0]
+
+
+def identity_key(text: str) -> bytes:
     """The key of the cluster with this secret: 16 bytes, from which the secret cannot be found."""
-    return blake2b(secret.encode(), digest_size=16, person=b"memserve-kv").digest()
+    return blake2b(kv_secret(text).encode(), digest_size=16, person=b"memserve-kv").digest()
 
 
 def namespace_id(tenant: str, fingerprint: str, key: bytes = DEFAULT_KEY) -> bytes:

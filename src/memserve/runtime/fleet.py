@@ -43,6 +43,7 @@ from memserve.fleet.words import (
 )
 from memserve.mempool.identity import DEFAULT_KEY
 from memserve.runtime.http_call import EngineFault, HttpCall
+from memserve.runtime.private_files import Followed
 from memserve.serving import RejectRequest
 from memserve.units import MIB, NS_PER_S
 
@@ -110,18 +111,23 @@ class FleetHost:
         config: ClusterConfig,
         *,
         identity_key: bytes = DEFAULT_KEY,
-        engine_key: str | None = None,
+        engine_key: str | Followed[str] | None = None,
         prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
         """``engine_key``: the engines' own API key. ``prefill_tokens``: see :class:`Fleet`."""
         self.specs = {spec.name: spec for spec in specs}
-        self.engine_key = engine_key
+        self._engine_key = engine_key if isinstance(engine_key, Followed) else Followed.fixed(engine_key)
         self.machine = Fleet(list(specs), config, identity_key=identity_key, prefill_tokens=prefill_tokens)
         self._tickets: dict[str, Ticket] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._replays: dict[str, asyncio.Task[None]] = {}
         self._context: zmq.asyncio.Context | None = None
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def engine_key(self) -> str | None:
+        """The engines' own API key, as it is now."""
+        return self._engine_key.value()
 
     # -- life
 
@@ -263,8 +269,8 @@ class FleetHost:
     ) -> tuple[int, bytes]:
         """Status and body of a small answer. Raises :class:`EngineFault`."""
         headers = [(b"accept", b"*/*"), (b"content-type", b"application/json")]
-        if self.engine_key is not None:
-            headers.append((b"authorization", b"Bearer %b" % self.engine_key.encode()))
+        if (key := self.engine_key) is not None:
+            headers.append((b"authorization", b"Bearer %b" % key.encode()))
         call = HttpCall(spec.url)
         try:
             async with asyncio.timeout(deadline_s):

@@ -27,6 +27,7 @@ from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.memory import keep_heap_small, objects_that_stay, trim_heap
 from memserve.runtime.meta_children import end_when_orphaned
+from memserve.runtime.private_files import Secret, followed
 from memserve.runtime.process import Askings, on_ending_signals
 from memserve.types import Role
 
@@ -52,7 +53,7 @@ class MemberOptions:
     name: str
     join: tuple[str, ...]
     """Where the router's mailbox may be, ``tcp://host:port`` each."""
-    secret: str
+    secret: Secret
     """The cluster's."""
     drain_s: float
     """How long it may finish what it has when it is told to end; what is left then goes on elsewhere."""
@@ -93,7 +94,7 @@ def run_instance(
         end_when_orphaned(outlive, lambda: members[0].router if members else None)
     with objects_that_stay():
         leave_compiler_out(options.device)
-        parts = build_parts(options, me=me, role=place.role, identity_key=identity_key(place.secret))
+        parts = build_parts(options, me=me, role=place.role, identity_key=identity_key(followed(place.secret).first))
     member = _open_member(parts, place, me)
     members.append(member)
     _forget_tokenizer(parts)

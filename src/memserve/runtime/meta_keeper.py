@@ -33,7 +33,8 @@ from memserve.meta.medium import Medium, MediumFailed
 from memserve.meta.store import Store
 from memserve.metadata import AnyRecord, RecoveredState
 from memserve.runtime.meta_etcd import EtcdAccess, EtcdMedium
-from memserve.runtime.meta_folder import JOURNAL, FileMedium, StateFolder, default_folder
+from memserve.runtime.meta_folder import JOURNAL, SECRET, FileMedium, StateFolder, default_folder
+from memserve.runtime.private_files import Followed, follow_secret
 
 log = logging.getLogger(__name__)
 
@@ -264,7 +265,7 @@ class Metadata:
     folder: Path | None
     keeper: MetaKeeper | None
     """None: nothing is kept."""
-    secret: str | None
+    secret: Followed[str] | None
     """The cluster's secret that the folder holds. None: there is no folder."""
 
     @property
@@ -295,9 +296,11 @@ def open_metadata(place: MetadataPlace, say: Callable[[str], None], secret: str 
             keeper = MetaKeeper(_elected(place, say))
         elif folder is not None:
             keeper = _file_keeper(folder)
-        yield (
-            Metadata(folder.path, keeper, folder.secret(secret)) if folder is not None else Metadata(None, keeper, None)
-        )
+        if folder is None:
+            yield Metadata(None, keeper, None)
+        else:
+            folder.secret(secret)  # makes it
+            yield Metadata(folder.path, keeper, follow_secret(folder.path / SECRET))
 
 
 def _file_keeper(folder: StateFolder) -> MetaKeeper:

@@ -37,6 +37,7 @@ from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.loop import EngineStopped, MachineLoop
 from memserve.runtime.member import new_generation
 from memserve.runtime.meta_children import end_when_orphaned
+from memserve.runtime.private_files import followed
 from memserve.runtime.process import Askings, on_ending_signals
 from memserve.runtime.store_carry import CarriedValues, put_values, take_values
 from memserve.runtime.store_disks import DiskHost
@@ -118,7 +119,7 @@ class StoreLife:
             info = self._port.describe(_info(tier, model, me, self._mailbox.address, costs))
             member = MemberMachine(info, place.join, MemberConfig())
             disks = Disks(self._disks.logs, place.disks)
-            self.machine = StoreMachine(tier, disks, info, identity_key(place.secret), member)
+            self.machine = StoreMachine(tier, disks, info, identity_key(followed(place.secret).first), member)
             self._loop: MachineLoop[StoreEvent] = MachineLoop(
                 self.machine, self._perform, on_broken=self._broken, name="memserve-store"
             )

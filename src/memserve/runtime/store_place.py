@@ -10,7 +10,9 @@ from pathlib import Path
 import msgspec
 
 from memserve.errors import UserError
+from memserve.mempool.identity import kv_secret
 from memserve.runtime.meta_folder import write_private
+from memserve.runtime.private_files import Secret, followed
 from memserve.store.disk_config import DisksConfig
 from memserve.types import KVGeometry
 
@@ -31,7 +33,7 @@ class StorePlace:
     folders: tuple[tuple[Path, int], ...]
     """A folder of each disk, and the bytes that it takes there."""
     disks: DisksConfig
-    secret: str
+    secret: Secret
     """The cluster's."""
     join: tuple[str, ...] = ()
     """Where the router may be, ``tcp://host:port`` each. Empty: the store serves clients, and waits for a
@@ -47,7 +49,7 @@ class StorePlace:
     @property
     def memory_name(self) -> str:
         """Of its shared memory: one store of this name, secret and user finds what it has left."""
-        parts = f"{os.getuid()} {self.name} {self.secret}".encode()
+        parts = f"{os.getuid()} {self.name} {kv_secret(followed(self.secret).first)}".encode()
         letters = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in self.name[:24])
         return f"{letters}-{hashlib.blake2b(parts, digest_size=8).hexdigest()}"
 

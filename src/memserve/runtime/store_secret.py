@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from memserve.errors import UserError
+from memserve.mempool.identity import kv_secret
 from memserve.runtime.meta_folder import write_private
 from memserve.store_options import StoreOptions
 
@@ -46,7 +47,7 @@ def store_secret(store: StoreOptions, secret: str, say: Callable[[str], None]) -
     path, known = _path_of(store), stored_secret(store)
     if path is None or known == secret:
         return
-    if known is not None:
+    if known is not None and kv_secret(known) != kv_secret(secret):
         say(f"{path} is of another cluster: what was kept in {path.parent} under it is not found (is --metadata new?)")
         return
     try:

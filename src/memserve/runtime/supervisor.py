@@ -22,6 +22,7 @@ from pathlib import Path
 
 from memserve.errors import UserError
 from memserve.runtime.meta_children import AdoptedProcess, ChildrenFile
+from memserve.runtime.private_files import Secret, followed
 from memserve.types import Role
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class Supervisor:
     def __init__(
         self,
         orders: Sequence[ChildOrder],
-        secret: str,
+        secret: Secret,
         on_death: Callable[[str, str], None],
         folder: Path | None = None,
         *,
@@ -126,7 +127,8 @@ class Supervisor:
         keys: Mapping[str, object] | None = None,
         spare: Sequence[ChildOrder] = (),
     ) -> None:
-        """``secret`` goes to each child through a pipe: neither command lines nor environments show it. ``on_death``
+        """``secret`` goes to each child through a pipe: neither command lines nor environments show it. Where it is of
+        a file, children follow that. ``on_death``
         is called with the name of a child that has ended, and how it ended, from the child's thread. ``folder``: where
         started children are written down; they outlive this process then, unless it ends in good order. ``offers``:
         instances offer KV to a store until their end. ``keys``: what routers among the children are told with the
@@ -139,7 +141,9 @@ class Supervisor:
         outlive = {"folder": str(folder)} if folder is not None else {}
         # a store has what instances have offered to it before they leave
         patience = {"drain_s": OFFERS_S} if offers or any(order.is_store for order in orders) else {}
-        greeting = {"secret": secret, "parent_pid": os.getpid(), **outlive, **patience}
+        secret = followed(secret)
+        file = {"secret_file": str(secret.files[0].absolute())} if secret.files else {}
+        greeting = {"secret": secret.value(), **file, "parent_pid": os.getpid(), **outlive, **patience}
         self._greetings = {role: greeting | (dict(keys or {}) if role is Role.ROUTER else {}) for role in Role}
         self._environment = dict(os.environ)
         if (

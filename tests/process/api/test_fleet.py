@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from fleet_server import FleetServer, fleet_server, spec_of
+from memserve.cli.credentials import followed_key
 from memserve.cli.main import run
 from memserve.config import AdmissionConfig, ClusterConfig
+from memserve.runtime import private_files
 from memserve.types import Admission
 from memserve.units import NS_PER_S
 from scripted_engine import ANSWER, DONE, EVENTS, Asked, ScriptedEngine, scripted_engines, well, whole
@@ -131,6 +133,30 @@ def test_keys_of_clients_are_no_keys_of_engines(engines: list[ScriptedEngine]) -
         response = httpx.post(f"{server.url}/v1/completions", json=HELD, headers=headers)
         assert response.status_code == 200
         assert engines[0].asked[0].headers["authorization"] == "Bearer theirs"
+
+
+def test_keys_in_files_change_while_it_serves(
+    engines: list[ScriptedEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That which engines want, and that with which they join."""
+    monkeypatch.setattr(private_files, "LOOK_S", 0.0)
+    theirs, joins = tmp_path / "theirs", tmp_path / "joins"
+    for file in (theirs, joins):
+        file.write_text("old\n")
+        file.chmod(0o600)
+    followed = followed_key(theirs), followed_key(joins)
+    with fleet_server([spec_of(engines[0])], engine_key=followed[0], engines_key=followed[1]) as server:
+
+        def listed(key: str) -> int:
+            return httpx.get(f"{server.url}/engines", headers={"authorization": f"Bearer {key}"}).status_code
+
+        assert server.post().status_code == 200 and (listed("old"), listed("new")) == (200, 401)
+        theirs.write_text("newer\n")
+        joins.write_text("new=er\n")
+        assert server.post().status_code == 200 and (listed("old"), listed("new=er")) == (401, 200)
+        assert [one.headers["authorization"] for one in engines[0].asked] == ["Bearer old", "Bearer newer"]
+        joins.write_text("")
+        assert (listed("x"), listed("new=er")) == (401, 200)
 
 
 def test_each_model_has_its_engines(engines: list[ScriptedEngine]) -> None:

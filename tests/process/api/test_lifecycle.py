@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import openai
@@ -21,7 +22,9 @@ from memserve.api.errors import ApiError
 from memserve.api.prompts import INLINE_BYTES_MAX, Prompt, PromptEncoder
 from memserve.api.server import bind
 from memserve.errors import UserError
+from memserve.runtime import private_files
 from memserve.runtime.loop import EngineStopped
+from memserve.runtime.private_files import GivenKeys
 
 STREAM = {"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": 200, "ignore_eos": True}
 
@@ -195,6 +198,38 @@ def test_keys_are_asked_for_and_stand_for_tenants() -> None:
         assert httpx.get(f"{world.url}/v1/models").status_code == 401
         assert httpx.get(f"{world.url}/health").status_code == 200
         assert len(engine.submitted) == 3
+
+
+def test_a_key_that_leaves_its_file_is_refused_on_open_connections_and_streams_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tenant keeps its name, and with it its KV."""
+    monkeypatch.setattr(private_files, "LOOK_S", 0.0)
+    file = tmp_path / "keys"
+    file.write_text("ada=k-old\n")
+    file.chmod(0o600)
+    engine = FakeEngine(says(SCRIPT_TEXT), step_s=None)
+    with serve(engine, api_keys=GivenKeys(file=file).follow()) as world, httpx.Client(base_url=world.url) as http:
+        old, new = ({"authorization": f"Bearer {key}"} for key in ("k-old", "k-new"))
+        assert http.get("/v1/models", headers=old).status_code == 200
+        with httpx.Client(base_url=world.url) as other:
+            asked = other.build_request("POST", "/v1/completions", json={**STREAM, "max_tokens": 2}, headers=old)
+            with ThreadPoolExecutor() as pool:
+                answer = pool.submit(other.send, asked)
+                assert engine.wait_until(lambda: engine.outstanding == 1)
+                engine.step()
+                file.write_text("ada=k-new\n# k-old is withdrawn\n")
+                assert http.get("/v1/models", headers=old).status_code == 401, "the connection was open before"
+                assert http.get("/v1/models", headers=new).status_code == 200
+                engine.step()
+                assert "[DONE]" in answer.result(10).text
+            assert other.post("/v1/completions", json=STREAM, headers=old).status_code == 401
+            with ThreadPoolExecutor() as pool:
+                answer = pool.submit(other.post, "/v1/completions", json={**STREAM, "max_tokens": 1}, headers=new)
+                assert engine.wait_until(lambda: engine.outstanding == 1)
+                engine.step()
+                assert answer.result(10).status_code == 200
+        assert [request.tenant for request in engine.submitted] == ["ada", "ada"]
 
 
 def test_tenants_and_salts_do_not_share_the_cache() -> None:

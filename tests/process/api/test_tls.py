@@ -14,11 +14,11 @@ import trustme
 
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
-from memserve.api import tls as tls_module
 from memserve.api.config import EdgeConfig
 from memserve.api.tls import Tls
 from memserve.cli.credentials import tls_of
 from memserve.errors import UserError
+from memserve.runtime import private_files
 
 
 class Pair:
@@ -123,7 +123,7 @@ def test_the_server_ends_while_handshakes_are_under_way(pair: Pair) -> None:
 def test_a_renewed_certificate_is_used_without_a_restart(
     world: World, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(private_files, "LOOK_S", 0.0)
     old = pair.trusting
     assert httpx.get(f"{world.url}/health", verify=old).status_code == 200
     pair.cert.write_text("half a certificate")

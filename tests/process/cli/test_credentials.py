@@ -35,15 +35,15 @@ def private(path: Path, data: bytes | str) -> Path:
 
 def test_keys_of_all_places_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = private(tmp_path / "keys", "# tenants\n\nteam-a=ka\n  kb  \r\n# c=kc\n#d\n")
-    assert api_keys(None, None) == ()
-    assert api_keys(None, file) == ("team-a=ka", "kb")
-    assert api_keys(["x"], file) == ("x", "team-a=ka", "kb")
+    assert api_keys(None, None).read() == ()
+    assert api_keys(None, file).read() == ("team-a=ka", "kb")
+    assert api_keys(["x"], file).read() == ("x", "team-a=ka", "kb")
     monkeypatch.setenv("MEMSERVE_API_KEY", "v w=x")
     monkeypatch.setenv("MEMSERVE_API_KEY_FILE", str(file))
-    assert api_keys(None, None) == ("v", "w=x", "team-a=ka", "kb")
+    assert api_keys(None, None).read() == ("v", "w=x", "team-a=ka", "kb")
     assert not [name for name in os.environ if name.startswith("MEMSERVE_API_KEY")]  # children inherit none
     monkeypatch.setenv("MEMSERVE_API_KEY", "v")
-    assert api_keys(["x"], None) == ("x",)  # as with other options, the command line comes first
+    assert api_keys(["x"], None).read() == ("x",)  # as with other options, the command line comes first
 
 
 @pytest.mark.parametrize("value", ["", " ", "\n"])
@@ -139,7 +139,7 @@ def test_no_process_of_a_cluster_shows_keys_to_others(
 def test_the_environment_of_later_children_has_no_keys(tmp_path: Path) -> None:
     """Whatever starts a process after the options are read (a conversion, for one)."""
     code = (
-        "import os, subprocess\nfrom memserve.cli.credentials import api_keys\nassert api_keys(None, None)\n"
+        "import os, subprocess\nfrom memserve.cli.credentials import api_keys\nassert api_keys(None, None).read()\n"
         "print(subprocess.run(['env'], capture_output=True, text=True).stdout)"
     )
     environment = {**os.environ, "MEMSERVE_API_KEY": KEYS[1]}

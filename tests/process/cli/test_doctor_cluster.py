@@ -176,7 +176,15 @@ def test_a_router_that_takes_nothing_or_is_away(capsys: pytest.CaptureFixture[st
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("secret", "code", "text"), [(SECRET, 0, "takes the secret"), (SECRET + "x", 1, "refuses")])
+@pytest.mark.parametrize(
+    ("secret", "code", "text"),
+    [
+        (SECRET, 0, "takes the secret"),
+        (SECRET + "x", 1, "refuses"),
+        (f"{SECRET}x\n{SECRET}\nkv={SECRET}", 0, "takes line 2 of the secrets"),
+        (f"{SECRET}\n{SECRET}x", 0, "takes line 1 of the secrets"),
+    ],
+)
 def test_the_cluster_port_is_knocked_at(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, secret: str, code: int, text: str
 ) -> None:

@@ -26,7 +26,7 @@ class Mapped(FakeEngine):
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with serve(Mapped(says(SCRIPT_TEXT)), api_keys=["ada=sk-ada", "bob=sk-bob"], metrics_key="sk-all") as world:
+    with serve(Mapped(says(SCRIPT_TEXT)), api_keys=["ada=sk-ada", "bob=sk-bob"], metrics_keys=["sk-all"]) as world:
         yield world
 
 

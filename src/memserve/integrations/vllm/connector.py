@@ -98,7 +98,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         config, transfer = self._vllm_config, self._vllm_config.kv_transfer_config
         tokens = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         if model is not None:
-            key = identity_key(secret_in(self._options.secret_file))
+            key = identity_key(secret_in(self._options.secret_file).first)
             part.identities = Identities(self._sharing.tenant, model, key)
         part.lookups = Lookups(part.pool)
         part.scheduler = SchedulerSide(

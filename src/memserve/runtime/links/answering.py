@@ -13,9 +13,20 @@ from typing import Any, cast
 import zmq
 
 from memserve.errors import UserError
-from memserve.runtime.links.curve import CurveKeys, Doorkeeper, Socket
+from memserve.runtime.links.curve import (
+    LOOK_MS,
+    Context,
+    CurveKeys,
+    Doorkeeper,
+    Socket,
+    listen_anew,
+    turned_away,
+    unwatch,
+    watch,
+)
 from memserve.runtime.links.devices import with_port
 from memserve.runtime.links.outbox import configure, new_context
+from memserve.runtime.private_files import Secret, followed
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +38,7 @@ Answer = Callable[[Sequence[zmq.Frame]], Sequence[Any] | None]
 class Listening:
     """Where a process of a cluster listens, and what it asks of those that come."""
 
-    secret: str
+    secret: Secret
     """The cluster's."""
     host: str = "127.0.0.1"
     advertise: str | None = None
@@ -49,22 +60,23 @@ class Answering:
         """``bytes_max``: of a frame of a question; ``queued_max``: answers that wait for one reader, before further
         ones are lost. ``answer`` may raise: the question is left without an answer, and a line logged."""
         self._name, self._answer = name, answer
-        keys = CurveKeys.derived_from(where.secret)
+        self._secret = followed(where.secret).then(CurveKeys.all_in, tells=False)
+        self._listens_with = self._secret.value()[0]
         self._context = new_context()
-        self._doorkeeper = Doorkeeper(self._context, keys)
+        self._doorkeeper = Doorkeeper(self._context, self._listens_with)
         self._socket: Socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, with_port(where.host, 0))
         self._socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
         self._socket.set_hwm(queued_max)
-        keys.listen(self._socket)
+        self._listens_with.listen(self._socket)
         try:
             self._socket.bind(f"tcp://{with_port(where.host, '*')}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise UserError(f"cannot listen on {where.host}: {error.strerror}", param="host") from error
-        endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0")
+        self._endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
         #: where members ask, ``tcp://host:port``
-        self.address = f"tcp://{with_port(where.known_as, int(endpoint.rsplit(b':', 1)[1]))}"
+        self.address = f"tcp://{with_port(where.known_as, int(self._endpoint.rsplit(':', 1)[1]))}"
         self._stop_fd = os.eventfd(0)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -85,12 +97,20 @@ class Answering:
         for source in (self._socket, self._doorkeeper.socket, self._stop_fd):
             poller.register(source, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(LOOK_MS if self._secret.files else None))
             if self._stop_fd in ready:
                 return
+            self._follow_secret()
             self._doorkeeper.answer_all()
             if self._socket in ready:
                 self._ask(*self._socket.recv_multipart(copy=False))
+
+    def _follow_secret(self) -> None:
+        keys = self._secret.value()[0]
+        if keys != self._listens_with:
+            self._doorkeeper.admit(keys)
+            if listen_anew(self._socket, self._endpoint, keys):
+                self._listens_with = keys
 
     def _ask(self, sender: zmq.Frame, *frames: zmq.Frame) -> None:
         try:
@@ -102,11 +122,33 @@ class Answering:
             self._socket.send_multipart([sender.bytes, *answer], copy=False)
 
 
-def line_to(context: zmq.Context[Socket], keys: CurveKeys, address: str, *, bytes_max: int) -> Socket:
-    """A socket that asks at ``address``. ``bytes_max``: of a frame of an answer."""
-    line: Socket = context.socket(zmq.DEALER)
-    configure(line, address)
-    line.setsockopt(zmq.MAXMSGSIZE, bytes_max)
-    keys.speak(line)
-    line.connect(address)
-    return line
+class Line:
+    """A socket that asks at one address, by one of the cluster's keys."""
+
+    def __init__(
+        self, context: Context, keys: tuple[CurveKeys, ...], address: str, *, bytes_max: int, key: int = 0
+    ) -> None:
+        """``bytes_max``: of a frame of an answer; ``key``: which of ``keys``."""
+        self._context, self._keys, self._address, self._bytes_max, self._key = context, keys, address, bytes_max, key
+        self.socket: Socket = context.socket(zmq.DEALER)
+        configure(self.socket, address)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
+        keys[key].speak(self.socket)
+        self._monitor = watch(self.socket) if len(keys) > 1 else None
+        self.socket.connect(address)
+
+    @property
+    def is_turned_away(self) -> bool:
+        """While the secret changes: whether the other end has another one."""
+        return self._monitor is not None and bool(turned_away(self._monitor))
+
+    def with_next_key(self) -> Line:
+        """Another line in the place of this one, which is closed."""
+        self.close()
+        key = (self._key + 1) % len(self._keys)
+        return Line(self._context, self._keys, self._address, bytes_max=self._bytes_max, key=key)
+
+    def close(self) -> None:
+        """What comes late is not read."""
+        unwatch(self.socket, self._monitor)
+        self.socket.close(0)

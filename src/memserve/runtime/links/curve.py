@@ -7,17 +7,28 @@ client has the secret one as well. What is sent is encrypted, and cannot be reco
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import logging
 from dataclasses import dataclass, field
 from typing import cast
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from memserve.errors import UserError
+from memserve.mempool.identity import secrets_in
+
+log = logging.getLogger(__name__)
 
 SECRET_CHARS_MIN = 16
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+LOOK_MS = 500
+"""How often a thread that listens looks whether the secret has changed."""
+CHANGE_LOOK_MS = 20
+"""And while it changes: how often, whether peers have followed."""
 _CAN_BE_READ = int(zmq.POLLIN)  # a flag of zmq's makes another one of every number that it meets
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
@@ -53,6 +64,15 @@ class CurveKeys:
         secret = z85.encode(seed.digest())
         return cls(zmq.curve_public(secret), secret)
 
+    @classmethod
+    def all_in(cls, text: str) -> tuple[CurveKeys, ...]:
+        """Those of each secret in ``text``: of the first one this process listens with it; a peer that listens with
+        another one of them is spoken to with that.
+
+        Raises :class:`UserError` for a text without secrets, and for one that could be guessed.
+        """
+        return tuple(cls.derived_from(secret) for secret in secrets_in(text) or ("",))
+
     def listen(self, socket: Socket) -> None:
         """Make ``socket`` accept only clients that a doorkeeper lets in."""
         socket.curve_server = True
@@ -65,6 +85,41 @@ class CurveKeys:
         socket.curve_secretkey = self.secret
 
 
+def watch(socket: Socket, events: int = FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED) -> Socket:
+    """A socket that tells what happens to the connections of ``socket``."""
+    return socket.get_monitor_socket(events)
+
+
+def unwatch(socket: Socket, monitor: Socket | None) -> None:
+    """The end of that."""
+    if monitor is not None:
+        socket.disable_monitor()
+        monitor.close(0)
+
+
+def turned_away(monitor: Socket) -> bool | None:
+    """Whether the last handshake that a :func:`watch` tells of has failed. None: it tells of none since the last
+    call."""
+    failed = None
+    while can_be_read(monitor):
+        failed = bool(int(parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))["event"]) & FAILED)
+    return failed
+
+
+def listen_anew(socket: Socket, endpoint: str, keys: CurveKeys) -> bool:
+    """Give up all connections that came to ``endpoint``, and accept with other keys. False: not yet, call again: the
+    port is still being closed."""
+    with contextlib.suppress(zmq.ZMQError):  # it is not bound: the last call came to nothing
+        socket.unbind(endpoint)
+    keys.listen(socket)
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        log.info("cannot listen at %s with the new secret yet: %s", endpoint, error.strerror)
+        return False
+    return True
+
+
 class Doorkeeper:
     """Answers a context's questions whether a client may come in; only the cluster's own key may.
 
@@ -72,10 +127,14 @@ class Doorkeeper:
     """
 
     def __init__(self, context: Context, keys: CurveKeys) -> None:
-        self._key = z85.decode(keys.public)
+        self.admit(keys)
         self.socket: Socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(_ZAP_ENDPOINT)
+
+    def admit(self, keys: CurveKeys) -> None:
+        """From now on only those with ``keys``."""
+        self._key = z85.decode(keys.public)
 
     def answer_all(self) -> None:
         """Answer all questions that have come."""

@@ -23,12 +23,13 @@ import zmq
 
 from memserve import _core
 from memserve.messages import Peer, PeerInfo
-from memserve.runtime.links.answering import Answering, Listening, line_to
-from memserve.runtime.links.curve import CurveKeys, Socket
+from memserve.runtime.links.answering import Answering, Line, Listening
+from memserve.runtime.links.curve import CurveKeys
 from memserve.runtime.links.gpu_memory import GpuMemory
 from memserve.runtime.links.link import ArenaMemory, Arenas, LinkError, Seals, check_ranges, place_of
 from memserve.runtime.links.outbox import new_context
 from memserve.runtime.links.ranges import Ranges, fits
+from memserve.runtime.private_files import followed
 from memserve.types import Tier
 from memserve.units import MIB, NS_PER_S, ns_from_s
 
@@ -54,6 +55,10 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 _encode, _decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(_Head).decode
 
 
+class _TurnedAwayError(Exception):
+    """The cluster's secret changes, and the owner has another one than the line."""
+
+
 class CurveLink:
     """A :class:`~memserve.runtime.links.link.PageLink` for networks that are not trusted: between hosts by default.
 
@@ -66,10 +71,11 @@ class CurveLink:
     def __init__(self, arenas: Arenas, where: Listening, block_bytes: int, *, stall_s: float = STALL_S) -> None:
         self._arenas, self._stall_ns = arenas, ns_from_s(stall_s)
         self._bytes_max = max(PIECE_BYTES, block_bytes)
-        self._keys = CurveKeys.derived_from(where.secret)
+        self._secret = followed(where.secret).then(CurveKeys.all_in, tells=False)
+        self._keys = self._secret.value()
         self._lock = threading.Lock()
         self._peers: dict[Peer, PeerInfo] = {}
-        self._lines: dict[Peer, list[Socket]] = {}
+        self._lines: dict[Peer, list[Line]] = {}
         """To peers that were read from: those that no read uses."""
         self._numbers = 0
         self._context = new_context()
@@ -95,7 +101,7 @@ class CurveLink:
             self._peers.pop(peer, None)
             lines = self._lines.pop(peer, [])
         for line in lines:
-            line.close(0)
+            line.close()
 
     def expect_reads(self) -> None:
         """The thread that answers waits for questions."""
@@ -112,36 +118,52 @@ class CurveLink:
         check_ranges(ranges, place_of(info, src_tier).arena_bytes, target.nbytes)
         if ranges.range_bytes > self._bytes_max:
             raise LinkError(f"ranges of {ranges.range_bytes} bytes are longer than a message")
-        with self._lock:
-            line = next(iter(self._lines.get(peer, ())), None)
-            if line is None:
-                line = line_to(self._context, self._keys, info.pages_at, bytes_max=self._bytes_max)
-            else:
-                self._lines[peer].remove(line)
+        line, until_ns = self._take_line(info), time.monotonic_ns() + self._stall_ns
         try:
-            seals = self._read(line, peer, src_tier, target, ranges)
+            while True:
+                try:
+                    seals = self._read(line, peer, src_tier, target, ranges)
+                    break
+                except _TurnedAwayError:
+                    if time.monotonic_ns() > until_ns:
+                        raise LinkError("the peer takes none of the secrets") from None
+                    line = line.with_next_key()
         except BaseException:
-            line.close(0)  # and with it what comes late
+            line.close()  # and with it what comes late
             raise
         with self._lock:
             if peer in self._peers:
                 self._lines.setdefault(peer, []).append(line)
             else:
-                line.close(0)
+                line.close()
         return seals
 
     def close(self) -> None:
         """Answer nothing any more, hang up everywhere."""
         self._answering.close()
         with self._lock:
-            lines, self._lines = list(chain.from_iterable(self._lines.values())), {}
-        for line in lines:
-            line.close(0)
+            self._hang_up()
         self._context.term()
 
     # -- the reader's side
 
-    def _read(self, line: Socket, peer: Peer, tier: Tier, target: ArenaMemory, ranges: Ranges) -> Seals:
+    def _take_line(self, info: PeerInfo) -> Line:
+        """One that no other read uses, by the secret as it is now."""
+        with self._lock:
+            if (keys := self._secret.value()) != self._keys:
+                self._keys = keys
+                self._hang_up()
+            idle = self._lines.get(info.peer)
+            if idle:
+                return idle.pop()
+            return Line(self._context, self._keys, info.pages_at, bytes_max=self._bytes_max)
+
+    def _hang_up(self) -> None:
+        for line in chain.from_iterable(self._lines.values()):
+            line.close()
+        self._lines.clear()
+
+    def _read(self, line: Line, peer: Peer, tier: Tier, target: ArenaMemory, ranges: Ranges) -> Seals:
         step = max(1, self._bytes_max // ranges.range_bytes)
         asked: deque[tuple[int, Ranges]] = deque()
         seals: list[Seals] = []
@@ -154,18 +176,18 @@ class CurveLink:
             seals.append(self._land(line, peer, target, *asked.popleft()))
         return np.concatenate(seals) if seals else np.zeros(0, np.uint64)
 
-    def _ask(self, line: Socket, peer: Peer, tier: Tier, piece: Ranges) -> int:
+    def _ask(self, line: Line, peer: Peer, tier: Tier, piece: Ranges) -> int:
         with self._lock:
             self._numbers += 1
             number = self._numbers
         head = _encode(_Head(number, peer.generation, int(tier), piece.range_bytes))
         try:
-            line.send_multipart([head, piece.src_offsets.astype("<i8").tobytes()], zmq.NOBLOCK)
+            line.socket.send_multipart([head, piece.src_offsets.astype("<i8").tobytes()], zmq.NOBLOCK)
         except zmq.Again as error:
             raise LinkError("the peer reads no questions") from error
         return number
 
-    def _land(self, line: Socket, peer: Peer, target: ArenaMemory, number: int, piece: Ranges) -> Seals:
+    def _land(self, line: Line, peer: Peer, target: ArenaMemory, number: int, piece: Ranges) -> Seals:
         """Wait for the piece, then copy it: pieces come in the order in which they were asked for."""
         head, *frames = self._wait(line, peer)
         if len(frames) == 2:
@@ -178,14 +200,16 @@ class CurveLink:
             return target.land_host(piece.dst_offsets, came.ctypes.data, places, piece.range_bytes)
         return _core.copy_ranges_sealed(target.address, piece.dst_offsets, came.ctypes.data, places, piece.range_bytes)
 
-    def _wait(self, line: Socket, peer: Peer) -> list[zmq.Frame]:
+    def _wait(self, line: Line, peer: Peer) -> list[zmq.Frame]:
         until_ns = time.monotonic_ns() + self._stall_ns
-        while not line.poll(_LOOK_MS):
+        while not line.socket.poll(_LOOK_MS):
+            if line.is_turned_away:
+                raise _TurnedAwayError
             if peer not in self._peers:
                 raise LinkError("the peer is gone")
             if time.monotonic_ns() > until_ns:
                 raise LinkError(f"the peer sent nothing for {self._stall_ns / NS_PER_S:.1f} s")
-        return line.recv_multipart(copy=False)
+        return line.socket.recv_multipart(copy=False)
 
     # -- the owner's side
 

@@ -8,9 +8,8 @@ import time
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from memserve.runtime.links.curve import Context, CurveKeys
-
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+from memserve.runtime.links.curve import Context, CurveKeys, watch
+from memserve.runtime.private_files import Secret, followed
 
 
 class Knock(enum.Enum):
@@ -21,16 +20,21 @@ class Knock(enum.Enum):
     LET_IN = "let in"  # a member of the cluster, which may not be the router
 
 
-def knock(address: str, secret: str, timeout_s: float) -> Knock:
-    """Connect to ``address`` (``tcp://host:port``) as a member would, say nothing, and leave. Blocks for ``timeout_s``
-    at most."""
+def knock(address: str, secret: Secret, timeout_s: float) -> Knock:
+    """Connect to ``address`` (``tcp://host:port``) as a member would, say nothing, and leave; with each secret, where
+    there are several. Blocks for ``timeout_s`` each at most."""
+    found = [_knock(address, keys, timeout_s) for keys in CurveKeys.all_in(followed(secret).value())]
+    return next((one for one in (Knock.LET_IN, Knock.TURNED_AWAY) if one in found), Knock.SILENT)
+
+
+def _knock(address: str, keys: CurveKeys, timeout_s: float) -> Knock:
     context: Context = zmq.Context()
     try:
         socket = context.socket(zmq.PUSH)
         socket.linger = 0
         socket.ipv6 = "[" in address
-        CurveKeys.derived_from(secret).speak(socket)
-        monitor = socket.get_monitor_socket(_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        keys.speak(socket)
+        monitor = watch(socket)
         socket.connect(address)
         deadline = time.monotonic() + timeout_s
         found = Knock.SILENT

@@ -22,11 +22,21 @@ import zmq
 from memserve.errors import UserError
 from memserve.messages import AnyMessage, Peer
 from memserve.runtime.links import wire
-from memserve.runtime.links.curve import Context, CurveKeys, Doorkeeper, Socket, can_be_read
+from memserve.runtime.links.curve import (
+    CHANGE_LOOK_MS,
+    LOOK_MS,
+    Context,
+    CurveKeys,
+    Doorkeeper,
+    Socket,
+    can_be_read,
+    listen_anew,
+)
 from memserve.runtime.links.devices import with_port
 from memserve.runtime.links.outbox import MailboxCounters, Outbox, configure, new_context
 from memserve.runtime.links.strangers import Strangers
 from memserve.runtime.ports import OnMessage
+from memserve.runtime.private_files import Secret, followed
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +63,7 @@ class ZmqMailbox:
     def __init__(
         self,
         me: Peer,
-        secret: str,
+        secret: Secret,
         host: str,
         port: int,
         on_message: OnMessage,
@@ -64,21 +74,23 @@ class ZmqMailbox:
     ) -> None:
         if host in _EVERYWHERE and not advertise:
             raise UserError(f"others cannot reach {host}", hint="name this host: --advertise HOST", param="advertise")
-        keys = CurveKeys.derived_from(secret)
+        self._secret = followed(secret).then(CurveKeys.all_in)
+        self._keys = self._secret.value()
         self._me = me
         self._alias = Peer(alias, 0) if alias else None
         self._on_message = on_message
         self._counters = MailboxCounters()
         self._context = new_context(gives_way=gives_way)
-        self._doorkeeper = Doorkeeper(self._context, keys)
+        self._doorkeeper = Doorkeeper(self._context, self._keys[0])
         self._inbox = self._context.socket(zmq.PULL)
         configure(self._inbox, with_port(host, port))
-        keys.listen(self._inbox)
-        bound_port = _bind(self._context, self._inbox, host, port)
+        self._keys[0].listen(self._inbox)
+        self._endpoint, bound_port = _bind(self._context, self._inbox, host, port)
+        self._listens_with = self._keys[0]
         self._strangers = Strangers(self._inbox, bound_port)
         self.address = f"tcp://{with_port(advertise or host, bound_port)}"
         """Where others reach it, ``tcp://host:port``."""
-        self._outbox = Outbox(self._context, keys, me, self.address, self._counters)
+        self._outbox = Outbox(self._context, self._keys, me, self.address, self._counters)
         self._newest: OrderedDict[Peer, int] = OrderedDict()
         """The highest number heard from each sender, most recent sender last."""
         self._sources = self._inbox, self._doorkeeper.socket, self._strangers.monitor
@@ -86,6 +98,7 @@ class ZmqMailbox:
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
+        self._next_look: asyncio.TimerHandle | None = None
         self._start_thread()
 
     @property
@@ -124,7 +137,7 @@ class ZmqMailbox:
         self._loop_thread = threading.get_ident()
         for source in self._sources:
             loop.add_reader(source.fileno(), self._look_in_loop)
-        loop.call_soon(self._look_in_loop)  # what came before rings no more
+        loop.call_soon(self._look_now_and_then)  # what came before rings no more
 
     def close(self) -> None:
         """Stop to read and close the sockets; what is queued has up to a second to leave. Not from the callback."""
@@ -162,6 +175,8 @@ class ZmqMailbox:
         if loop is not None:
             for source in self._sources:
                 loop.remove_reader(source.fileno())
+        if self._next_look is not None:
+            self._next_look.cancel()
         then()
 
     # -- the thread that reads
@@ -171,21 +186,45 @@ class ZmqMailbox:
         poller = zmq.Poller()
         for source in (*self._sources, self._stop_fd):
             poller.register(source, zmq.POLLIN)
-        while self._stop_fd not in dict(poller.poll()):
+        while self._stop_fd not in dict(poller.poll(self._look_ms)):
             self._look()
 
     def _look_in_loop(self) -> None:
         if self._loop is not None and not self._look():
             self._loop.call_soon(self._look_in_loop)
 
+    def _look_now_and_then(self) -> None:
+        """In the loop: whether the secret changes is told by no socket."""
+        self._look_in_loop()
+        if self._loop is not None and (look_ms := self._look_ms) is not None:
+            self._next_look = self._loop.call_later(look_ms / 1000, self._look_now_and_then)
+
     def _look(self) -> bool:
-        """Take in what has come: questions at the door, strangers that failed at it, letters. Whether that was all."""
+        """Take in what has come: another secret, questions at the door, strangers that failed at it, letters. Whether
+        that was all."""
+        self._follow_secret()
         self._doorkeeper.answer_all()
         self._strangers.look()
         is_all = self._read_letters()
         if is_all:
             self._counters.handshakes_failed += self._strangers.judge()
         return is_all
+
+    @property
+    def _look_ms(self) -> int | None:
+        if len(self._keys) > 1 or self._listens_with != self._keys[0]:
+            return CHANGE_LOOK_MS
+        return LOOK_MS if self._secret.files else None
+
+    def _follow_secret(self) -> None:
+        keys = self._secret.value()
+        if keys != self._keys:
+            self._keys = keys
+            self._doorkeeper.admit(keys[0])
+            self._outbox.follow(keys)
+        if self._listens_with != keys[0] and listen_anew(self._inbox, self._endpoint, keys[0]):
+            self._listens_with = keys[0]
+        self._outbox.tend()
 
     def _read_letters(self) -> bool:
         """Read what is there, but not for ever; whether that was all."""
@@ -241,13 +280,13 @@ class ZmqMailbox:
             log.exception("the receiver of %s from %s failed", type(message).__name__, sender.name)
 
 
-def _bind(context: Context, inbox: Socket, host: str, port: int) -> int:
-    """Bind and return the port."""
+def _bind(context: Context, inbox: Socket, host: str, port: int) -> tuple[str, int]:
+    """Bind; returns the endpoint, and its port."""
     try:
         inbox.bind(f"tcp://{with_port(host, port or '*')}")
     except zmq.ZMQError as error:
         context.destroy(linger=0)
         message = f"cannot listen on {with_port(host, port)}: {error.strerror}"
         raise UserError(message, hint="choose another --cluster-port", param="cluster_port") from error
-    endpoint = cast(bytes, inbox.getsockopt(zmq.LAST_ENDPOINT))
-    return int(endpoint.rstrip(b"\0").rsplit(b":", 1)[1])
+    endpoint = cast(bytes, inbox.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+    return endpoint, int(endpoint.rsplit(":", 1)[1])

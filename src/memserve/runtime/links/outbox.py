@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import threading
 import time
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 
 import zmq
 
 from memserve.errors import check
 from memserve.messages import Peer
 from memserve.runtime.links import wire
-from memserve.runtime.links.curve import Context, CurveKeys, Socket
-from memserve.units import NS_PER_S
+from memserve.runtime.links.curve import Context, CurveKeys, Socket, turned_away, unwatch, watch
+from memserve.units import MIB, NS_PER_S
 
 LETTERS_QUEUED_MAX = 2048
 """At each end of a line. A peer that stands still fills it, then loses what is sent to it."""
 LAST_WORD_MS = 1000
 """How long a letter to a peer that is not connected, or of a mailbox that closes, may take to leave."""
+RECENT_BYTES_MAX = 4 * MIB
+"""Of each line, kept to be sent again while the secret changes."""
+REDIAL_S, _REDIAL_MAX_S = 0.05, 1.0
+"""Between two keys that are tried; doubled for a peer that takes none."""
 _HEARD_MAX = 1024
 _ANSWER_EVERY_NS = NS_PER_S
 _SOCKETS_MAX = 16384
@@ -58,6 +63,29 @@ class _Line:
     peer: Peer
     address: str
     socket: Socket | None = None
+    key: int = 0
+    """Which of the cluster's keys it is dialled with."""
+    monitor: Socket | None = None
+    """While the secret changes: tells that the peer has another one."""
+    recent: deque[bytes] = field(default_factory=deque)
+    """While the secret changes: what was sent, as it may have been on its way when the peer hung up. The peer drops
+    what it has."""
+    recent_bytes: int = 0
+    again_s: float = 0.0
+    """When it may be dialled with the next key."""
+    pause_s: float = REDIAL_S
+
+    def keep(self, letter: bytes) -> None:
+        """It may have to be sent again."""
+        self.recent.append(letter)
+        self.recent_bytes += len(letter)
+        while self.recent_bytes > RECENT_BYTES_MAX or len(self.recent) > LETTERS_QUEUED_MAX // 2:
+            self.recent_bytes -= len(self.recent.popleft())
+
+    def forget(self) -> None:
+        """The secret does not change any more."""
+        self.recent.clear()
+        self.recent_bytes = 0
 
 
 @dataclass(slots=True)
@@ -103,14 +131,16 @@ def new_context(*, gives_way: bool = False) -> Context:
 class Outbox:
     """Lines to peers. Sends from the calling thread, under a lock, and never waits for a peer."""
 
-    def __init__(self, context: Context, keys: CurveKeys, me: Peer, reply_to: str, counters: MailboxCounters) -> None:
+    def __init__(
+        self, context: Context, keys: tuple[CurveKeys, ...], me: Peer, reply_to: str, counters: MailboxCounters
+    ) -> None:
         self._context = context
         self._keys = keys
         self._me = me
         self._reply_to = reply_to
         self._counters = counters
         self._lock = threading.Lock()
-        self._number = 0
+        self._number = self._answers = 0
         self._closed = False
         self._lines: dict[str, _Line] = {}
         """By name: one generation of each."""
@@ -157,8 +187,12 @@ class Outbox:
                 return
             line = self._lines.get(to.name)
             if line is not None and (line.peer == to or to.generation == 0):
-                line.socket = line.socket or self._dial(line.address)
-                self._post(line.socket, to, message)
+                self._look(line)
+                if line.socket is None:
+                    self._open(line)
+                letter = self._post(line.socket, to, message)
+                if letter is not None and line.monitor is not None:
+                    line.keep(letter)
             else:
                 self._answer(to, message)
 
@@ -167,26 +201,82 @@ class Outbox:
         with self._lock:
             self._closed = True
             for line in self._lines.values():
-                if line.socket is not None:
-                    line.socket.close(LAST_WORD_MS)
+                self._hang_up(line, LAST_WORD_MS)
             self._lines.clear()
 
-    def _post(self, socket: Socket | None, to: Peer, message: bytes) -> None:
+    def follow(self, keys: tuple[CurveKeys, ...]) -> None:
+        """The secret changes, or has changed: lines with a key that is none of ``keys`` are dialled anew."""
+        with self._lock:
+            if self._closed:
+                return
+            was, self._keys = self._keys, keys
+            for line in self._lines.values():
+                known = was[line.key] in keys
+                line.key = keys.index(was[line.key]) if known else 0
+                if line.socket is not None and not known:
+                    self._redial(line)
+                elif line.socket is not None and line.monitor is None:
+                    self._watch(line)
+                if len(keys) == 1 and line.socket is not None:
+                    unwatch(line.socket, line.monitor)
+                    line.monitor = None
+                    line.forget()
+
+    def tend(self) -> None:
+        """While the secret changes: dial peers that have changed theirs."""
+        if len(self._keys) == 1:
+            return
+        with self._lock:
+            for line in self._lines.values() if not self._closed else ():
+                self._look(line)
+
+    def _look(self, line: _Line) -> None:
+        """If its peer does not take its key, dial with the next one."""
+        if line.monitor is None:
+            return
+        is_refused, now_s = turned_away(line.monitor), time.monotonic()
+        if is_refused is False:
+            line.pause_s = REDIAL_S
+        elif is_refused and now_s >= line.again_s:
+            line.again_s, line.pause_s = now_s + line.pause_s, min(2 * line.pause_s, _REDIAL_MAX_S)
+            line.key = (line.key + 1) % len(self._keys)
+            self._redial(line)
+
+    def _redial(self, line: _Line) -> None:
+        self._hang_up(line)
+        self._open(line)
+        if line.socket is not None:
+            for letter in line.recent:
+                with contextlib.suppress(zmq.Again):
+                    line.socket.send(letter, zmq.NOBLOCK)
+
+    def _open(self, line: _Line) -> None:
+        line.socket = self._dial(line.address, self._keys[line.key])
+        self._watch(line)
+
+    def _watch(self, line: _Line) -> None:
+        if line.socket is not None and len(self._keys) > 1:
+            with contextlib.suppress(zmq.ZMQError):  # no more sockets can be had
+                line.monitor = watch(line.socket)
+
+    def _post(self, socket: Socket | None, to: Peer, message: bytes) -> bytes | None:
+        """Send it. Returns the letter; None: it is lost."""
         self._number += 1
         letter = wire.seal(self._me, self._reply_to, to, self._number, message)
         if len(letter) > wire.LETTER_BYTES_MAX:
             self._counters.lost_too_long += 1
-            return
+            return None
         if socket is None:
             self._counters.lost_unknown += 1
-            return
+            return None
         try:
             socket.send(letter, zmq.NOBLOCK)
         except zmq.Again:
             self._counters.lost_full += 1
-        else:
-            self._counters.sent += 1
-            self._counters.sent_bytes += len(letter)
+            return None
+        self._counters.sent += 1
+        self._counters.sent_bytes += len(letter)
+        return letter
 
     def _answer(self, to: Peer, message: bytes) -> None:
         """One letter to a process that spoke but is no longer, or not yet, connected."""
@@ -196,12 +286,13 @@ class Outbox:
             self._counters.lost_unknown += 1
             return
         heard.answered_ns = now_ns
-        socket = self._dial(heard.address)
+        self._answers += 1
+        socket = self._dial(heard.address, self._keys[self._answers % len(self._keys)])
         self._post(socket, to, message)
         if socket is not None:
             socket.close(LAST_WORD_MS)
 
-    def _dial(self, address: str) -> Socket | None:
+    def _dial(self, address: str, keys: CurveKeys) -> Socket | None:
         """A socket that connects to ``address`` and keeps trying; ``None`` when that is no address, or no more sockets
         can be had."""
         check(not self._closed, "a closed mailbox dials")
@@ -210,7 +301,7 @@ class Outbox:
         except zmq.ZMQError:
             return None
         configure(socket, address, self._reply_to)
-        self._keys.speak(socket)
+        keys.speak(socket)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         try:
@@ -221,6 +312,8 @@ class Outbox:
         return socket
 
     @staticmethod
-    def _hang_up(line: _Line | None) -> None:
+    def _hang_up(line: _Line | None, linger_ms: int = 0) -> None:
         if line is not None and line.socket is not None:
-            line.socket.close(0)
+            unwatch(line.socket, line.monitor)
+            line.socket.close(linger_ms)
+            line.socket = line.monitor = None

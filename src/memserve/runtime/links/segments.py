@@ -22,9 +22,10 @@ from memserve.errors import check
 from memserve.instance.events import DropSegment, HoldSegment
 from memserve.messages import Peer
 from memserve.model.attention.segments import HeldKv, Parts, Query, SegmentLostError
-from memserve.runtime.links.answering import Answering, Listening, line_to
-from memserve.runtime.links.curve import CurveKeys, Socket
+from memserve.runtime.links.answering import Answering, Line, Listening
+from memserve.runtime.links.curve import CurveKeys
 from memserve.runtime.links.outbox import LETTERS_QUEUED_MAX, new_context
+from memserve.runtime.private_files import Secret, followed
 from memserve.segments import Segment
 
 if TYPE_CHECKING:
@@ -96,14 +97,15 @@ class ZmqSegmentLines:
     Used from one thread, but for :meth:`gone`.
     """
 
-    def __init__(self, secret: str, answer_s: float = ANSWER_S) -> None:
-        self._keys, self._answer_s = CurveKeys.derived_from(secret), answer_s
+    def __init__(self, secret: Secret, answer_s: float = ANSWER_S) -> None:
+        self._secret, self._answer_s = followed(secret).then(CurveKeys.all_in, tells=False), answer_s
+        self._keys = self._secret.value()
         self._context = new_context()
-        self._lines: dict[tuple[Peer, str], Socket] = {}
+        self._lines: dict[tuple[Peer, str], Line] = {}
         self._gone: set[Peer] = set()
         self._numbers = 0
-        #: number -> the segment that was asked
-        self._asked: dict[int, Segment] = {}
+        #: number -> the segment that was asked, and what
+        self._asked: dict[int, tuple[Segment, bytes, memoryview]] = {}
         #: answers that came before they were waited for
         self._early: dict[int, list[zmq.Frame]] = {}
         #: time in which steps stood still
@@ -119,20 +121,27 @@ class ZmqSegmentLines:
         self._numbers += 1
         self.queries += 1
         number = self._numbers
-        self._asked[number] = segment
         shape = cast(tuple[int, int, int], tuple(query.q.shape))
         head = _encode(_Head(number, query.name, query.layer, shape, query.scale, query.softcap))
         data = query.q.view(-1).view(torch.uint8).numpy().data
+        line = self._line(segment)
+        self._asked[number] = segment, head, data
+        self._send(line, segment, head, data)
+        return number
+
+    def _send(self, line: Line, segment: Segment, head: bytes, data: memoryview) -> None:
         try:
-            self._line(segment).send_multipart([head, data], zmq.NOBLOCK)
+            line.socket.send_multipart([head, data], zmq.NOBLOCK)
         except zmq.Again:
             self._gone.add(segment.peer)  # it reads nothing
-        return number
 
     def answer(self, number: int, outputs: Tensor, statistics: Tensor) -> None:
         """See :class:`~memserve.model.attention.segments.SegmentLines`."""
-        segment, began_ns = self._asked.pop(number), time.monotonic_ns()
-        frames = self._early.pop(number, None) or self._wait(segment, number)
+        (segment, *_), began_ns = self._asked[number], time.monotonic_ns()
+        try:
+            frames = self._early.pop(number, None) or self._wait(segment, number)
+        finally:
+            del self._asked[number]
         self.waited_ns += time.monotonic_ns() - began_ns
         places = (outputs, statistics)
         if len(frames) != 2 or any(len(f.buffer) != 4 * p.numel() for f, p in zip(frames, places, strict=True)):
@@ -143,31 +152,47 @@ class ZmqSegmentLines:
     def _wait(self, segment: Segment, number: int) -> list[zmq.Frame]:
         line, until_s = self._line(segment), time.monotonic() + self._answer_s
         while segment.peer not in self._gone:
-            if not line.poll(_LOOK_MS):
+            if not line.socket.poll(_LOOK_MS):
                 if time.monotonic() > until_s:
                     raise SegmentLostError(f"{segment.peer.name} has not answered within {self._answer_s:g} s")
+                if line.is_turned_away:
+                    line = self._try_next_key(segment)
                 continue
-            head, *frames = line.recv_multipart(copy=False)
+            head, *frames = line.socket.recv_multipart(copy=False)
             came = msgspec.msgpack.decode(head.buffer, type=int)
             if came == number:
                 return frames
             if came in self._asked:
                 self._early[came] = frames
-        line.close(0)
-        del self._lines[_place(segment)]
+        self._lines.pop(_place(segment)).close()
         raise SegmentLostError(f"{segment.peer.name} is gone")
 
-    def _line(self, segment: Segment) -> Socket:
+    def _line(self, segment: Segment) -> Line:
+        if not self._asked and (keys := self._secret.value()) != self._keys:  # no line is in use
+            self._keys = keys
+            self._hang_up()
         line = self._lines.get(_place(segment))
         if line is None:
-            line = line_to(self._context, self._keys, segment.address, bytes_max=_BYTES_MAX)
+            line = Line(self._context, self._keys, segment.address, bytes_max=_BYTES_MAX)
             self._lines[_place(segment)] = line
         return line
 
+    def _try_next_key(self, segment: Segment) -> Line:
+        """The peer has another secret than its line: dial anew, and ask again what it has not answered."""
+        line = self._lines[_place(segment)] = self._lines[_place(segment)].with_next_key()
+        for number, (of, head, data) in self._asked.items():
+            if _place(of) == _place(segment) and number not in self._early:
+                self._send(line, of, head, data)
+        return line
+
+    def _hang_up(self) -> None:
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+
     def close(self) -> None:
         """Close all lines."""
-        for line in self._lines.values():
-            line.close(0)
+        self._hang_up()
         self._context.term()
 
 

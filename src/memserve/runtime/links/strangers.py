@@ -14,13 +14,12 @@ import socket
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from memserve.runtime.links.curve import Socket, can_be_read
+from memserve.runtime.links.curve import FAILED, Socket, can_be_read
 from memserve.runtime.rated import RatedLog
 
 log = logging.getLogger(__name__)
 
-_FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-_SEEN = _FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_SEEN = FAILED | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _UNKNOWN = "an unknown address"
 _OTHER_SECRET = "it has another cluster secret"
 _BROKE_OFF = "it broke off before it had shown the cluster's secret"
@@ -60,7 +59,7 @@ class Strangers:
             why, self._why = self._why, ""
             if (address := self._unproven.pop(descriptor, None)) is not None:
                 self._ended.append((descriptor, address, why or "it does not speak this protocol"))
-        elif event & _FAILED:
+        elif event & FAILED:
             self._why = _BROKE_OFF if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _OTHER_SECRET
 
     @property

@@ -99,7 +99,7 @@ def metrics_page(world: World, key: str) -> dict[str, list[tuple[dict[str, str],
 def test_every_figure_is_that_of_metrics(open_browser: Opener) -> None:
     keys = {"ada": "sk-ada", "bob": "sk-bob"}
     listed = [f"{name}={key}" for name, key in keys.items()]
-    with serve(FakeEngine(says(SCRIPT_TEXT)), api_keys=listed, metrics_key="sk-op") as world:
+    with serve(FakeEngine(says(SCRIPT_TEXT)), api_keys=listed, metrics_keys=["sk-op"]) as world:
         browser = open_browser()
         browser.open(f"{world.url}/ui")
         browser.until("return document.getElementById('keys').open")

@@ -186,7 +186,7 @@ def test_a_tenant_sees_its_own_and_nothing_without_its_key() -> None:
 
 
 def test_the_key_of_metrics_sees_all_and_a_tenants_key_no_longer_the_cluster() -> None:
-    with serve(FakeEngine(says(SCRIPT_TEXT)), api_keys=KEYS, metrics_key="sk-operator") as world:
+    with serve(FakeEngine(says(SCRIPT_TEXT)), api_keys=KEYS, metrics_keys=["sk-operator"]) as world:
         ids = {ask(world, "sk-ada")["id"], ask(world, "sk-bob")["id"]}
         told, page = snapshot(world, "sk-operator"), metrics_page(world, "sk-operator")
         assert {entry["response_id"] for entry in told["recent"]} == ids

@@ -74,7 +74,7 @@ def test_a_fleet_has_its_metrics_engines_and_requests_in_a_snapshot() -> None:
 def test_a_fleet_asks_for_the_keys_that_its_metrics_ask_for() -> None:
     with (
         scripted_engines(1) as engines,
-        fleet_server([spec_of(engines[0])], api_keys=["ada=sk-ada"], metrics_key="sk-op") as server,
+        fleet_server([spec_of(engines[0])], api_keys=["ada=sk-ada"], metrics_keys=["sk-op"]) as server,
     ):
         answers = {
             key: httpx.get(f"{server.url}/ui/snapshot", headers={"authorization": f"Bearer {key}"}, timeout=30)

@@ -27,7 +27,7 @@ from memserve.errors import InvariantError
 from memserve.kv_transfer.events import PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import ArenaPlace, Peer
 from memserve.runtime.links import curve_link, nixl, nixl_agent, shm
-from memserve.runtime.links.answering import Listening, line_to
+from memserve.runtime.links.answering import Line, Listening
 from memserve.runtime.links.curve import CurveKeys
 from memserve.runtime.links.curve_link import CurveLink
 from memserve.runtime.links.data import PagePort, open_data_port
@@ -345,7 +345,8 @@ def test_strangers_are_handed_no_pages() -> None:
         with pytest.raises(LinkError, match="sent nothing"):
             stranger.read(owner.peer, Tier.HBM, Tier.HBM, one)
         assert not view(arenas[Tier.HBM]).any()
-        line = line_to(context, CurveKeys.derived_from(SECRET), owner.info.pages_at, bytes_max=1 << 20)
+        asks = Line(context, CurveKeys.all_in(SECRET), owner.info.pages_at, bytes_max=1 << 20)
+        line = asks.socket
         number, places = msgspec.msgpack.encode(7), np.zeros(1, "<i8")
         for head, where in (
             ((7, 1, 0, BLOCK), places - 1), ((7, 1, 0, BLOCK), places + BLOCKS * BLOCK), ((7, 1, 2, BLOCK), places),
@@ -362,7 +363,7 @@ def test_strangers_are_handed_no_pages() -> None:
         member.add_peer(owner.info)
         assert len(member.read(owner.peer, Tier.HBM, Tier.HBM, one)) == 1, "the thread lives"
         assert not line.poll(0)
-        line.close(0)
+        asks.close()
     finally:
         context.term()
         member.close()
