@@ -220,7 +220,7 @@ INSTANCE_COUNTERS: Table = [
     ("instance_drafts_computed", COUNTER, "Tokens that the instance computed as drafts", "drafts_computed"),
     ("instance_drafts_kept", COUNTER, "Drafts of the instance that were drawn as well", "drafts_kept"),
     ("instance_steps_failed", COUNTER, "Steps that failed on the device of the instance", "steps_failed"),
-    ("instance_rows_failed", COUNTER, "Sequences that ended because their own row of a step failed", "rows_failed"),
+    ("instance_rows_failed", COUNTER, "Sequences of the instance whose own row of a step failed", "rows_failed"),
     (
         "instance_fetched_tokens",
         COUNTER,

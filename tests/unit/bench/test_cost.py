@@ -68,8 +68,8 @@ def transfer(
     environment: dict[str, str],
     counts: tuple[int, ...],
 ) -> list[Sample]:
-    if link == "nixl":
-        raise UserError("NIXL is not installed")
+    if link != "shm":
+        raise UserError(f"{link} is not to be had")
     return [Sample(count * geometry.block_bytes, count, 1000 + 500 * count) for count in counts]
 
 
@@ -200,7 +200,7 @@ def test_the_command_writes_the_profile_that_decides(
         results["accuracy"]["prefill"]["error"]["p50"] < 0.05
         and results["accuracy"]["same_host"]["error"]["count"] == 5
     )
-    assert results["notes"] == ["network was not measured, the default is used: NIXL is not installed"]
+    assert results["notes"] == ["network was not measured, the default is used: curve is not to be had"]
     costs = load_profile("f", GEOMETRY, "cpu", None)
     assert costs.is_measured is save and (results["saved"] is not None) is save
     if save:

@@ -218,7 +218,7 @@ def test_kv_of_several_gpus_stays_in_its_instance() -> None:
         refuse_on_gpu(pair, Role.DECODE)
     assert "--colocated" in str(raised.value.hint)
     refuse_on_gpu(EngineOptions(parallel=Parallel(2, 2)), Role.COLOCATED)
-    assert not shares_gpu_kv(Role.COLOCATED, 2)
+    assert not shares_gpu_kv(2) and shares_gpu_kv(1)
     with pytest.raises(UserError, match="whole words of 8 bytes"):
         check_pages(20)
 
