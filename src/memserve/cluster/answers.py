@@ -163,6 +163,20 @@ class Answers:
             self._move(answer, AnswerCause.CLIENT_LEFT, now)
         self.cancel(request_id, now)
 
+    def taken_before(self, sender: Peer, attempt_id: str, now: int) -> None:
+        """As :meth:`taken`, of what ``sender`` has told of and no request here goes on with yet: its request may still
+        wait to be admitted, or for what other instances tell."""
+        held = self._by_attempt.get((sender, attempt_id))
+        if held is None:
+            return
+        answer = held.answer
+        answer.held.remove(held)
+        self._forget(held)
+        if answer.request_id:
+            self.taken(answer.request_id, now)
+        elif not answer.held:
+            self._drop(answer, now)
+
     # -- the request
 
     def _relay(self, output: TokenOutput) -> TokenOutput | None:

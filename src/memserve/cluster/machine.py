@@ -142,12 +142,10 @@ class Cluster:
         elif isinstance(event, SequenceStopped):
             self._stop(event.request_id, event.index, now)
         elif isinstance(event, InstanceDrained):
-            member = self._registry.named(event.name)
-            if member is not None:
+            if (member := self._registry.named(event.name)) is not None:
                 self._membership.drain(member)
         elif isinstance(event, InstanceDied):
-            member = self._registry.named(event.name)
-            if member is not None:
+            if (member := self._registry.named(event.name)) is not None:
                 self._membership.gone(member, f"its process {event.how}", now, died=True)
         elif isinstance(event, PrefixPinned):
             self._handles.pin(event, now)
@@ -296,6 +294,7 @@ class Cluster:
 
     def _taken(self, member: Member, attempt_id: str, now: int) -> None:
         """The client of an attempt asks another router for the answer, which goes on there."""
+        self.answers.taken_before(member.peer, attempt_id, now)
         req = self._lifecycle.requests.by_attempt.get(attempt_id)
         if req is not None and req.request.key and req.attempt is not None and req.attempt.is_from(member.peer):
             self.answers.taken(req.request_id, now)

@@ -13,6 +13,7 @@ from memserve.instance.events import BecomeNew, DialRouter, MeetPeer, PartFromPe
 from memserve.mempool.identity import block_identities, namespace_id
 from memserve.messages import (
     AskEvents,
+    Cancel,
     Dispatch,
     Expelled,
     Heartbeat,
@@ -206,6 +207,22 @@ def test_an_answer_that_another_router_has_taken_ends_here() -> None:
     actions = world.hear(C1.peer, AnswerTaken(order.request.request_id))
     (refused,) = [action for action in actions if isinstance(action, RejectRequest)]
     assert (refused.request_id, refused.reason, refused.conflict) == ("a", TAKEN_OVER, KeyConflict.TAKEN_OVER)
+    assert world.machine.cluster.stats().requests_live == 0 and not len(world.machine.cluster.answers)
+
+
+def test_an_answer_that_another_router_has_taken_before_it_went_on_here_does_not() -> None:
+    """It waits for what the other instance tells; else it would wait for tokens that the other router gets."""
+    world = World(C1, C2)
+    world.beat(C1, C2)
+    world.post(RequestArrived(keyed("a")))
+    held = AnswerHeld("key", "body", "old#router-3.1-1", True, 7, (TokenOutput("old#router-3.1-1", 0, (8, 9)),))
+    world.hear(C1.peer, AnswersHeld((held,), True, "key"))
+    actions = world.hear(C1.peer, AnswerTaken("old#router-3.1-1"))
+    (refused,) = [action for action in actions if isinstance(action, RejectRequest)]
+    assert (refused.request_id, refused.conflict) == ("a", KeyConflict.TAKEN_OVER)
+    assert not sent(actions, Cancel), "the instance computes it for the other router"
+    later = world.hear(C2.peer, AnswersHeld((), True, "key"))
+    assert not sent(later, Dispatch) and not sent(later, Cancel)
     assert world.machine.cluster.stats().requests_live == 0 and not len(world.machine.cluster.answers)
 
 
