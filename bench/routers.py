@@ -5,7 +5,7 @@
 Every client asks for one token behind a short prompt, each time over a new connection, so that the kernel spreads the
 requests over the routers. A busy router takes about a core: give it as many cores as there are routers, beside those of
 the instances and of this script. With fewer, the last column tells: what all routers together could answer with a core
-each, by the CPU time that they took for a request.
+each, by the CPU time that they took for a request, without what they take when no request comes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import urllib.request
 from pathlib import Path
 
 TICKS_S = os.sysconf("SC_CLK_TCK")
+IDLE_S = 20.0
 
 
 def start(model: str, routers: int, flags: list[str]) -> tuple[subprocess.Popen[str], str, int]:
@@ -97,13 +98,17 @@ def main() -> None:
         pids = routers_of(process.pid)
         assert len(pids) == routers, "not all routers have started"
         before_s = cpu_s(pids)
+        time.sleep(IDLE_S)
+        idle = (cpu_s(pids) - before_s) / IDLE_S
+        before_s, began_s = cpu_s(pids), time.monotonic()
         rate, answered = asyncio.run(load(host, port, options.clients, options.seconds))
-        request_s = (cpu_s(pids) - before_s) / answered
-        capacity = routers / request_s
+        request_s = (cpu_s(pids) - before_s - idle * (time.monotonic() - began_s)) / answered
+        capacity = (routers - idle) / request_s
         first, alone = first or rate, alone or capacity
         print(
             f"{routers} routers: {rate:.0f} requests/s, {rate / first:.2f} times the first; "
-            f"{1e6 * request_s:.0f} us of their CPU a request: {capacity:.0f} requests/s with a core each, "
+            f"{1e6 * request_s:.0f} us of their CPU a request, {100 * idle:.1f} % of a core without any: "
+            f"{capacity:.0f} requests/s with a core each, "
             f"{capacity / alone:.2f} times the first",
             flush=True,
         )
