@@ -74,7 +74,7 @@ OF_SHARED_AT_FOLLOWERS = ("followers: sequences shared", "followers: attempts re
 
 def test_followers_share_sequences_and_wait_for_instances_of_others() -> None:
     """With three routers; in any weather."""
-    for seed in (39, 58, 88, 159):
+    for seed in (39, 58, 63, 159):
         seen = play(seed, setting_of(seed), routers=3).achievements()
         assert all(seen[name] for name in OF_SHARED_AT_FOLLOWERS), (seed, seen)
 
