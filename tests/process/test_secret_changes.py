@@ -18,21 +18,12 @@ from memserve.client.store_client import StoreClient
 from memserve.errors import StoreUnavailable
 from memserve.runtime.links.knock import Knock, knock
 from ports import free_port
+from secret_steps import OLD, STEPS, put
 from served_cluster import GREEDY, WAIT_S, Server, eventually
 from tiny_models import save_folder, tiny_module
 
-OLD, NEW = "the old secret of the tests", "the new secret of the tests"
-STEPS = (f"{OLD}\n{NEW}\n", f"{NEW}\n{OLD}\nkv={OLD}\n", f"{NEW}\nkv={OLD}\n")
 ANSWER_TOKENS = 24
 READ_AGAIN = "the cluster secret in .*: read again"
-
-
-def put(path: Path, text: str) -> Path:
-    draft = path.with_suffix(".new")
-    draft.write_text(text)
-    draft.chmod(0o600)
-    draft.replace(path)
-    return path
 
 
 class Member:

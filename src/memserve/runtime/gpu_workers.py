@@ -32,9 +32,8 @@ from memserve.runtime.gpu_steps import DividedGpu, follow_leader
 from memserve.runtime.gpus import gpu_count, show_first
 from memserve.runtime.lean_torch import leave_compiler_out
 from memserve.runtime.links.ranges import shard_of
-from memserve.runtime.memory import keep_heap_small, objects_that_stay, usable_cores
-from memserve.runtime.process import die_with, ignore_terminal, set_thread_environment
-from memserve.runtime.workers import LOAD_S, STEP_S, Processes, refuse_stages_by_layer
+from memserve.runtime.memory import objects_that_stay, usable_cores
+from memserve.runtime.workers import LOAD_S, STEP_S, Processes, begin_worker, refuse_stages_by_layer
 
 if TYPE_CHECKING:
     from memserve.model.gpu import Gpu
@@ -199,12 +198,8 @@ def _number(said: object) -> int:
 
 def main(descriptor: int) -> None:
     """The process of one worker: loads its part, then follows the leader until that closes the line, or is gone."""
-    ignore_terminal()
-    line = Connection(descriptor)
-    order: _Order = line.recv()
-    die_with(order.parent_pid)
-    set_thread_environment()
-    keep_heap_small()
+    order: _Order
+    line, order = begin_worker(descriptor)
     try:
         with objects_that_stay():
             leave_compiler_out(order.options.device)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 from memserve import _core, _kernels
 from memserve.config import EngineOptions, InstanceConfig
@@ -295,14 +296,21 @@ def _crew(share: Share, stage: int, whole: int, vocabularies: tuple[int, ...]) -
 # -- a worker
 
 
-def main(descriptor: int) -> None:
-    """The process of one worker: loads its part, then follows the leader until that closes the line, or is gone."""
+def begin_worker(descriptor: int) -> tuple[Connection, Any]:
+    """The line to the leader and its order, in a process that ends with the leader's."""
     ignore_terminal()
     line = Connection(descriptor)
-    order: _Order = line.recv()
+    order = line.recv()
     die_with(order.parent_pid)
     set_thread_environment()
     keep_heap_small()
+    return line, order
+
+
+def main(descriptor: int) -> None:
+    """The process of one worker: loads its part, then follows the leader until that closes the line, or is gone."""
+    order: _Order
+    line, order = begin_worker(descriptor)
     try:
         with objects_that_stay():
             leave_compiler_out(order.options.device)

@@ -40,7 +40,6 @@ STALL_S = 4.0
 _UNDER_WAY = 4
 _LOOK_MS = 20
 """Between two looks whether the peer is still a member."""
-_HEAD_BYTES_MAX = 64
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
@@ -79,8 +78,8 @@ class CurveLink:
         """To peers that were read from: those that no read uses."""
         self._numbers = 0
         self._context = new_context()
-        questions = {"bytes_max": max(_HEAD_BYTES_MAX, self._bytes_max), "queued_max": 2 * _UNDER_WAY}
-        self._answering = Answering(where, "pages", self._answer, **questions)
+        sizes = {"bytes_max": self._bytes_max, "queued_max": 2 * _UNDER_WAY}
+        self._answering = Answering(where, "pages", self._answer, **sizes)
 
     def describe(self, info: PeerInfo) -> PeerInfo:
         """Add where pages are asked for."""

@@ -292,11 +292,17 @@ def test_the_same_process_as_a_new_generation(pair: tuple[Taker, Owner]) -> None
         time.sleep(0.03)
 
 
-@NIXL
-def test_a_read_of_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three blocks a slot; the last is not full. A slot never has to hold a longer range than it can."""
-    monkeypatch.setattr(nixl, "SLOT_BYTES_MIN", 3 * BLOCK + 100)
-    owner, taker = Owner("nixl"), Taker("nixl")
+@pytest.mark.parametrize(
+    ("way", "module", "size"),
+    [
+        pytest.param("curve", curve_link, "PIECE_BYTES", id="messages"),
+        pytest.param("nixl", nixl, "SLOT_BYTES_MIN", id="slots", marks=NIXL),
+    ],
+)
+def test_a_read_of_many_pieces(way: str, module: Any, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three blocks a message or slot; the last is not full. None has to hold a longer range than it can."""
+    monkeypatch.setattr(module, size, 3 * BLOCK + 100)
+    owner, taker = Owner(way), Taker(way)
     try:
         taker.port.add_peer(owner.info)
         everything = tuple(range(BLOCKS))
@@ -305,29 +311,11 @@ def test_a_read_of_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
             np.testing.assert_array_equal(view(taker.arenas[Tier.HBM]), content(Tier.HBM, BLOCKS * BLOCK))
             taker.clear()
         link = taker.port._links[0]
-        assert len(link._reader._free) == link._reader._made == 2
+        if way == "nixl":
+            assert len(link._reader._free) == link._reader._made == 2
         longer = Ranges(np.zeros(1, np.int64), np.zeros(1, np.int64), 4 * BLOCK)
-        with pytest.raises(LinkError, match="longer than a slot"):
+        with pytest.raises(LinkError, match="longer than a"):
             link.read(owner.peer, Tier.HBM, Tier.HBM, longer)
-    finally:
-        taker.port.close()
-        owner.close()
-
-
-def test_a_read_of_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three blocks a message; the last is not full. No message is longer than both ends have agreed on."""
-    monkeypatch.setattr(curve_link, "PIECE_BYTES", 3 * BLOCK + 100)
-    owner, taker = Owner("curve"), Taker("curve")
-    try:
-        taker.port.add_peer(owner.info)
-        everything = tuple(range(BLOCKS))
-        for by_page in (False, True):
-            assert taker.do(taker.pull(owner, everything, everything, by_page=by_page)).error == ""
-            np.testing.assert_array_equal(view(taker.arenas[Tier.HBM]), content(Tier.HBM, BLOCKS * BLOCK))
-            taker.clear()
-        longer = Ranges(np.zeros(1, np.int64), np.zeros(1, np.int64), 4 * BLOCK)
-        with pytest.raises(LinkError, match="longer than a message"):
-            taker.port._links[0].read(owner.peer, Tier.HBM, Tier.HBM, longer)
     finally:
         taker.port.close()
         owner.close()

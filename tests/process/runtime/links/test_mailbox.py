@@ -466,6 +466,9 @@ def test_a_mailbox_that_a_loop_reads_can_be_closed(closer: str) -> None:
 
     asyncio.run(read())
     box.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(box.address.rpartition(":")[2])), timeout=5)
+    assert "mailbox b" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize(

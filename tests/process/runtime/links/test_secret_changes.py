@@ -29,23 +29,13 @@ from memserve.runtime.links.segments import SegmentServer, ZmqSegmentLines
 from memserve.runtime.private_files import Secret, follow_secret
 from memserve.segments import Segment
 from memserve.types import Tier
+from secret_steps import NEW, OLD, STEPS, put
 from waiting import eventually
-
-OLD, NEW = "the old secret of the tests", "the new secret of the tests"
-STEPS = (f"{OLD}\n{NEW}\n", f"{NEW}\n{OLD}\nkv={OLD}\n", f"{NEW}\nkv={OLD}\n")
 
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_files, "LOOK_S", 0.0)
-
-
-def put(path: Path, text: str) -> Path:
-    draft = path.with_suffix(".new")
-    draft.write_text(text)
-    draft.chmod(0o600)
-    draft.replace(path)
-    return path
 
 
 class Talker:
