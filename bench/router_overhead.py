@@ -293,7 +293,7 @@ def main() -> int:
         routers = [("memserve", f"http://127.0.0.1:{http}", router.pid)]
         processes = [instances, router]
         try:
-            _wait_until_ready(routers[0][1])
+            wait_until_ready(routers[0][1])
             for rival in filter(None, args.rivals.split(",")):
                 routers.append(_start_rival(rival, args.rivals_python, args.instances, folder, processes))
             for tokens in map(int, args.tokens.split(",")):
@@ -326,13 +326,14 @@ def _start_rival(name: str, python: str, servers: int, folder: Path, processes: 
     processes.insert(0, rival)
     url = f"http://127.0.0.1:{http}"
     try:
-        _wait_until_ready(url)
+        wait_until_ready(url)
     except SystemExit:
         raise SystemExit(f"{name} did not become ready: {(folder / f'{module}.log').read_text()[-1000:]}") from None
     return name, url, rival.pid
 
 
-def _wait_until_ready(url: str) -> None:
+def wait_until_ready(url: str) -> None:
+    """Wait until the router there is. Ends the script when it takes too long."""
     until = time.monotonic() + START_S_MAX
     while time.monotonic() < until:
         try:

@@ -1,39 +1,177 @@
 """Requests per second with one router process and with several, at one port, in front of the same instances.
 
-    python bench/routers.py --model FOLDER [--routers 1,2] [--clients 32] [--seconds 20] [--flags "--colocated 1"]
+    python bench/routers.py --model FOLDER [--routers 1,2] [--share 0.2] [--rounds 3] [--tokens 1024]
 
-Every client asks for one token behind a short prompt, each time over a new connection, so that the kernel spreads the
-requests over the routers. A busy router takes about a core: give it as many cores as there are routers, beside those of
-the instances and of this script. With fewer, the last column tells: what all routers together could answer with a core
-each, by the CPU time that they took for a request, without what they take when no request comes.
+The routers are those of ``memserve serve --routers N``. An instance is a process with the machine, the mailbox and the
+membership of real ones, and a device that computes nothing: so it tells every router what real ones tell. wrk (which
+must be installed) posts prompts of token ids, as in ``router_overhead.py``, over connections that the kernel spreads
+over the routers.
+
+A router that has as much to do as it can takes a core, and so do instances and load. ``--share 0.2`` gives each router
+process a fifth of a core's time, by a control group of its own (Linux, as root), so that a machine of two cores has
+room for what is around them: then requests per second tell how routers scale. What is printed beside: how much of its
+share a router took (below 0.9, something else was the limit), the CPU time of all routers a request.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
-import re
+import secrets
+import shutil
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-TICKS_S = os.sysconf("SC_CLK_TCK")
-IDLE_S = 20.0
+from router_overhead import cpu_seconds, free_port, wait_until_ready, write_load
+
+PERIOD_US = int(os.environ.get("PERIOD", "5000"))
+"""A router's share is given to it anew this often."""
 
 
-def start(model: str, routers: int, flags: list[str]) -> tuple[subprocess.Popen[str], str, int]:
-    """A server that is ready, its host and its port."""
-    command = [sys.executable, "-m", "memserve", "serve", "--model", model, "--port", "0", "--metadata", "none"]
-    process = subprocess.Popen([*command, "--routers", str(routers), *flags], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    found = re.search(r"http://([^:/ ]+):(\d+)/v1", process.stdout.readline())
-    assert found is not None, "the server did not start"
-    time.sleep(5)  # the other routers bind the port when they are ready, a moment after the first
-    return process, found[1], int(found[2])
+# -- an instance that computes nothing
+
+
+class NullDevice:
+    """A device whose steps take no time, and draw the same token always."""
+
+    on_layer = None
+
+    def execute(self, plan):  # noqa: ANN001, ANN201
+        from memserve.instance.events import StepFinished
+
+        draws = sum(map(len, plan.sample_slots))
+        return StepFinished(plan.step_id, [100] * draws, 1000)
+
+    def build_grammar(self, grammar: str, on_built: Callable[[str], None]) -> None:
+        """See :class:`memserve.runtime.ports.Device`."""
+        on_built("there are no grammars here")
+
+    def forget_grammar(self, grammar: str) -> None:
+        """See :class:`memserve.runtime.ports.Device`."""
+
+    def close(self) -> None:
+        """See :class:`memserve.runtime.ports.Device`."""
+
+
+def be_instance(name: str, model: Path, join: str) -> None:
+    """A process: the instance ``name``, until stdin ends."""
+    from memserve.config import ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
+    from memserve.instance.machine import Instance
+    from memserve.mempool.identity import identity_key
+    from memserve.messages import Peer, PeerInfo
+    from memserve.model.loading.card import ModelCard
+    from memserve.runtime.links.answering import Listening
+    from memserve.runtime.links.data import open_data_port
+    from memserve.runtime.links.mailbox import ZmqMailbox
+    from memserve.runtime.member import Member, new_generation
+    from memserve.runtime.memory import keep_heap_small
+    from memserve.runtime.private_files import followed
+    from memserve.types import KVGeometry, Role
+
+    keep_heap_small()
+    secret = os.environ["ROUTER_SECRET"]
+    sizes = json.loads((model / "config.json").read_text())
+    context, vocabulary = int(sizes["max_position_embeddings"]), int(sizes["vocab_size"])
+    geometry = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16")
+    me = Peer(name, new_generation())
+    config = InstanceConfig(
+        context, "null", PoolConfig(4096, identity_key=identity_key(followed(secret).first)),
+        SchedulerConfig(max_step_tokens=65536), Role.COLOCATED, ExchangeConfig(shares_kv=False), vocabulary,
+    )  # fmt: skip
+    machine = Instance(config, geometry.block_tokens, me=me, geometry=geometry)
+    card = ModelCard(model.name, context, vocabulary, (0,), {}, "TokenizersBackend").encode()
+    info = PeerInfo(
+        me, Role.COLOCATED, "", "null", geometry, 4096, 0, machine.context_tokens, True,
+        publishes_events=True, model_card=card,
+    )  # fmt: skip
+    member = Member(
+        machine, NullDevice(), info, [f"tcp://{join}"],
+        lambda me, hear: ZmqMailbox(me, secret, "127.0.0.1", 0, hear),
+        lambda on_pages: open_data_port("shm", geometry, {}, on_pages, Listening(secret, "127.0.0.1", None)),
+    )  # fmt: skip
+    member.start()
+    assert member.wait_joined(60), "the router does not answer"
+    sys.stdin.read()
+    member.close()
+
+
+# -- shares of a core
+
+
+def cpu_groups() -> Path:
+    """Where control groups of CPU time are made. Ends the script where there are none to be had."""
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, folder, kind, options, *_ = line.split()
+        if (kind == "cgroup" and "cpu" in options.split(",")) and os.access(folder, os.W_OK):
+            return Path(folder)
+        if kind == "cgroup2" and os.access(folder, os.W_OK):
+            names = (Path(folder) / "cgroup.subtree_control").read_text().split()
+            if "cpu" in names:
+                return Path(folder)
+    raise SystemExit("no control groups of CPU time that may be written to (Linux, as root): use --share 0")
+
+
+@contextmanager
+def limited(pids: list[int], share: float) -> Iterator[None]:
+    """Each of ``pids`` has ``share`` of a core; 0: as much as there is."""
+    made: list[Path] = []
+    root = cpu_groups() if share else Path()
+    for pid in pids if share else ():
+        group = root / f"memserve-router-{pid}"
+        group.mkdir()
+        made.append(group)
+        quota_us = int(share * PERIOD_US)
+        if (group / "cpu.max").exists():
+            (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        (group / "cgroup.procs").write_text(str(pid))
+    try:
+        yield
+    finally:
+        for group in made:
+            for pid in (group / "cgroup.procs").read_text().split():
+                (root / "cgroup.procs").write_text(pid)
+            group.rmdir()
+
+
+# -- the measurement
+
+
+@contextmanager
+def cluster(options: argparse.Namespace, routers: int) -> Iterator[tuple[str, list[int]]]:
+    """Instances and ``routers`` routers: their address, and their process ids."""
+    with tempfile.TemporaryDirectory() as name:
+        secret, http, port = secrets.token_urlsafe(32), free_port(), free_port()
+        (Path(name) / "secret").write_text(secret)
+        serve = ["serve", "--model", options.model, "--prefill", "0", "--decode", "0", "--colocated", "0"]
+        serve += ["--cluster-port", str(port), "--cluster-secret-file", f"{name}/secret", "--port", str(http)]
+        serve += ["--metadata", "none", "--served-model-name", "m", "--routers", str(routers)]
+        owner = subprocess.Popen([sys.executable, "-m", "memserve", *serve], stderr=subprocess.DEVNULL)
+        processes = [owner]
+        environment = {**os.environ, "ROUTER_SECRET": secret}
+        try:
+            for number in range(options.instances):
+                command = [sys.executable, __file__, "--be-instance", f"null-{number}", options.model]
+                command += [f"127.0.0.1:{port}"]
+                processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, env=environment))
+            wait_until_ready(f"http://127.0.0.1:{http}")
+            time.sleep(5)  # the other routers bind the port when they are ready, a moment after the first
+            pids = routers_of(owner.pid)
+            assert len(pids) == routers, "not all routers have started"
+            yield f"http://127.0.0.1:{http}", pids
+        finally:
+            for process in reversed(processes):
+                process.terminate()
+                process.wait(60)
 
 
 def routers_of(owner: int) -> list[int]:
@@ -46,75 +184,58 @@ def routers_of(owner: int) -> list[int]:
     return found
 
 
-def cpu_s(pids: list[int]) -> float:
-    """CPU time that the processes have taken, in user and system mode."""
-    words = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
-    return sum(int(user) + int(system) for *_, user, system in (w[:13] for w in words)) / TICKS_S
-
-
-async def ask(host: str, port: int, body: bytes) -> bool:
-    """One request over a connection of its own. Whether it was answered."""
-    reader, writer = await asyncio.open_connection(host, port)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
-    writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + body)
-    status = await reader.readline()
-    await reader.read()
-    writer.close()
-    return b" 200 " in status
-
-
-async def load(host: str, port: int, clients: int, seconds: float) -> tuple[float, int]:
-    """Requests per second, and how many were answered."""
-    with urllib.request.urlopen(f"http://{host}:{port}/v1/models", timeout=60) as page:
-        model = json.load(page)["data"][0]["id"]
-    body = json.dumps({"model": model, "prompt": list(range(1, 17)), "max_tokens": 1, "temperature": 0}).encode()
-    end, answered = time.monotonic() + seconds, 0
-
-    async def client() -> None:
-        nonlocal answered
-        while time.monotonic() < end:
-            is_answered = await ask(host, port, body)
-            answered += is_answered  # not in one line: that would read the count before it waits
-
-    began = time.monotonic()
-    await asyncio.gather(*(client() for _ in range(clients)))
-    assert answered, "no request was answered"
-    return answered / (time.monotonic() - began), answered
+def measure(options: argparse.Namespace, script: Path, routers: int) -> tuple[float, float, float, int]:
+    """Requests/s, CPU time of the routers a request in us, the part of their share that they took, failures."""
+    with cluster(options, routers) as (url, pids), limited(pids, options.share):
+        load = ["wrk", "-t1", f"-c{options.connections}", "--timeout", "30s", "-s", str(script), url]
+        subprocess.run([*load, "-d2s"], capture_output=True, check=True)
+        before_s = sum(map(cpu_seconds, pids))
+        run = subprocess.run([*load, f"-d{options.seconds:.0f}s"], capture_output=True, text=True, check=True)
+        spent_s = sum(map(cpu_seconds, pids)) - before_s
+    requests, micros, _, _, bad = map(int, run.stderr.split()[-5:])
+    taken = spent_s / (micros / 1e6) / (routers * (options.share or 1.0))
+    return requests / micros * 1e6, 1e6 * spent_s / requests, taken, bad
 
 
 def main() -> None:
-    """Measure each number of routers, and print a line for each."""
+    """Measure each number of routers in turn, round by round, and print a line for each and the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", required=True, help="a model's folder, for its tokenizer and vocabulary")
     parser.add_argument("--routers", default="1,2")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--flags", default="--colocated 1")
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--share", type=float, default=0.2, help="of a core for each router; 0: no limit")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--seconds", type=float, default=10.0)
     options = parser.parse_args()
-    first, alone = None, None
-    for routers in map(int, options.routers.split(",")):
-        process, host, port = start(options.model, routers, options.flags.split())
-        asyncio.run(load(host, port, options.clients, 2.0))
-        pids = routers_of(process.pid)
-        assert len(pids) == routers, "not all routers have started"
-        before_s = cpu_s(pids)
-        time.sleep(IDLE_S)
-        idle = (cpu_s(pids) - before_s) / IDLE_S
-        before_s, began_s = cpu_s(pids), time.monotonic()
-        rate, answered = asyncio.run(load(host, port, options.clients, options.seconds))
-        request_s = (cpu_s(pids) - before_s - idle * (time.monotonic() - began_s)) / answered
-        capacity = (routers - idle) / request_s
-        first, alone = first or rate, alone or capacity
+    if not shutil.which("wrk"):
+        print("skipped: wrk is not installed (Debian: apt install wrk)")
+        return
+    counts = [int(word) for word in options.routers.split(",")]
+    rates: dict[int, list[float]] = {count: [] for count in counts}
+    vocabulary = json.loads((Path(options.model) / "config.json").read_text())["vocab_size"]
+    with tempfile.TemporaryDirectory() as name:
+        script = write_load(Path(name), options.tokens, "ids", vocabulary)
+        for _ in range(options.rounds):
+            for count in counts:
+                rate, cpu_us, taken, bad = measure(options, script, count)
+                rates[count].append(rate)
+                print(
+                    f"{count} routers: {rate:.0f} requests/s, {bad} bad; {cpu_us:.0f} us of their CPU a request; "
+                    f"they took {taken:.2f} of their share",
+                    flush=True,
+                )
+    first = statistics.median(rates[counts[0]])
+    for count in counts:
+        rate = statistics.median(rates[count])
         print(
-            f"{routers} routers: {rate:.0f} requests/s, {rate / first:.2f} times the first; "
-            f"{1e6 * request_s:.0f} us of their CPU a request, {100 * idle:.1f} % of a core without any: "
-            f"{capacity:.0f} requests/s with a core each, "
-            f"{capacity / alone:.2f} times the first",
-            flush=True,
+            f"{count} routers, median of {options.rounds}: {rate:.0f} requests/s, {rate / first:.2f} times {counts[0]}"
         )
-        process.terminate()
-        process.wait(60)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--be-instance"]:
+        be_instance(sys.argv[2], Path(sys.argv[3]), sys.argv[4])
+    else:
+        main()

@@ -23,6 +23,7 @@ from memserve.instance.kept import KeptAnswers
 from memserve.instance.kv_feed import KvFeed
 from memserve.instance.pins import Pins
 from memserve.instance.router_changes import RouterChanges
+from memserve.instance.router_news import RouterNews
 from memserve.instance.router_orders import RouterOrders
 from memserve.instance.routers import Routers
 from memserve.instance.scheduler_state import SchedulerState
@@ -50,6 +51,7 @@ from memserve.messages import (
     Expelled,
     HandedOver,
     JoinAccepted,
+    Load,
     Peer,
     PeerGone,
     PeerJoined,
@@ -85,7 +87,8 @@ class ClusterLink:
         self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
         self.segments = HeldSegments(state)
-        self.feed = KvFeed(pool, max(1, config.exchange.event_capacity))
+        capacity = config.exchange.event_capacity
+        self.news = RouterNews(self.routers, KvFeed(pool, capacity) if capacity else None)
         #: messages that only the router may send, from another process or an earlier router
         self.messages_ignored = 0
         self.blocks_come_home = 0
@@ -103,7 +106,7 @@ class ClusterLink:
         }  # fmt: skip
         self.orders = RouterOrders(
             state, intake, self.routers, self.changes, self.kept, self.sender, self.fetches, self.segments,
-            self.feed if config.exchange.event_capacity > 0 else None, self._outbox,
+            self.news, self._outbox,
         )  # fmt: skip
         state.transfers = self
 
@@ -225,14 +228,14 @@ class ClusterLink:
             self.sender.planned(plan, now)
         self.writer.planned(plan, now)
 
-    def conclude(self, actions: list[Action], now: int) -> None:
+    def conclude(self, actions: list[Action], load: Callable[[], Load], now: int) -> None:
         """Append messages and page jobs, behind plans and tokens, which are more urgent. What is kept of answers goes
-        before further tokens of them."""
+        before further tokens of them. ``load``: how busy the instance is."""
         if self.kept.is_asked and self.router is not None:
             held = self.kept.take_held(self.routers.follower_of)
             actions[:0] = [Send(self.router, told) for told in held]
         actions[:0] = self.changes.take_answers()
-        self.orders.tell_news()
+        self._outbox += self.news.take(load, now)
         for handle in self._pins.lost:
             self.orders.tell_owner(Pinned(handle, 0))
         self._pins.lost.clear()
@@ -250,7 +253,10 @@ class ClusterLink:
     def tell(self, outputs: list[TokenOutput]) -> list[Action]:
         """New outputs, kept for clients that ask again, as they are told to the routers."""
         self.kept.record(outputs)
-        return [*self.routers.tokens(outputs)]
+        told = self.routers.tokens(outputs)
+        for said in told:
+            self.news.concern(said.to if isinstance(said, Send) else self.router)
+        return [*told]
 
     # -- what the exchange says
 
@@ -306,7 +312,7 @@ class ClusterLink:
         self.writer.set_members(message.peers)
         self.fetches.stores_changed(self.writer.stores)
         self.kept.ask(self.router)
-        if self.feed.next_event and self.router is not None:
+        if self.news.next_event and self.router is not None:
             self.orders.tell_changes(None, self.router)
 
     def _peer_joined(self, message: PeerJoined, now: int) -> None:
@@ -377,7 +383,7 @@ class ClusterLink:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When a lease ends, fetches are decided, segments told, or an answer is forgotten. None: there is none."""
-        ends = [part.next_deadline_ns for part in (self.exchange, self.segments, self.kept, self.routers)]
+        """When something is due here: the end of a lease, a fetch, news for a router ... None: nothing is."""
+        ends = [part.next_deadline_ns for part in (self.exchange, self.segments, self.kept, self.routers, self.news)]
         ends.append(self.fetches.decide_at_ns)
         return min([end for end in ends if end is not None], default=None)

@@ -297,9 +297,10 @@ class LoadRead:
 
     load: Load
     next_event: int
+    """A change of the index before this one that the owner has not heard of was lost."""
     stats: bytes = b""
-    followers: tuple[tuple[Peer, Load], ...] = ()
-    """What each router is told that is not the owner: the same but for the totals of its link."""
+    followers: tuple[tuple[Peer, Load, int], ...] = ()
+    """What each router is told that is not the owner: the load with the totals of its link, and its ``next_event``."""
 
 
 @dataclass(frozen=True, slots=True)

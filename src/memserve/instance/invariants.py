@@ -42,6 +42,7 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
         link.kept.check_invariants(state.groups)
         link.segments.check_invariants()
         link.routers.check_invariants(state.groups)
+        link.news.check_invariants()
         _check_link(state, link)
 
 

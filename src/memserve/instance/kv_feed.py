@@ -64,7 +64,7 @@ class KvFeed:
         if missing == 0:
             return None
         if 0 < missing <= len(self._ring):
-            return KvEvents(first, tuple(islice(self._ring, len(self._ring) - missing, None)))
+            return KvEvents(first, tuple(islice(reversed(self._ring), missing))[::-1])
         return self.snapshot()
 
     def answer(self, first: int | None) -> KvEvents | KvSnapshot | None:

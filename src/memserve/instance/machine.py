@@ -51,7 +51,7 @@ from memserve.instance.stats import (
 )
 from memserve.kv_transfer.events import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
-from memserve.messages import Heartbeat, Load, Peer
+from memserve.messages import Load, Peer
 from memserve.policy.capacity import context_tokens, running_max
 from memserve.policy.layers import LINK_BYTES_S, TPOT_NS, LayerBudget, LayerPolicy
 from memserve.policy.reuse import PreemptionCosts, PreemptionModel
@@ -63,7 +63,6 @@ from memserve.serving import (
     PrefixUnpinned,
     RequestArrived,
     RequestCancelled,
-    Send,
     SequenceStopped,
 )
 from memserve.tiers import lower_page_bytes
@@ -167,10 +166,7 @@ class Instance:
         if outputs := self._take_outputs():
             actions += link.tell(outputs) if link is not None else [EmitTokens(outputs)]
         if link is not None:
-            link.conclude(actions, now)
-            if others := link.orders.take_uninformed():
-                news = Heartbeat(structs.replace(self.load(), dispatches_heard=None), self.next_event)
-                actions += [Send(other, news) for other in others]
+            link.conclude(actions, self.load, now)
         else:
             self.pins.lost.clear()
         return actions
@@ -277,8 +273,8 @@ class Instance:
 
     @property
     def next_event(self) -> int:
-        """Number that the next KV event will have, for heartbeats."""
-        return self.link.feed.next_event if self.link is not None else 0
+        """Number that the next KV event will have."""
+        return self.link.news.next_event if self.link is not None else 0
 
     def pinned_tokens(self, handle: str, tenant: str) -> int:
         """Tokens kept under a name that ``PrefixPinned`` gave. 0: none, or no more."""
@@ -311,7 +307,10 @@ class Instance:
     def reading(self) -> LoadRead:
         """What a heartbeat tells, to the owner and to each follower."""
         load, link = self.load(), self.link
-        return LoadRead(load, self.next_event, followers=link.routers.loads(load) if link is not None else ())
+        if link is None:
+            return LoadRead(load, 0)
+        followers = [(peer, told, link.news.for_heartbeat(peer)) for peer, told in link.routers.loads(load)]
+        return LoadRead(load, link.news.for_heartbeat(link.router), followers=tuple(followers))
 
     def stats(self) -> InstanceStats:
         """State now, and totals since the start."""

@@ -309,9 +309,9 @@ class MemberMachine:
             read.load, read.next_event, read.stats, self._members_digest, self.addresses.wants_ack(now)
         )
         self._do(Send(ANY_ROUTER, heartbeat))  # a restarted router shall hear it too
-        for follower, load in read.followers:
+        for follower, load, next_event in read.followers:
             if self.knows(follower):
-                self._do(Send(follower, Heartbeat(load, read.next_event, read.stats)))
+                self._do(Send(follower, Heartbeat(load, next_event, read.stats)))
                 if self.drains:
                     self._do(Send(follower, Drain()))
         if self._why:

@@ -10,8 +10,8 @@ from memserve.instance.fetching import Fetches
 from memserve.instance.handoff_sender import HandoffSender
 from memserve.instance.intake import RequestIntake
 from memserve.instance.kept import KeptAnswers
-from memserve.instance.kv_feed import KvFeed
 from memserve.instance.router_changes import RouterChanges
+from memserve.instance.router_news import RouterNews
 from memserve.instance.routers import Routers
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.segments import HeldSegments
@@ -43,14 +43,13 @@ class RouterOrders:
         sender: HandoffSender,
         fetches: Fetches,
         segments: HeldSegments,
-        feed: KvFeed | None,
+        news: RouterNews,
         outbox: list[Action],
     ) -> None:
-        """``feed`` None: this instance publishes no KV events. ``outbox``: where messages go."""
+        """``outbox``: where messages go."""
         self._state, self._intake, self._routers, self._changes = state, intake, routers, changes
         self._kept, self._sender, self._fetches, self._segments = kept, sender, fetches, segments
-        self._feed, self._outbox = feed, outbox
-        self._placed_by: Peer | None = None  # the router whose order is the event under way
+        self._news, self._outbox = news, outbox
         self._orders: dict[type, Callable[[Any, Peer, int], None]] = {
             Dispatch: self._dispatch, Cancel: self._cancel, StopSequence: self._stop, AskEvents: self._ask_events,
             AskAttempts: self._ask_attempts, AskAnswers: self._ask_answers,
@@ -84,25 +83,11 @@ class RouterOrders:
         if self._routers.owner is not None:
             self._outbox.append(Send(self._routers.owner, message))
 
-    def tell_news(self) -> None:
-        """Every router hears what has changed in the index."""
-        news = self._feed.news() if self._feed is not None else None
-        if news is not None:
-            self.tell_owner(news)
-            self._outbox += [Send(follower, news) for follower in self._routers.followers]
-
     def tell_changes(self, first: int | None, to: Peer) -> None:
         """One router hears all changes from number ``first`` on; None: everything."""
-        self.tell_news()
-        rest = self._feed.answer(first) if self._feed is not None else None
+        rest = self._news.catch_up(to, first)
         if rest is not None:
             self._outbox.append(Send(to, rest))
-
-    def take_uninformed(self) -> list[Peer]:
-        """Routers that are to hear at once how busy the instance is: all but the one that has placed something here in
-        this event. Until the next heartbeat each of them would choose the instance that was idle."""
-        router, self._placed_by = self._placed_by, None
-        return self._routers.others(router) if router is not None else []
 
     # -- what they ask for
 
@@ -125,7 +110,7 @@ class RouterOrders:
         self._sender.begin(group, len(order.generated[0]) if resumed and request.n == 1 else 0, resumed)
         cause = Cause.REMOTE_KV_EXPECTED if order.holders else Cause.ENQUEUED
         self._intake.enqueue(group, cause, order.generated if resumed else (), order.ended)
-        self._placed_by = sender
+        self._news.placed(sender)
         if order.holders and group.sequences:
             self._fetches.begin(group, now)
 

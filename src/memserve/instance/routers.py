@@ -84,9 +84,10 @@ class Routers:
         """All of them, in the order in which they were heard of."""
         return self._followers.values()
 
-    def others(self, router: Peer) -> list[Peer]:
-        """All routers but one."""
-        return [peer for peer in (self.owner, *self._followers.values()) if peer is not None and peer != router]
+    @property
+    def all(self) -> list[Peer]:
+        """The owner, and all followers."""
+        return [peer for peer in (self.owner, *self._followers.values()) if peer is not None]
 
     # -- whose is an attempt
 

@@ -238,8 +238,9 @@ class StoreMachine:
                 case ReadLoad(with_stats):
                     load = Load(transfers_open=self.kv.exchange.transfers_open)
                     stats = msgspec.msgpack.encode(self.clients.numbers()) if with_stats else b""
-                    followers = tuple((follower, load) for follower in self.member.followers.values())
-                    self._follow_event(LoadRead(load, self._feed.next_event, stats, followers), now)
+                    next_event = self._feed.next_event
+                    followers = tuple((peer, load, next_event) for peer in self.member.followers.values())
+                    self._follow_event(LoadRead(load, next_event, stats, followers), now)
                 case Joined():
                     pass
                 case Left(refused):
