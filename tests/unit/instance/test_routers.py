@@ -51,7 +51,7 @@ def test_each_router_hears_of_its_own_attempts() -> None:
     assert books.counts(None).answers_told == 2
     assert books.is_of("a", R2) and not books.is_of("a", R3) and not books.is_of("a", OWNER) and books.is_of("b", OWNER)
     books.check_invariants(("a", "b", "c"))
-    assert books.others(R2) == [OWNER, R3] and books.others(OWNER) == [R2, R3]
+    assert books.all == [OWNER, R2, R3]
 
 
 def test_an_attempt_whose_follower_is_gone_goes_on_for_a_while_and_is_taken_by_another() -> None:
