@@ -157,6 +157,9 @@ class Dispatch(Message, frozen=True, tag=True):
     """A resumed request with a ``key``: all that its client was told."""
     span: Span | None = None
     """The request is a part of a sequence larger than an instance. None: it is all of it."""
+    known_tokens: Natural | None = None
+    """Tokens of prompts that wait there, as far as the router knows. An instance with many more answers that, and the
+    router chooses again. None: it is to run the request however much waits."""
 
 
 class Cancel(Message, frozen=True, tag=True):
@@ -208,6 +211,8 @@ class RequestRefused(Message, frozen=True, tag=True):
     request_id: str
     reason: str
     retry_after_s: float | None = None
+    load: Load | None = None
+    """Not None: others have placed so much there that its router had better choose again, with what it knows now."""
 
 
 # -- named prefixes

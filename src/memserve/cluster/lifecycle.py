@@ -36,6 +36,9 @@ from memserve.units import NS_PER_S, ns_from_s
 RETRY_AFTER_S = 5.0
 """What clients are told when no instance was there in time."""
 
+OUTRUN_MAX = 3
+"""A request is placed anew so often because other routers were quicker; then it runs where it is placed."""
+
 
 class Lifecycle:
     """The way of each request from arrival to its end. All of its methods leave the books balanced."""
@@ -154,9 +157,11 @@ class Lifecycle:
         attempt_id = self.requests.name(req, number)
         first, decode_at, involved = chosen.first, chosen.decode_at, chosen.members
         self._counters.sequences_split += bool(chosen.parts)
+        may_be_outrun = not chosen.parts and req.outrun < OUTRUN_MAX
+        known_tokens = self._loads.prefill_tokens_of(first.number) if may_be_outrun else None
         attempt = Attempt(
             attempt_id, number, first, decode_at, chosen.holders, chosen.route, now, now, involved,
-            self._charge(req, chosen), parts=chosen.parts,
+            self._charge(req, chosen), parts=chosen.parts, known_tokens=known_tokens,
         )  # fmt: skip
         self._begin(req, attempt, now)
         self.tallies.dispatched(req, chosen, now)
@@ -273,6 +278,13 @@ class Lifecycle:
         req = self.requests.by_attempt.get(message.request_id)
         if req is None or req.attempt is None or sender not in req.attempt.involved:
             return  # an old attempt's, or the sender has handed it over: another instance has it
+        if message.load is not None and req.attempt.known_tokens is not None:
+            req.outrun += 1
+            req.tries -= 1
+            self._abandon(req, "outrun", but=sender)
+            self._loads.heartbeat(sender.number, message.load)  # behind the end of the work that it does not have
+            self.place(req, now)
+            return
         req.refusal = message.reason
         req.avoid[sender.peer] = message.retry_after_s
         if message.retry_after_s is None or message.retry_after_s > 0:

@@ -185,6 +185,12 @@ class LoadTable:
         own, reported, since = self.tables[:, :, number]
         return Work(*np.maximum(own, reported + since).tolist())
 
+    def prefill_tokens_of(self, number: int) -> int:
+        """Of that, tokens of prompts: quicker, for each request."""
+        own, reported, since = self._own[0], self._reported[0], self._since[0]
+        tokens: int = max(own[number], reported[number] + since[number])
+        return tokens
+
     def tokens(self, numbers: Ints) -> Ints:
         """Outstanding work of each: tokens to be computed, and tokens to be read in each step."""
         own, reported, since = self.tables[:, :, numbers]

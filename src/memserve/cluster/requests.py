@@ -132,6 +132,8 @@ class Attempt:
     """Of a sequence that instances share; empty: one instance has all of it."""
     part: int = 0
     """The last one that was dispatched."""
+    known_tokens: int | None = None
+    """Tokens of prompts that wait at ``first``, as far as is known. None: it is to run there however many wait."""
     handed_over_ns: int | None = None
     """When ``decode_at`` said that it has the KV. None: it has not."""
 
@@ -201,6 +203,8 @@ class RequestState:
     """Since when no instance could take it; until news come."""
     parts: Parts = ()
     """Those of its last attempt, if instances shared it."""
+    outrun: int = 0
+    """Attempts that came to an instance behind many tokens of others' requests, and were not run."""
     is_stopped: bool = False
     """The client ended a sequence: instances may not have heard of it."""
     past: list[AttemptStory] = field(default_factory=list)
@@ -248,6 +252,7 @@ class RequestState:
             holders=attempt.holders,
             return_kv=returns_kv and plain and attempt.first.info.caching,
             told=told if generated else (),
+            known_tokens=attempt.known_tokens,
         )
         return order_for(attempt.parts, attempt.part, order) if attempt.parts else order
 

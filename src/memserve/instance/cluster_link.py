@@ -77,7 +77,9 @@ class ClusterLink:
         config: InstanceConfig,
         geometry: KVGeometry,
         me: Peer,
+        load: Callable[[], Load],
     ) -> None:
+        """``load``: how busy the instance is."""
         pool = state.memory.pool
         self.routers = Routers(config.exchange.kept_answer_ns)
         self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
@@ -88,7 +90,7 @@ class ClusterLink:
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
         self.segments = HeldSegments(state)
         capacity = config.exchange.event_capacity
-        self.news = RouterNews(self.routers, KvFeed(pool, capacity) if capacity else None)
+        self.news = RouterNews(self.routers, KvFeed(pool, capacity) if capacity else None, load)
         #: messages that only the router may send, from another process or an earlier router
         self.messages_ignored = 0
         self.blocks_come_home = 0
@@ -106,7 +108,7 @@ class ClusterLink:
         }  # fmt: skip
         self.orders = RouterOrders(
             state, intake, self.routers, self.changes, self.kept, self.sender, self.fetches, self.segments,
-            self.news, self._outbox,
+            self.news, self._outbox, load, config.scheduler.step_tokens,
         )  # fmt: skip
         state.transfers = self
 
@@ -228,14 +230,14 @@ class ClusterLink:
             self.sender.planned(plan, now)
         self.writer.planned(plan, now)
 
-    def conclude(self, actions: list[Action], load: Callable[[], Load], now: int) -> None:
+    def conclude(self, actions: list[Action], now: int) -> None:
         """Append messages and page jobs, behind plans and tokens, which are more urgent. What is kept of answers goes
-        before further tokens of them. ``load``: how busy the instance is."""
+        before further tokens of them."""
         if self.kept.is_asked and self.router is not None:
             held = self.kept.take_held(self.routers.follower_of)
             actions[:0] = [Send(self.router, told) for told in held]
         actions[:0] = self.changes.take_answers()
-        self._outbox += self.news.take(load, now)
+        self._outbox += self.news.take(now)
         for handle in self._pins.lost:
             self.orders.tell_owner(Pinned(handle, 0))
         self._pins.lost.clear()

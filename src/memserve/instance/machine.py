@@ -121,7 +121,7 @@ class Instance:
         self.link: ClusterLink | None = None
         if me is not None:
             check(geometry is not None, "a member of a cluster must know the geometry of its KV")
-            self.link = ClusterLink(self.state, self.intake, self.pins, config, geometry, me)  # type: ignore[arg-type]  # checked in the line before
+            self.link = ClusterLink(self.state, self.intake, self.pins, config, geometry, me, self.load)  # type: ignore[arg-type]  # checked in the line before
 
     # -- the one mutator
 
@@ -166,7 +166,7 @@ class Instance:
         if outputs := self._take_outputs():
             actions += link.tell(outputs) if link is not None else [EmitTokens(outputs)]
         if link is not None:
-            link.conclude(actions, self.load, now)
+            link.conclude(actions, now)
         else:
             self.pins.lost.clear()
         return actions

@@ -46,11 +46,11 @@ class Told:
 class RouterNews:
     """Tells every router, and remembers what each has heard."""
 
-    __slots__ = ("_feed", "_has_own_news", "_routers", "_told", "next_deadline_ns")
+    __slots__ = ("_feed", "_has_own_news", "_load", "_routers", "_told", "next_deadline_ns")
 
-    def __init__(self, routers: Routers, feed: KvFeed | None) -> None:
-        """``feed`` None: this instance publishes no KV events."""
-        self._routers, self._feed = routers, feed
+    def __init__(self, routers: Routers, feed: KvFeed | None, load: Callable[[], Load]) -> None:
+        """``feed`` None: this instance publishes no KV events. ``load``: how busy the instance is."""
+        self._routers, self._feed, self._load = routers, feed, load
         #: by router; those that are gone are forgotten at the next event
         self._told: dict[Peer, Told] = {}
         self._has_own_news: set[Peer | None] = set()  # routers whose requests the event under way has changed
@@ -94,8 +94,8 @@ class RouterNews:
 
     # -- and what is said of it
 
-    def take(self, load: Callable[[], Load], now: int) -> list[Send]:
-        """What routers are told now. ``load``: how busy the instance is."""
+    def take(self, now: int) -> list[Send]:
+        """What routers are told now."""
         news = self._feed.news() if self._feed is not None else None
         routers, said = self._routers.all, list[Send]()
         self.next_deadline_ns = None
@@ -105,7 +105,7 @@ class RouterNews:
                 continue
             may_wait = 0 < told.again_ns - now <= BUNDLE_NS  # more: the clock was set back
             if not may_wait or router in self._has_own_news or len(routers) == 1:
-                said += self._bundle(router, told, news, load)
+                said += self._bundle(router, told, news)
                 told.again_ns = now + BUNDLE_NS
             else:
                 self.next_deadline_ns = min(told.again_ns, self.next_deadline_ns or told.again_ns)
@@ -114,7 +114,7 @@ class RouterNews:
             self._told = {router: self._told[router] for router in routers}
         return said
 
-    def _bundle(self, router: Peer, told: Told, news: KvEvents | None, load: Callable[[], Load]) -> Iterable[Send]:
+    def _bundle(self, router: Peer, told: Told, news: KvEvents | None) -> Iterable[Send]:
         if self._feed is not None and told.next_event != self.next_event:
             is_all = news is not None and news.first == told.next_event
             changes = news if is_all else self._feed.replay(told.next_event)
@@ -123,7 +123,7 @@ class RouterNews:
                 yield Send(router, changes)
         if told.is_stale:
             told.is_stale = False
-            yield Send(router, Heartbeat(structs.replace(load(), dispatches_heard=None), self.next_event))
+            yield Send(router, Heartbeat(structs.replace(self._load(), dispatches_heard=None), self.next_event))
 
     def _of(self, router: Peer) -> Told:
         """A router that has heard nothing asks for all that it misses."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import structs
+
 from memserve.instance.events import Action
 from memserve.instance.fetching import Fetches
 from memserve.instance.handoff_sender import HandoffSender
@@ -24,7 +26,9 @@ from memserve.messages import (
     AttemptsUnknown,
     Cancel,
     Dispatch,
+    Load,
     Peer,
+    RequestRefused,
     StopSequence,
 )
 from memserve.serving import RejectRequest, Send
@@ -45,11 +49,14 @@ class RouterOrders:
         segments: HeldSegments,
         news: RouterNews,
         outbox: list[Action],
+        load: Callable[[], Load],
+        step_tokens: int,
     ) -> None:
-        """``outbox``: where messages go."""
+        """``outbox``: where messages go. ``load``: how busy the instance is. ``step_tokens``: of one step, at most."""
         self._state, self._intake, self._routers, self._changes = state, intake, routers, changes
         self._kept, self._sender, self._fetches, self._segments = kept, sender, fetches, segments
         self._news, self._outbox = news, outbox
+        self._load, self._step_tokens = load, step_tokens
         self._orders: dict[type, Callable[[Any, Peer, int], None]] = {
             Dispatch: self._dispatch, Cancel: self._cancel, StopSequence: self._stop, AskEvents: self._ask_events,
             AskAttempts: self._ask_attempts, AskAnswers: self._ask_answers,
@@ -97,6 +104,8 @@ class RouterOrders:
             return  # to refuse the repeated one would end the one that runs
         if order.request.request_id not in self._state.groups:
             self._routers.begins(order.request.request_id, sender)
+        if any(self._routers.followers) and self._is_outrun(order, sender):
+            return
         group = self._intake.open_dispatch(order, self._changes.me, now)
         if isinstance(group, RejectRequest):
             self.reject(group)
@@ -113,6 +122,22 @@ class RouterOrders:
         self._news.placed(sender)
         if order.holders and group.sequences:
             self._fetches.begin(group, now)
+
+    def _is_outrun(self, order: Dispatch, sender: Peer) -> bool:
+        """Whether other routers' requests have come before ``order``, so many that its router had better choose again:
+        it is told how much there is to do."""
+        known_tokens, load = order.known_tokens, self._load()
+        if known_tokens is None:
+            return False
+        slack_tokens = max(self._step_tokens, known_tokens // 2)
+        if load.prefill_tokens_queued <= known_tokens + slack_tokens:
+            return False
+        name = order.request.request_id
+        load = structs.replace(load, dispatches_heard=None)
+        self._routers.ended(name)
+        self._routers.counts(sender).answers_told += 1
+        self._outbox.append(Send(sender, RequestRefused(name, "other routers' requests came before it", 0.0, load)))
+        return True
 
     def _cancel(self, message: Cancel, sender: Peer, now: int) -> None:
         if self._routers.is_of(message.request_id, sender):

@@ -15,6 +15,7 @@ from memserve.serving import Send
 from memserve.types import KVGeometry, Role, Tier
 
 OWNER, R2, R3 = Peer("router", 5), Peer("router-2", 1), Peer("router-3", 1)
+LOAD = Load(requests_waiting=7, dispatches_heard=3)
 GEOMETRY = KVGeometry(1, 1, 1, 1, "float32", 1)
 
 
@@ -46,14 +47,14 @@ class World:
         self.index, self.routers = Index(), Routers(100)
         self.routers.owner = OWNER
         self.routers.set_members([PeerInfo(peer, Role.ROUTER, "", "", GEOMETRY, 0, 0, 0, False) for peer in followers])
-        self.news = RouterNews(self.routers, KvFeed(self.index, kept))
+        self.news = RouterNews(self.routers, KvFeed(self.index, kept), lambda: LOAD)
         self.heard = dict.fromkeys((OWNER, *followers), 0)
         self.loads = dict.fromkeys((OWNER, *followers), 0)
         self.take(0)  # routers hear what happens from here on, and ask for the rest
 
     def take(self, now: int) -> list[Peer]:
         """Which routers are told something."""
-        said = self.news.take(lambda: Load(requests_waiting=7, dispatches_heard=3), now)
+        said = self.news.take(now)
         self.news.check_invariants()
         for send in said:
             self._hear(send)

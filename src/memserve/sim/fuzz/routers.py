@@ -141,6 +141,7 @@ class Routers:
             done.update({"followers: finished": counters.requests_finished})
             done.update({"followers: sequences shared": counters.sequences_split})
             done.update({"followers: attempts refused": counters.attempts_failed.get("refused", 0)})
+            done.update({"followers: outrun": counters.attempts_failed.get("outrun", 0)})
             admission = node.machine.cluster.stats().admission
             done.update({"followers: admitted": admission.admitted})
             done.update({f"followers: {cause} rejected": count for cause, count in admission.rejected.items()})
@@ -162,7 +163,7 @@ class Routers:
             require(not len(node.machine.cluster.answers), f"{name} keeps answers for ever")
             if not host.scenario.faults:
                 failed = node.machine.cluster.stats().counters.attempts_failed
-                require(failed.keys() <= {"refused"}, f"{name}: attempts failed in a healthy world: {failed}")
+                require(failed.keys() <= {"refused", "outrun"}, f"{name}: attempts failed in a healthy world: {failed}")
         for instance in host.instances:
             link = instance.machine.link
             require(link is None or not link.routers.alone, f"{instance.peer.name} has requests that no router wants")
