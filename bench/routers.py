@@ -1,15 +1,15 @@
 """Requests per second with one router process and with several, at one port, in front of the same instances.
 
-    python bench/routers.py --model FOLDER [--routers 1,2] [--share 0.2] [--rounds 3] [--tokens 1024]
+    python bench/routers.py --model FOLDER [--routers 1,2] [--share 0.4] [--rounds 3] [--tokens 1024]
 
 The routers are those of ``memserve serve --routers N``. An instance is a process with the machine, the mailbox and the
 membership of real ones, and a device that computes nothing: so it tells every router what real ones tell. wrk (which
 must be installed) posts prompts of token ids, as in ``router_overhead.py``, over connections that the kernel spreads
 over the routers.
 
-A router that has as much to do as it can takes a core, and so do instances and load. ``--share 0.2`` gives each router
-process a fifth of a core's time, by a control group of its own (Linux, as root), so that a machine of two cores has
-room for what is around them: then requests per second tell how routers scale. What is printed beside: how much of its
+A router that has as much to do as it can takes a core, and so do instances and load. ``--share 0.4`` gives each router
+process two fifths of a core, by a control group of its own (Linux, as root), so that a machine of two cores has room
+for what is around them: then requests per second tell how routers scale. What is printed beside: how much of its
 share a router took (below 0.9, something else was the limit), the CPU time of all routers a request.
 """
 
@@ -31,8 +31,25 @@ from pathlib import Path
 
 from router_overhead import cpu_seconds, free_port, wait_until_ready, write_load
 
-PERIOD_US = int(os.environ.get("PERIOD", "5000"))
-"""A router's share is given to it anew this often."""
+from memserve.config import ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.instance.events import StepFinished, StepPlan
+from memserve.instance.machine import Instance
+from memserve.mempool.identity import identity_key
+from memserve.messages import Peer, PeerInfo
+from memserve.model.loading.card import ModelCard
+from memserve.runtime.links.answering import Listening
+from memserve.runtime.links.data import open_data_port
+from memserve.runtime.links.mailbox import ZmqMailbox
+from memserve.runtime.member import Member, new_generation
+from memserve.runtime.memory import keep_heap_small
+from memserve.runtime.private_files import followed
+from memserve.types import KVGeometry, Role
+
+PERIOD_US = 100_000
+"""A router's share is given to it anew this often: the kernel's default. Shorter ones cost the routers more."""
+
+TOKEN = 100
+"""What is always drawn."""
 
 
 # -- an instance that computes nothing
@@ -41,13 +58,12 @@ PERIOD_US = int(os.environ.get("PERIOD", "5000"))
 class NullDevice:
     """A device whose steps take no time, and draw the same token always."""
 
-    on_layer = None
+    on_layer: Callable[[int, int], None] | None = None
 
-    def execute(self, plan):  # noqa: ANN001, ANN201
-        from memserve.instance.events import StepFinished
-
+    def execute(self, plan: StepPlan) -> StepFinished:
+        """See :class:`memserve.runtime.ports.Device`."""
         draws = sum(map(len, plan.sample_slots))
-        return StepFinished(plan.step_id, [100] * draws, 1000)
+        return StepFinished(plan.step_id, [TOKEN] * draws, device_ns=1000)
 
     def build_grammar(self, grammar: str, on_built: Callable[[str], None]) -> None:
         """See :class:`memserve.runtime.ports.Device`."""
@@ -62,19 +78,6 @@ class NullDevice:
 
 def be_instance(name: str, model: Path, join: str) -> None:
     """A process: the instance ``name``, until stdin ends."""
-    from memserve.config import ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
-    from memserve.instance.machine import Instance
-    from memserve.mempool.identity import identity_key
-    from memserve.messages import Peer, PeerInfo
-    from memserve.model.loading.card import ModelCard
-    from memserve.runtime.links.answering import Listening
-    from memserve.runtime.links.data import open_data_port
-    from memserve.runtime.links.mailbox import ZmqMailbox
-    from memserve.runtime.member import Member, new_generation
-    from memserve.runtime.memory import keep_heap_small
-    from memserve.runtime.private_files import followed
-    from memserve.types import KVGeometry, Role
-
     keep_heap_small()
     secret = os.environ["ROUTER_SECRET"]
     sizes = json.loads((model / "config.json").read_text())
@@ -138,8 +141,8 @@ def limited(pids: list[int], share: float) -> Iterator[None]:
         yield
     finally:
         for group in made:
-            for pid in (group / "cgroup.procs").read_text().split():
-                (root / "cgroup.procs").write_text(pid)
+            for left in (group / "cgroup.procs").read_text().split():
+                (root / "cgroup.procs").write_text(left)
             group.rmdir()
 
 
@@ -203,7 +206,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a model's folder, for its tokenizer and vocabulary")
     parser.add_argument("--routers", default="1,2")
     parser.add_argument("--instances", type=int, default=2)
-    parser.add_argument("--share", type=float, default=0.2, help="of a core for each router; 0: no limit")
+    parser.add_argument("--share", type=float, default=0.4, help="of a core for each router; 0: no limit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connections", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1024)
