@@ -106,8 +106,12 @@ class MemberLog:
             self._gone.move_to_end(name)
             if len(self._gone) > _NAMES_MAX:
                 self._gone.popitem(last=False)
-        elif change is MemberChange.RETURNED and (since := self._gone.pop(name, None)) is not None:
-            why.append(f"after {self._clock() - since:.1f} s")
+        elif change is MemberChange.RETURNED:
+            since = self._gone.pop(name, None)
+            if since is not None:
+                why.append(f"after {self._clock() - since:.1f} s")
+            elif not why:  # a router before this one had a member of that name, and ended it: a start like any other
+                change = MemberChange.JOINED
         # one process that knocks at short intervals under ever new generations has one line, too
         thing = (change, name, report.address)
         place = f" at {report.address}" if report.address else ""
