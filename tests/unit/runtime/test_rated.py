@@ -32,6 +32,7 @@ def test_an_instance_that_has_died_is_back(caplog: pytest.LogCaptureFixture) -> 
 def test_a_name_of_an_earlier_run_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     """The records of a router that ended in good order know its instances; the next start has those names again."""
     assert said(caplog, (MemberChange.RETURNED, "")) == []
+    assert said(caplog, (MemberChange.LEFT, "it is drained"), (MemberChange.RETURNED, "")) == []
     assert said(caplog, (MemberChange.RETURNED, "with the KV that it had cached")) == [
         "instance c1 at tcp://h:1 is back: with the KV that it had cached"
     ]
