@@ -97,7 +97,7 @@ def test_counts_follow_the_load(served: OnRay, model: Path, truth: list[str]) ->
 def test_an_instance_of_several_workers_gets_as_many_gpus(served: OnRay, model: Path, truth: list[str]) -> None:
     """Ray only says that there are GPUs: the instance is placed by them, is shown them, and computes on the CPU."""
     reserved = "colocated=CPU:1,GPU:2"
-    flags = ("--colocated", "1", "--tensor-parallel", "2", "--device", "cpu", "--ray-resources", reserved)
+    flags = ("--colocated", "1", "--pipeline-parallel", "2", "--device", "cpu", "--ray-resources", reserved)
     placed = OnRay(model, *flags, prefill=0, decode=0, ray=served.ray)
     try:
         assert placed.up() == {"c1"}

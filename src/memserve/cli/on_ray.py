@@ -52,9 +52,9 @@ def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOpt
     from memserve.runtime.ray_actors import START_S, new_controller
 
     port = http.port or free_port()
-    node = ray.util.get_node_ip_address() if cluster.host == opt.DEFAULT_HOST else cluster.host
-    plan = _plan(engine, http, cluster, node, port)
     try:
+        node = ray.util.get_node_ip_address() if cluster.host == opt.DEFAULT_HOST else cluster.host
+        plan = _plan(engine, http, cluster, node, port)
         with signals_raise():
             controller = new_controller(plan)
             with plain_errors(ray):
