@@ -1,12 +1,12 @@
 """A cluster is upgraded process by process while clients stream: ``python scripts/upgrade_check.py --old PYTHON``.
 
-PYTHON runs the release before (``PYTHON -m memserve``), this checkout's is the new one; etcd must be installed. A
-router, a prefill and a decode instance of the old release serve a tiny random model in float32. Then, one after the
-other, each instance gets a successor of the new release and is asked to end (SIGTERM), and the router hands over to a
-standby of the new release. All the while clients ask questions one after the other, greedily, streamed and with an
-``Idempotency-Key``; as clients do, they try the other router when one does not answer. Each answer is compared with
-the old release's own before the upgrade. A request that has no answer after a minute, or another one, has failed: the
-exit status is 1. ``--back`` goes the other way: from this checkout to PYTHON.
+PYTHON runs the release before (``PYTHON -m memserve``), this checkout's is the new one; both with the extra etcd, and
+etcd itself must be installed. A router, a prefill and a decode instance of the old release serve a tiny random model
+in float32. Then, one after the other, each instance gets a successor of the new release and is asked to end (SIGTERM),
+and the router hands over to a standby of the new release. All the while clients ask questions one after the other,
+greedily, streamed and with an ``Idempotency-Key``; as clients do, they try the other router when one does not answer.
+Each answer is compared with the old release's own before the upgrade. A request that has no answer after a minute, or
+another one, has failed: the exit status is 1. ``--back`` goes the other way: from this checkout to PYTHON.
 """
 
 from __future__ import annotations
@@ -95,8 +95,13 @@ class Cluster:
         while not condition():
             ended = {name: one.returncode for name, one in self._processes.items() if one.poll() not in (None, 0)}
             if time.monotonic() > end_s or ended:
-                raise SystemExit(f"it never came to that: {what}; ended: {ended or 'none'}; logs are in {self._folder}")
+                raise SystemExit(f"it never came to that: {what}; ended: {ended or 'none'}\n{self._last_words()}")
             time.sleep(0.05)
+
+    def _last_words(self) -> str:
+        """The end of each process's log: the logs are gone with their folder."""
+        texts = {path.stem: path.read_text(errors="replace")[-2000:] for path in sorted(self._folder.glob("*.log"))}
+        return "\n".join(f"-- {name}\n{text}" for name, text in texts.items())
 
 
 class Clients:

@@ -89,7 +89,8 @@ class PlacementOptions:
     """With --on ray: HOST:PORT of the Ray cluster. None: RAY_ADDRESS, else a Ray of this host alone."""
     resources: tuple[str, ...] = option((), "--ray-resources", form=MANY)
     """With --on ray: ROLE=NAME:AMOUNT,...: what Ray reserves for each process of a role, for example
-    decode=CPU:4,GPU:1; where it is not named, CPU:1. Repeatable, one role each."""
+    decode=CPU:4,GPU:1; where it is not named, CPU:1. An instance computes on GPUs that are reserved for it, one for
+    each of its workers; --device cuda reserves them. Repeatable, one role each."""
     scaling: ScalingOptions = field(default_factory=ScalingOptions)
     """How many instances there are."""
 

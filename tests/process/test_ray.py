@@ -94,6 +94,39 @@ def test_counts_follow_the_load(served: OnRay, model: Path, truth: list[str]) ->
         scaled.process.kill()
 
 
+def test_an_instance_of_several_workers_gets_as_many_gpus(served: OnRay, model: Path, truth: list[str]) -> None:
+    """Ray only says that there are GPUs: the instance is placed by them, is shown them, and computes on the CPU."""
+    reserved = "colocated=CPU:1,GPU:2"
+    flags = ("--colocated", "1", "--pipeline-parallel", "2", "--device", "cpu", "--ray-resources", reserved)
+    placed = OnRay(model, *flags, prefill=0, decode=0, ray=served.ray)
+    try:
+        assert placed.up() == {"c1"}
+        assert sorted(placed.gpus_shown_to("c1")) == ["0", "1"]
+        assert placed.ask(0) == truth[0]
+        assert placed.end() == 0
+    finally:
+        placed.process.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tensor-parallel", "2", "--ray-resources", "colocated=GPU:1"], "needs 2 GPUs, and not 1"),
+        (["--ray-resources", "colocated=GPU:2"], "of 1 worker needs one GPU or a part of it, and not 2"),
+        (["--device", "cuda:1"], "Ray chooses the GPUs"),
+        (["--device", "gpu"], "unknown device 'gpu'"),
+        (["--gpu-memory-share", "0.5"], "needs a GPU"),
+    ],
+)
+def test_gpus_that_do_not_suit_are_refused_before_anything_is_placed(
+    served: OnRay, capfd: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    from memserve.cli.main import run
+
+    assert run(["serve", "--on", "ray", "--address", served.ray.address, "--colocated", "1", *words]) == 1
+    assert message in capfd.readouterr().err
+
+
 def test_words_of_the_driver_are_not_those_of_the_router() -> None:
     words = ["serve", "--on", "ray", "--port=1", "--dtype", "float32", "--api-key", "k", "--lenient", "--prefill", "2"]
     assert without(words, _DROPPED) == ["serve", "--dtype", "float32", "--lenient"]

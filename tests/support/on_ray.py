@@ -28,14 +28,14 @@ QUICKLY = {
 
 
 class Raylets:
-    """A head without room for instances, and nodes with room for four each."""
+    """A head without room for instances, and nodes with room for four each; they say that they have two GPUs each."""
 
     def __init__(self, nodes: int = 2) -> None:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": 0, "include_dashboard": False, "_system_config": QUICKLY}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.nodes = [self.cluster.add_node(num_cpus=4) for _ in range(nodes)]
+        self.nodes = [self.cluster.add_node(num_cpus=4, num_gpus=2) for _ in range(nodes)]
         self.address = self.cluster.address
 
     def kill_raylet(self, node: int) -> None:
@@ -52,7 +52,7 @@ class OnRay:
 
     def __init__(self, model: Path, *flags: str, prefill: int = 1, decode: int = 1, ray: Raylets | None = None) -> None:
         self.ray = ray or Raylets()
-        self._name, port = model.name, free_port()
+        self._name, self._model, port = model.name, str(model), free_port()
         self.url = f"http://127.0.0.1:{port}"
         shape = ("--prefill", str(prefill), "--decode", str(decode), "--metadata", "none", "--port", str(port))
         own = ("--model", str(model), "--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1")
@@ -87,6 +87,20 @@ class OnRay:
         """Instances that take requests, without what their names say of their life."""
         page = httpx.get(f"{self.url}/metrics", timeout=30).text
         return set(re.findall(r'memserve_instance_up{instance="(\w+)[\w-]*",role="\w+"} 1.0', page))
+
+    def gpus_shown_to(self, name: str) -> list[str]:
+        """What ``CUDA_VISIBLE_DEVICES`` of the instance's process says."""
+        (place,) = (one for one in Path("/proc").glob("[0-9]*") if self._runs(one, name))
+        (shown,) = re.findall(rb"(?:^|\0)CUDA_VISIBLE_DEVICES=([^\0]*)", (place / "environ").read_bytes())
+        return str(shown, "ascii").split(",")
+
+    def _runs(self, process: Path, name: str) -> bool:
+        """Whether it is the instance, and not one of its workers or of another cluster."""
+        try:
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            return False
+        return "--join" in words and self._model in words and any(word.startswith(f"{name}-") for word in words)
 
     def counter(self, name: str) -> float:
         page = httpx.get(f"{self.url}/metrics", timeout=30).text

@@ -19,7 +19,7 @@ from memserve.messages import ROUTER, PeerInfo
 from memserve.options import command_line_of
 from memserve.placement import Followers, PlacementOptions
 from memserve.runtime.gpu_build import check_gpu_shares, on_gpus, refuse_on_gpu
-from memserve.runtime.gpus import device_here
+from memserve.runtime.gpus import DeviceChoice, device_here
 from memserve.runtime.links.devices import own_address
 from memserve.runtime.memory import objects_that_stay
 from memserve.runtime.meta_keeper import Metadata, MetadataPlace, open_metadata
@@ -220,6 +220,11 @@ def _scaled(
     return scaled(engine, options.placement.scaling, aim_ns, perform, counts_gate=by_memory)
 
 
+def devices_for(engine_options: EngineOptions, options: ClusterOptions) -> DeviceChoice:
+    """What the instances of this host compute with; nothing is asked for where there are none."""
+    return device_here(engine_options.device if options.instances else "cpu")
+
+
 def _find_store(options: ClusterOptions, say: Callable[[str], None]) -> NamedStore | None:
     if options.store.at is None or options.secret is None:
         return None
@@ -234,7 +239,7 @@ def _check_memory(
     """Check the memory of all processes together: each checks its own, but all at once they see one free memory."""
     from memserve.runtime.memory import check_host_memory
 
-    gpus = len(device_here(engine_options.device).gpus)
+    gpus = len(devices_for(engine_options, options).gpus)
     check_gpu_shares(engine_options.gpu_memory_share, options.instances, gpus, engine_options.parallel.workers)
     hbm_bytes = 0 if gpus else engine_options.kv_memory_bytes
     needed_bytes = 0
@@ -282,7 +287,7 @@ def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str
     link = "shm" if options.link == "auto" and not options.may_span_hosts else options.link
     counts = {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.COLOCATED: options.colocated}
     orders: list[ChildOrder] = []
-    gpus = len(device_here(engine_options.device).gpus)
+    gpus = len(devices_for(engine_options, options).gpus)
     for role, count in counts.items():
         cached = dataclasses.replace(engine_options, caching=engine_options.caching and options.caches(role))
         if count and gpus:

@@ -23,6 +23,7 @@ from memserve.cli.cluster import ClusterOptions
 from memserve.config import EngineOptions
 from memserve.errors import UserError
 from memserve.options import command_line_of
+from memserve.runtime.gpu_build import as_reserved
 from memserve.runtime.links.devices import with_port
 from memserve.runtime.private_files import followed
 from memserve.runtime.process import EndAsked, signals_raise
@@ -51,9 +52,9 @@ def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOpt
     from memserve.runtime.ray_actors import START_S, new_controller
 
     port = http.port or free_port()
-    node = ray.util.get_node_ip_address() if cluster.host == opt.DEFAULT_HOST else cluster.host
-    plan = _plan(engine, http, cluster, node, port)
     try:
+        node = ray.util.get_node_ip_address() if cluster.host == opt.DEFAULT_HOST else cluster.host
+        plan = _plan(engine, http, cluster, node, port)
         with signals_raise():
             controller = new_controller(plan)
             with plain_errors(ray):
@@ -139,20 +140,30 @@ def _plan(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions,
 def members_plan(
     engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions, secret: str, join: str
 ) -> ClusterPlan:
-    """The instances and stores of a cluster whose router is reached at ``join``."""
+    """The instances and stores of a cluster whose router is reached at ``join``. Raises :class:`UserError` for GPUs
+    that do not suit an instance."""
     from memserve.runtime.ray_actors import ClusterPlan, ProcessOrder
 
     common = ("--join", join, "--link", cluster.link, "--log-level", http.log_level, "--drain-s", str(http.drain_s))
-    members, env = {}, _environment()
-    for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
+    members, env, resources = {}, _environment(), cluster.placement.by_role()
+    most = cluster.at_most
+    wanted = {Role.PREFILL: most.prefill, Role.DECODE: most.decode, Role.COLOCATED: most.colocated}
+    for role in wanted:
         own = dataclasses.replace(engine, caching=engine.caching and cluster.caches(role))
+        try:
+            own, resources[role.value] = as_reserved(own, role, resources[role.value])
+        except UserError:
+            if wanted[role]:
+                raise
+            continue  # `memserve scale` is told that this cluster has no such role
         words = ("instance", *common, "--role", role.value, *command_line_of(own))
         members[role.value] = ProcessOrder("", words, secret, http.drain_s, env=env)
     words = ("store", *common, *cluster.store.flags)
     members[Role.STORE.value] = ProcessOrder("", words, secret, http.drain_s, env=env)
     counts = {Role.PREFILL.value: cluster.prefill, Role.DECODE.value: cluster.decode}
     counts |= {Role.COLOCATED.value: cluster.colocated, Role.STORE.value: int(cluster.store.is_wanted)}
-    return ClusterPlan(None, members, counts, cluster.placement.by_role())
+    counts = {role: count for role, count in counts.items() if role in members}
+    return ClusterPlan(None, members, counts, resources)
 
 
 def _environment() -> dict[str, str]:

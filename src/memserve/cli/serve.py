@@ -17,7 +17,7 @@ import typer
 from memserve.api.config import ApiConfig, EdgeConfig
 from memserve.cli import credentials
 from memserve.cli import options as opt
-from memserve.cli.cluster import READS, Asked, ClusterOptions, running_cluster
+from memserve.cli.cluster import READS, Asked, ClusterOptions, devices_for, running_cluster
 from memserve.cli.fleet import run_fleet
 from memserve.cli.shape import choose_counts, room_text, shape_text
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
@@ -130,7 +130,8 @@ def serve(
         run_server(_alone(engine, cluster.admission, *cluster_options), http, None)
         return
     config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
-    shape = choose_counts(prefill, decode, colocated, engine, placement.scaling)
+    here = engine if placement.asked is None else dataclasses.replace(engine, device="cpu")  # Ray's nodes have the GPUs
+    shape = choose_counts(prefill, decode, colocated, here, placement.scaling)
     kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
     secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
     members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape), with_absolute_folders(store), placement)
@@ -285,7 +286,7 @@ def _engine(options: EngineOptions) -> Iterator[Served]:
 
 @contextmanager
 def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) -> Iterator[Served]:
-    for why in (device_here(options.device).why, cluster.why):
+    for why in (devices_for(options, cluster).why, cluster.why):
         if why:
             _say(why)
     with running_cluster(options, cluster, log_level, _say) as running:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from memserve.config import EngineOptions, InstanceConfig
 from memserve.errors import UserError
+from memserve.runtime.gpus import check_device_name
 from memserve.types import Role
 from memserve.units import GIB, MIB, ceil_div, human_bytes
 
@@ -39,10 +41,41 @@ def on_gpus(engine: EngineOptions, number: int, instances: int, gpus: int, worke
     check_gpu_count(workers, gpus)
     places = gpus // workers
     device = f"cuda:{number % places * workers}" if gpus > 1 else engine.device
-    share = engine.gpu_memory_share
-    if share is None and engine.kv_memory_bytes == EngineOptions().kv_memory_bytes:
-        share = round(GPU_SHARE / ceil_div(instances, places), 4)
-    return dataclasses.replace(engine, device=device, gpu_memory_share=share)
+    return _with_share(dataclasses.replace(engine, device=device), 1 / ceil_div(instances, places))
+
+
+def _with_share(engine: EngineOptions, part: float) -> EngineOptions:
+    """Options of an instance that has ``part`` of its GPUs, unless a size is given."""
+    if engine.gpu_memory_share is not None or engine.kv_memory_bytes != EngineOptions().kv_memory_bytes:
+        return engine
+    return dataclasses.replace(engine, gpu_memory_share=round(GPU_SHARE * part, 4))
+
+
+def as_reserved(
+    engine: EngineOptions, role: Role, reserved: Mapping[str, float]
+) -> tuple[EngineOptions, dict[str, float]]:
+    """The options of an instance for which Ray reserves ``reserved``, and what Ray is to reserve. ``--device auto`` is
+    a GPU where one is reserved, else the CPU; ``cuda`` reserves one for each worker.
+
+    Raises :class:`UserError` for GPUs that do not suit the instance."""
+    workers = engine.parallel.of(role).workers
+    check_device_name(engine.device)
+    if ":" in engine.device:
+        hint = "use --device auto, cpu or cuda; --ray-resources says how many"
+        raise UserError(f"Ray chooses the GPUs, and --device {engine.device} names one", hint=hint, param="device")
+    gpus = reserved.get("GPU", workers if engine.device == "cuda" else 0)
+    if engine.device == "cpu" or not gpus:
+        refuse_without_gpu(engine)
+        return dataclasses.replace(engine, device="cpu"), dict(reserved)
+    if gpus != workers and not (workers == 1 and gpus < 1):
+        hint = f"give --ray-resources {role.value}=CPU:1,GPU:{workers}, or other workers, or --device cpu"
+        needs = f"{workers} GPUs" if workers > 1 else "one GPU or a part of it"
+        text = f"a {role.value} instance of {workers} worker{'s' * (workers > 1)} needs {needs}, and not {gpus:g}"
+        raise UserError(text, hint=hint, param="ray_resources")
+    refuse_on_gpu(engine, role)
+    check_gpu_shares(engine.gpu_memory_share, int(1 / min(gpus, 1)), 1)
+    own = _with_share(dataclasses.replace(engine, device="cuda"), min(gpus, 1))
+    return own, {**reserved, "GPU": float(gpus)}
 
 
 def check_gpu_count(workers: int, gpus: int) -> None:

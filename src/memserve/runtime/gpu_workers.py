@@ -33,7 +33,7 @@ from memserve.runtime.gpus import gpu_count, show_first
 from memserve.runtime.lean_torch import leave_compiler_out
 from memserve.runtime.links.ranges import shard_of
 from memserve.runtime.memory import objects_that_stay, usable_cores
-from memserve.runtime.workers import LOAD_S, STEP_S, Processes, begin_worker, refuse_stages_by_layer
+from memserve.runtime.workers import LOAD_S, STEP_S, Processes, begin_worker, refuse_stages_by_layer, say_why
 
 if TYPE_CHECKING:
     from memserve.model.gpu import Gpu
@@ -205,11 +205,11 @@ def main(descriptor: int) -> None:
             leave_compiler_out(order.options.device)
             part = _loaded_part(order, line)
     except UserError as error:
-        line.send(error.message)
+        say_why(line, error.message)
         return
     except Exception as error:
         log.exception("worker %d cannot start", order.share.rank)
-        line.send(f"{type(error).__name__}: {error}")
+        say_why(line, f"{type(error).__name__}: {error}")
         return
     line.send("")
     status = 1

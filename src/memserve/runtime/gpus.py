@@ -172,6 +172,12 @@ def torch_cuda() -> str | None:
     return found.group(1) if found else None
 
 
+def check_device_name(asked: str) -> None:
+    """Raise :class:`UserError` for what is no ``--device``."""
+    if not DEVICES.fullmatch(asked):
+        raise UserError(f"unknown device {asked!r}", hint=f"use one of {DEVICES_SAID}", param="device")
+
+
 def choose_device(
     asked: str, gpus: tuple[FoundGpu, ...], driver_cuda: tuple[int, int], torch_for: str | None, why_none: str = ""
 ) -> DeviceChoice:
@@ -179,8 +185,7 @@ def choose_device(
 
     Raises :class:`UserError` where a GPU is asked for that cannot be used.
     """
-    if not DEVICES.fullmatch(asked):
-        raise UserError(f"unknown device {asked!r}", hint=f"use one of {DEVICES_SAID}", param="device")
+    check_device_name(asked)
     if asked == "cpu":
         return DeviceChoice((), "")
     index = int(asked.partition(":")[2] or 0)

@@ -94,22 +94,24 @@ class MemberLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lines = RatedLog(log, clock=clock)
-        self._gone: OrderedDict[str, float] = OrderedDict()
-        """Name -> when its last incarnation ended."""
+        self._gone: OrderedDict[str, tuple[float, bool]] = OrderedDict()
+        """Name -> when its last incarnation ended, and whether that was its death."""
 
     def say(self, report: ReportMember) -> None:
         """One line, unless there was one like it just now."""
-        change, name = report.change, report.peer.name
+        change, name, level = report.change, report.peer.name, _LEVELS[report.change]
         why = [report.why] if report.why else []
         if change in (MemberChange.DIED, MemberChange.LEFT):
-            self._gone[name] = self._clock()
+            self._gone[name] = (self._clock(), change is MemberChange.DIED)
             self._gone.move_to_end(name)
             if len(self._gone) > _NAMES_MAX:
                 self._gone.popitem(last=False)
-        elif change is MemberChange.RETURNED and (since := self._gone.pop(name, None)) is not None:
-            why.append(f"after {self._clock() - since:.1f} s")
+        elif change is MemberChange.RETURNED:
+            since_s, has_died = self._gone.pop(name, (None, bool(why)))
+            why += [] if since_s is None else [f"after {self._clock() - since_s:.1f} s"]
+            level = level if has_died else logging.INFO  # it said goodbye, here or to a router before this one
         # one process that knocks at short intervals under ever new generations has one line, too
         thing = (change, name, report.address)
         place = f" at {report.address}" if report.address else ""
         what = _WORDS[change] + (f": {', '.join(why)}" if why else "")
-        self._lines.say(_LEVELS[change], thing, "instance %s%s %s", name[:100], place[:200], what[:300])
+        self._lines.say(level, thing, "instance %s%s %s", name[:100], place[:200], what[:300])

@@ -307,6 +307,12 @@ def begin_worker(descriptor: int) -> tuple[Connection, Any]:
     return line, order
 
 
+def say_why(line: Connection, message: str) -> None:
+    """To the leader, why this worker cannot start; the leader may have ended for the same reason."""
+    with suppress(OSError):
+        line.send(message)
+
+
 def main(descriptor: int) -> None:
     """The process of one worker: loads its part, then follows the leader until that closes the line, or is gone."""
     order: _Order
@@ -316,7 +322,7 @@ def main(descriptor: int) -> None:
             leave_compiler_out(order.options.device)
             device = _load(order, line)
     except UserError as error:
-        line.send(error.message)
+        say_why(line, error.message)
         return
     while True:
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -154,6 +156,16 @@ def test_what_cannot_be_divided_is_refused_before_it_starts(model: Path, tmp_pat
     with pytest.raises(UserError, match="cannot be divided among workers"):
         LLM(str(other), **OPTIONS, tensor_parallel=2)
     assert not workers_of(os.getpid())
+
+
+def test_what_leader_and_workers_find_alike_is_said_once(tmp_path: Path) -> None:
+    """No kernel reads some heads of 8: the leader ends first, and the workers have no process to tell."""
+    folder = save_folder(tiny_module("llama"), tmp_path / "narrow")
+    flags = ["--dtype", "float32", "--kv-memory", "4MiB", "--tensor-parallel", "2", "--block-tokens", "8"]
+    command = [sys.executable, "-m", "memserve", "serve", "--in-process", "--port", "0", "--model", str(folder), *flags]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 1
+    assert [line.partition(" ")[0] for line in run.stderr.splitlines()] == ["loading", "error:", "hint:"]
 
 
 def test_a_worker_that_is_killed_ends_the_engine_with_its_requests(model: Path) -> None:

@@ -15,6 +15,7 @@ from memserve.runtime import gpus
 from memserve.runtime.gpu_build import (
     CONTEXT_BYTES,
     GRAPHS_BYTES,
+    as_reserved,
     check_gpu_count,
     check_gpu_shares,
     check_pages,
@@ -208,6 +209,40 @@ def test_an_instance_of_several_workers_takes_as_many_gpus() -> None:
         with pytest.raises(UserError, match=said) as raised:
             on_gpus(options, 0, 1, count, workers)
         assert f"--pipeline-parallel to {count}" in str(raised.value.hint)
+
+
+def test_ray_reserves_a_gpu_for_each_worker() -> None:
+    pair = EngineOptions(parallel=Parallel(2))
+    own, reserved = as_reserved(EngineOptions(device="cuda", parallel=Parallel(2, 2)), Role.COLOCATED, {"CPU": 1.0})
+    assert (own.device, own.gpu_memory_share, reserved) == ("cuda", 0.9, {"CPU": 1.0, "GPU": 4.0})
+    own, reserved = as_reserved(pair, Role.COLOCATED, {"GPU": 2.0})
+    assert (own.device, reserved) == ("cuda", {"GPU": 2.0}), "auto: what is reserved is used"
+    own, reserved = as_reserved(pair, Role.PREFILL, {"CPU": 4.0})
+    assert (own.device, own.gpu_memory_share, reserved) == ("cpu", None, {"CPU": 4.0}), "and nothing else"
+    half, reserved = as_reserved(EngineOptions(), Role.DECODE, {"CPU": 1.0, "GPU": 0.5})
+    assert (half.device, half.gpu_memory_share, reserved["GPU"]) == ("cuda", 0.45, 0.5)
+    assert as_reserved(EngineOptions(device="cpu"), Role.DECODE, {"GPU": 3.0})[0].device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "role", "reserved", "message"),
+    [
+        (EngineOptions(parallel=Parallel(2)), Role.COLOCATED, {"GPU": 1.0}, "2 workers needs 2 GPUs, and not 1"),
+        (EngineOptions(parallel=Parallel(2)), Role.COLOCATED, {"GPU": 4.0}, "2 workers needs 2 GPUs, and not 4"),
+        (EngineOptions(), Role.DECODE, {"GPU": 1.5}, "1 worker needs one GPU or a part of it, and not 1.5"),
+        (EngineOptions(device="cuda", parallel=Parallel(2)), Role.DECODE, {}, "cannot be handed over"),
+        (EngineOptions(device="cuda:1"), Role.DECODE, {"GPU": 1.0}, "Ray chooses the GPUs"),
+        (EngineOptions(device="gpu"), Role.DECODE, {}, "unknown device"),
+        (EngineOptions(gpu_memory_share=0.5), Role.DECODE, {"CPU": 1.0}, "needs a GPU"),
+        (EngineOptions(gpu_memory_share=0.9), Role.DECODE, {"GPU": 0.5}, "2 instances cannot have 0.9 of one GPU"),
+    ],
+)
+def test_what_ray_reserves_must_suit(
+    options: EngineOptions, role: Role, reserved: dict[str, float], message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        as_reserved(options, role, reserved)
+    assert raised.value.hint
 
 
 def test_kv_of_several_gpus_stays_in_its_instance() -> None:
