@@ -110,6 +110,7 @@ def a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 LONG = (
     "process/runtime/test_net_hosts",
     "unit/llm/test_model_answers",
+    "unit/runtime/test_gpu_workers",
     "process/runtime/test_workers",
     "process/test_routers",
     "process/meta/test_etcd",
@@ -118,6 +119,7 @@ LONG = (
     "stories/sim/fuzz/test_fuzz",
     "process/test_failure_matrix",
     "process/test_scaling",
+    "process/test_secret_changes",
     "process/bench/test_endings",
     "stories/sim/fuzz/test_whole_world",
     "process/test_operations",

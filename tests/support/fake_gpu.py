@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memserve.model.attention import triton_attention
+from memserve.model.attention.reference import ReferenceAttention, ReferencePages
+
 UNIT_BYTES = 64
 NOT_THERE = -77
 
@@ -182,6 +185,39 @@ class FakeGpu:
 def _units(memory: Tensor) -> range:
     first = memory.data_ptr()
     return range(first // UNIT_BYTES, -(-(first + memory.numel() * memory.element_size()) // UNIT_BYTES))
+
+
+# -- attention: Triton's interpreter takes a third of a second for each layer of a step
+
+_with_kernels = triton_attention.attend
+_interpreting = threading.Lock()
+
+
+def _one_at_a_time(*args: Any) -> None:
+    """Triton's interpreter has one grid for all threads."""
+    with _interpreting:
+        _with_kernels(*args)
+
+
+def _by_reference(
+    batch: triton_attention.TritonBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *how: Any
+) -> None:
+    """What the kernels are to compute out of the same batch, by their oracle. As for them, the memory does not end with
+    the arena: padding of graphs is written behind it."""
+    scale, window, softcap, sinks = how
+    arena = batch.arena.view(torch.uint8)
+    memory = torch.empty(0, dtype=torch.uint8).set_(arena.untyped_storage())[arena.storage_offset() :]
+    pages = ReferencePages(memory, batch.geometry)
+    rows = (part.numpy() for part in (batch.tables, batch.table_rows, batch.q_starts, batch.contexts))
+    by_head = (x.transpose(0, 1)[None] for x in (q, k, v))
+    attention = ReferenceAttention(pages, *rows)
+    out.copy_(attention.attend(layer, *by_head, scale=scale, window=window, softcap=softcap, sinks=sinks)[0])
+
+
+def attend_with_kernels(interpreted: bool) -> None:
+    """From now on in this process. False: by their oracle, where a scenario is about the order of what happens, and
+    not about what the kernels make of a batch."""
+    triton_attention.attend = _one_at_a_time if interpreted else _by_reference
 
 
 # -- several of them

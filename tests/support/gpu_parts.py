@@ -15,7 +15,6 @@ import torch
 from fake_gpu import FakeCommunicator, FakeGpu, FakeWorld
 from memserve import _core
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.model.attention import triton_attention
 from memserve.model.attention.backends import TritonAttention
 from memserve.model.forward import EagerForward
 from memserve.model.gpu_crew import GpuCrew
@@ -25,18 +24,6 @@ from memserve.parallel import Parallel, Share, shares
 from memserve.runtime.gpu_steps import DividedGpu, follow_leader
 from memserve.runtime.workers import Processes
 from tiny_models import CONTEXT_TOKENS, Driver, loaded
-
-_interpreting = threading.Lock()
-_attend = triton_attention.attend
-
-
-def _one_at_a_time(*args: Any) -> None:
-    """Triton's interpreter has one grid for all threads."""
-    with _interpreting:
-        _attend(*args)
-
-
-triton_attention.attend = _one_at_a_time
 
 
 class Watched(TritonAttention):

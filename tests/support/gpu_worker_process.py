@@ -1,5 +1,5 @@
-"""Workers of an instance on GPUs as real processes without any: fake GPUs, kernels that are interpreted, and gloo in
-the place of NCCL. Run as a module it is one of the processes beside the leader."""
+"""Workers of an instance on GPUs as real processes without any: fake GPUs, attention by its oracle, and gloo in the
+place of NCCL. Run as a module it is one of the processes beside the leader."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, attend_with_kernels
 from gpu_parts import Part, Together
 from memserve.model import gpu, gpu_part
 from memserve.model.capture import forward
@@ -32,6 +32,7 @@ def install() -> None:
         crew.gpu = own
         make(self, model, config, own, crew, *more, **options)
 
+    attend_with_kernels(False)
     Part.__init__ = made
     sys.modules["memserve.model.device"].choose_attention = Together._choose
     loader.load_model, gpu.Cuda, gpu_part.GpuPart = on_host, lambda *_: FakeGpu(), Part

@@ -34,6 +34,7 @@ class ServedStore:
         self.secret_file = folder / "secret"
         self.secret_file.write_text(SECRET)
         self.secret_file.chmod(0o600)
+        self._log = folder / "store.log"
         self.name = name or f"test-{os.getpid()}-{secrets.token_hex(4)}"
         self.flags = flags
         self.dram = dram
@@ -42,7 +43,8 @@ class ServedStore:
     def _start(self, port: int) -> None:
         command = [sys.executable, "-m", "memserve", "store", "--listen", f"127.0.0.1:{port}", "--dram", self.dram]
         command += ["--cluster-secret-file", str(self.secret_file), "--name", self.name, *self.flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        with self._log.open("a") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], WAIT_S)[0], "the store does not start"
         self.line = self.process.stdout.readline()
@@ -53,6 +55,10 @@ class ServedStore:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def log(self) -> str:
+        """All that it has said."""
+        return self._log.read_text(errors="replace")
 
     def client(self, tenant: str = "default", **options: Any) -> StoreClient:
         return StoreClient(self.address, tenant, self.secret_file, timeout_s=WAIT_S, **options)
@@ -81,6 +87,7 @@ class ServedStore:
             return self.process.wait(WAIT_S)
         finally:
             self.process.kill()
+            print(self.log(), file=sys.stderr)  # shown where a test fails
             for path in Path("/dev/shm").glob(f"memserve-store-{self.name[:24]}*"):
                 path.unlink(missing_ok=True)
 

@@ -213,8 +213,11 @@ class Member:
                 self._port.start(action)  # type: ignore[arg-type]  # a RunStep does not come here
 
     def _tell_router(self, message: AnyMessage) -> None:
-        router = self._member.router  # without the lock: its holder may wait for this thread
-        if router is not None:  # else nothing waits for it: an expelled instance's requests run elsewhere
+        router = self._machine.link.router if self._machine.link is not None else None
+        # Without the lock: its holder may wait for this thread. Where the member knows another router than the machine,
+        # or none, nothing waits for this message: an expelled instance's requests run elsewhere, and the next router
+        # hears of an answer by ``AnswersHeld``, which has to come before further tokens of it.
+        if router is not None and router == self._member.router:
             self._mailbox.send(router, message)
 
     def _broke(self) -> None:

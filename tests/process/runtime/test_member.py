@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from fake_instances import GEOMETRY, SECRET
+from memserve.answers import AnswerLog
 from memserve.cluster.machine import Cluster
 from memserve.config import ClusterConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.errors import UserError
@@ -22,7 +24,9 @@ from memserve.instance.router_addresses import RouterAddresses
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, SealPages
 from memserve.messages import (
     ROUTER,
+    AnswersHeld,
     AnyMessage,
+    Dispatch,
     Expelled,
     HeartbeatAck,
     Join,
@@ -31,6 +35,7 @@ from memserve.messages import (
     PeerInfo,
     PeerJoined,
     RejoinRequest,
+    Tokens,
 )
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
@@ -274,6 +279,52 @@ def test_a_late_welcome_of_a_router_that_was_replaced_is_not_taken(node) -> None
     assert it.member.router is None
     new.send(info.peer, JoinAccepted(()))
     eventually(lambda: it.member.router == Peer(ROUTER, 8))
+    for mailbox in (old, new):
+        mailbox.close()
+
+
+def test_the_next_router_hears_of_an_answer_before_its_further_tokens(node, monkeypatch) -> None:
+    """Steps end while its ``JoinAccepted`` is on the way from the member to the machine. A router that hears tokens of
+    an attempt of which it was not told ends it, and then waits for it: a minute, until it is taken to have stalled."""
+    heard: list[tuple[int, AnyMessage]] = []
+
+    def router_of(generation: int) -> ZmqMailbox:
+        me = Peer(ROUTER, generation)
+        return ZmqMailbox(me, SECRET, "127.0.0.1", 0, lambda _, message: heard.append((generation, message)))
+
+    def said_to(generation: int, kind: Any) -> list[AnyMessage]:
+        return [message for to, message in heard if to == generation and isinstance(message, kind)]
+
+    old, new = router_of(7), router_of(8)
+    it = node("c1", old.address)
+    eventually(lambda: said_to(7, Join))
+    me = it.member.me
+    for mailbox in (old, new):
+        mailbox.connect(me, it.member._mailbox.address)
+    old.send(me, JoinAccepted(()))
+    it.device.gate.clear()
+    request, truth = ask("kept", 60)
+    old.send(me, Dispatch(msgspec.structs.replace(request, key="a key", asked="this")))
+    eventually(lambda: it.machine.load().sequences_running)
+    connect = it.member._mailbox.connect
+
+    def connect_late(peer: Peer, address: str) -> None:
+        connect(peer, address)
+        if peer.generation == 8:  # the member knows the new router, the machine does not yet
+            it.device.gate.set()
+            eventually(lambda: it.machine.stats().generated_tokens >= 8)
+
+    monkeypatch.setattr(it.member._mailbox, "connect", connect_late)
+    new.send(me, RejoinRequest(new.address))
+    eventually(lambda: said_to(8, Join))
+    new.send(me, JoinAccepted(()))
+    eventually(lambda: [o for message in said_to(8, Tokens) for o in message.outputs if o.finish_reason is not None])
+    told = said_to(8, AnswersHeld | Tokens)
+    assert [type(message) for message in told] == [AnswersHeld, *[Tokens] * (len(told) - 1)]
+    [held] = told[0].answers
+    log = AnswerLog(held.told)
+    assert held.runs and all(log.take(output) >= 0 for message in told[1:] for output in message.outputs)
+    assert [token for output in log.outputs("kept") for token in output.tokens] == truth
     for mailbox in (old, new):
         mailbox.close()
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
+import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -85,12 +84,23 @@ class Cluster:
         return sum(float(line.rpartition(" ")[2]) for line in rows)
 
     def ask(self, tokens: list[int], count: int) -> str:
-        body = {"model": self._model.name, "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True}
-        status, text = self.network["client"].http(
-            self.address("router"), 8000, "/v1/completions", body, timeout_s=WAIT_S
-        )
-        assert status == 200, text
-        return str(json.loads(text)["choices"][0]["text"])
+        return "".join(self.stream(tokens, count))
+
+    def stream(self, tokens: list[int], count: int) -> Iterator[str]:
+        """The answer piece by piece, as it is computed."""
+        wanted = {"model": self._model.name, "prompt": tokens, "max_tokens": count, "temperature": 0}
+        body = json.dumps(wanted | {"ignore_eos": True, "stream": True})
+        with self.network["client"].socket(socket.AF_INET6 if self._v6 else socket.AF_INET) as sock:
+            sock.settimeout(WAIT_S)
+            sock.connect((self.address("router"), 8000))
+            call = http.client.HTTPConnection(self.address("router"), 8000)
+            call.sock = sock
+            call.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            answer = call.getresponse()
+            assert answer.status == 200, answer.read()
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield str(json.loads(line[6:])["choices"][0]["text"])
 
 
 @pytest.fixture(scope="module")
@@ -146,15 +156,12 @@ def test_a_network_that_comes_apart(
     """A request that runs when the line is cut, one behind it, and one after the line is whole again."""
     seed = 100 + 10 * HOSTS.index(one) + len(others) + HOSTS.index(others[0])
     running, behind, after = (tokens(60, seed * 3 + at) for at in range(3))
-    answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(cluster.ask(running, 180)))
-    thread.start()
-    time.sleep(0.1)
+    stream = cluster.stream(running, 180)
+    begun = [next(stream), next(stream)]  # of 180 pieces
     cluster.network.cut(one, *others)
     try:
         assert cluster.ask(behind, 24) == truth(behind, 24)
-        thread.join(WAIT_S)
-        assert answers == [truth(running, 180)]
+        assert "".join([*begun, *stream]) == truth(running, 180)
     finally:
         cluster.network.heal(one, *others)
     eventually(lambda: cluster.live() == {"prefill", "decode", "store"}, WAIT_S)

@@ -97,10 +97,11 @@ def test_workers_share_three_kv_heads_and_answer_as_one(tmp_path: Path, by_layer
         assert not by_layer or llm._engine.stats().instance.layers.begun
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_workers_give_the_answers_of_each_adapter(tmp_path: Path, kind: str) -> None:
-    """Rows of two adapters and of the base share steps; some prompts begin alike."""
-    module, (tensor, pipeline) = tiny_module("llama"), KINDS[kind]
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)], ids=["TP 2", "PP 2", "TP 2 x PP 2"])
+def test_workers_give_the_answers_of_each_adapter(tmp_path: Path, tensor: int, pipeline: int) -> None:
+    """Rows of two adapters and of the base share steps; some prompts begin alike. A stage in the middle is as the last
+    one to adapters."""
+    module = tiny_module("llama")
     folders = {
         "one": save_adapter(tmp_path / "one", module, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"], 1),
         "two": save_adapter(tmp_path / "two", module, ["k_proj", "down_proj"], 2),
