@@ -86,7 +86,7 @@ class Followed(Generic[T]):
             stats = [path.stat() for path in self._files]
         except OSError:
             return None
-        return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in stats)
+        return tuple((status.st_ino, status.st_size, status.st_ctime_ns) for status in stats)  # a mode changes it, too
 
 
 Secret = str | Followed[str]

@@ -81,6 +81,8 @@ def test_a_file_that_is_gone_or_open_to_others_keeps_the_keys(tmp_path: Path, ca
     file.chmod(0o622)
     assert tenants(ring, "k-old", "k-strange") == ["", None]
     assert "other users may write" in caplog.text
+    file.chmod(0o600)
+    assert tenants(ring, "k-old", "k-strange") == [None, ""], "as the hint says"
 
 
 def test_a_mounted_secret_changes_by_its_symlink(tmp_path: Path) -> None:
@@ -95,7 +97,7 @@ def test_a_mounted_secret_changes_by_its_symlink(tmp_path: Path) -> None:
     assert tenants(ring, "k-v1", "k-v2") == ["", None]
     (tmp_path / "..tmp").symlink_to("v2")
     (tmp_path / "..tmp").replace(tmp_path / "..data")
-    assert tenants(ring, "k-v1", "k-v2") == [None, ""], "size and time are the same, the inode is another"
+    assert tenants(ring, "k-v1", "k-v2") == [None, ""], "size and time of the content are the same"
 
 
 def test_files_are_looked_at_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
