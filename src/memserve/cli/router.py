@@ -18,6 +18,7 @@ from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.child import child_of_serve
 from memserve.cli.instance import SECRET_HINT, listens_at, own_address_to
+from memserve.cli.progress import say
 from memserve.cli.serve import ChatTokens, GenerationDefaults, ServedNames, serve_until_signal
 from memserve.cli.shape import follow_context, model_of, with_models
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, ClusterConfig, EngineOptions, MemberConfig
@@ -134,7 +135,7 @@ def router(
         advertise=here,
     )
     keys = http(credentials.api_keys(api_key, api_key_file), credentials.metrics_keys(metrics_key, metrics_key_file))
-    run_follower(engine, place, keys, lambda line: typer.echo(line, err=True))
+    run_follower(engine, place, keys, say)
 
 
 def _run_supervised(
