@@ -42,13 +42,17 @@ class AnswersHeld(Message, frozen=True, tag=True):
     """There is no more to be told."""
     key: str = ""
     """The one that the router has asked for (``AskAnswers``); empty: all that an earlier router has left."""
+    refused: str = ""
+    """``asked`` of that question, where another request has the key: one that runs there, or whose answer is whole."""
 
 
 class AskAnswers(Message, frozen=True, tag=True):
     """Router -> instance: a client asks me for the answer with this key. Tell me what you have of it; an attempt that
-    runs there is mine from now on."""
+    runs there is mine from now on, if it is of the same request."""
 
     key: str
+    asked: str
+    """The request, as ``Request.asked``."""
 
 
 class AnswerTaken(Message, frozen=True, tag=True):

@@ -109,6 +109,11 @@ class EventIds:
         shown = [max(count, had) for count, had in zip(counts, self._had, strict=False)]
         return b"id: " + ".".join(map(str, shown)).encode() + b"\n"
 
+    def check_end(self) -> None:
+        """All events are counted. Raises :class:`ApiError` 400 where the client says that it has had more of them."""
+        if any(had > count for had, count in zip(self._had, self._counts, strict=True)):
+            raise bad_request("this Last-Event-ID is of an event behind the end of this answer", EVENT_HEADER)
+
 
 def _read(text: str, choices: int) -> list[int]:
     parts = text.split(".") if len(text) <= _EVENT_ID_CHARS_MAX else []

@@ -154,6 +154,9 @@ class Streamer:
         try:
             while not self._reply.done:
                 await self._show()
+            last = self._last_chunks()
+            if self._ids is not None:
+                self._ids.check_end()
         except ApiError as error:
             await self._end_with(error)
             return
@@ -162,7 +165,7 @@ class Streamer:
         except Exception:
             await self._end_with(internal())
             raise
-        await self._write(self._last_chunks() + _DONE, more=False)
+        await self._write(last + _DONE, more=False)
 
     async def _show(self) -> None:
         """One write for everything that happened since the last one."""

@@ -56,6 +56,12 @@ def _by_id(token: int) -> tuple[str, bytes]:
     return text, text.encode()
 
 
+def _new_ids(delta: Delta) -> list[int]:
+    """Of the tokens in a chunk; the last one has those of a stop string, too, as the whole answer has."""
+    tokens = delta.sequence.stream.tokens
+    return tokens[delta.first : delta.last if delta.finish_reason is None else len(tokens)]
+
+
 def _prompt_ids(reply: Reply, at: int) -> list[int] | None:
     return reply.plan.prompts[at].tokens.tolist() if reply.plan.token_ids else None
 
@@ -132,11 +138,7 @@ class ChatShape:
             else:
                 pieces.append(b"null")
             reason = _reason(plan, sequence) if delta.finish_reason is not None and at == len(parts) - 1 else None
-            ids = (
-                b',"token_ids":%b' % _encode(sequence.stream.tokens[delta.first : delta.last])
-                if plan.token_ids
-                else b""
-            )
+            ids = b',"token_ids":%b' % _encode(_new_ids(delta)) if plan.token_ids else b""
             yield b"".join([*pieces, b',"finish_reason":%b%b}]' % (_encode(reason), ids if at == 0 else b"")])
 
     def beside(self, reply: Reply) -> Iterator[bytes]:
@@ -238,7 +240,7 @@ class CompletionShape:
         ids: Json = {}
         if reply.plan.token_ids:
             prompt = {"prompt_token_ids": _prompt_ids(reply, sequence.at)} if delta.opens else {}
-            ids = {"token_ids": sequence.stream.tokens[delta.first : last], **prompt}
+            ids = {"token_ids": _new_ids(delta) if generates else [], **prompt}
         yield b"".join([*parts, b',"finish_reason":', _encode(reason), b"," * bool(ids), _encode(ids)[1:], b"]"])
 
     @staticmethod

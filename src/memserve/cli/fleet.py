@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 import time
 from pathlib import Path
 
-import typer
-
 from memserve.cli.credentials import followed_key
 from memserve.cli.options import HttpOptions
+from memserve.cli.progress import say
 from memserve.config import ClusterConfig
 from memserve.errors import UserError
 from memserve.fleet.words import FleetOptions
@@ -68,9 +66,8 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
         models = ", ".join(host.machine.models()) or "no model yet"
         url = http.url(listener.getsockname()[1])
         up = sum(view.up for view in views)
-        typer.echo(f"ready in {time.perf_counter() - started:.1f} s: {models} at {url}")
-        typer.echo(f"{up} of {len(views)} engines take requests")
-        sys.stdout.flush()
+        ready = f"ready in {time.perf_counter() - started:.1f} s: {models} at {url}"
+        say(ready, f"{up} of {len(views)} engines take requests", result=True)
 
     try:
         with signals_raise(), bind(http.host, http.port) as listener:

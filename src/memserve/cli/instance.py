@@ -16,7 +16,7 @@ import typer
 from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.child import child_of_serve
-from memserve.cli.progress import shown
+from memserve.cli.progress import say, shown
 from memserve.config import DRAIN_S, EngineOptions
 from memserve.errors import UserError
 from memserve.runtime.links.devices import address_towards, own_address, with_port
@@ -65,7 +65,7 @@ def instance(
     opt.check_name(name or "")
     place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
     started = time.perf_counter()
-    typer.echo(f"loading {engine.model} ...", err=True)
+    say(f"loading {engine.model} ...")
     from memserve.runtime.instance_host import run_instance
 
     with ExitStack() as loading:
@@ -75,7 +75,7 @@ def instance(
             loading.close()
             _say_ready(place, started)
 
-        run_instance(engine, place, ready, say=lambda line: typer.echo(line, err=True))
+        run_instance(engine, place, ready, say=say)
     _end_at_once()
 
 
@@ -143,5 +143,7 @@ def own_address_to(router_host: str) -> str:
 
 def _say_ready(place: MemberOptions, started: float) -> None:
     seconds = time.perf_counter() - started
-    typer.echo(f"ready in {seconds:.1f} s: {place.name} ({place.role.value}) is a member of {', '.join(place.join)}")
-    sys.stdout.flush()
+    say(
+        f"ready in {seconds:.1f} s: {place.name} ({place.role.value}) is a member of {', '.join(place.join)}",
+        result=True,
+    )

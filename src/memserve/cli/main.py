@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -116,7 +117,23 @@ def _root(
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and end the process with 0, 1 (it failed) or 2 (wrong usage)."""
+    _open_standard_files()
     sys.exit(run(arguments))
+
+
+def _open_standard_files() -> None:
+    """Where the parent has closed 0, 1 or 2, they are the null device: else the next socket or journal would get the
+    number, and what is printed."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.dup2(null := os.open(os.devnull, os.O_RDWR), fd)  # children get it, too
+            if null != fd:
+                os.close(null)
+            os.set_inheritable(fd, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
 def run(arguments: list[str] | None = None) -> int:

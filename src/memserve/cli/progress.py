@@ -1,16 +1,31 @@
-"""Bars for what takes longer than a moment: on stderr, where that is a terminal, and gone when it is done."""
+"""Lines of what runs for long, and bars for what takes longer than a moment: these on stderr, where that is a terminal,
+and gone when they are done."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import typer
+
 SHOWN_AFTER_S = 1.0
 """What is done before that shows no bar."""
 _LOOKS_PER_S = 4
 _is_shown = False  # a part of what a bar is shown for shows none of its own
+
+
+def say(*lines: str, result: bool = False) -> None:
+    """Lines for people on stderr; on stdout if they are a ``result``. A process that serves goes on without: the disk
+    of its log may be full, and a pipe's reader gone."""
+    for line in lines:
+        try:
+            typer.echo(line, err=not result)
+        except OSError:
+            nowhere = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")  # what is left would be tried again at the end
+            setattr(sys, "stdout" if result else "stderr", nowhere)
 
 
 @contextmanager

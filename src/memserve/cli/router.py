@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +20,7 @@ from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.child import child_of_serve
 from memserve.cli.instance import SECRET_HINT, listens_at, own_address_to
+from memserve.cli.progress import say
 from memserve.cli.serve import ChatTokens, GenerationDefaults, ServedNames, serve_until_signal
 from memserve.cli.shape import follow_context, model_of, with_models
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, ClusterConfig, EngineOptions, MemberConfig
@@ -30,6 +33,8 @@ from memserve.types import Role
 
 if TYPE_CHECKING:
     from memserve.runtime.router import RouterEngine
+
+log = logging.getLogger(__name__)
 
 Join = Annotated[
     str,
@@ -134,7 +139,7 @@ def router(
         advertise=here,
     )
     keys = http(credentials.api_keys(api_key, api_key_file), credentials.metrics_keys(metrics_key, metrics_key_file))
-    run_follower(engine, place, keys, lambda line: typer.echo(line, err=True))
+    run_follower(engine, place, keys, say)
 
 
 def _run_supervised(
@@ -164,8 +169,12 @@ def run_follower(
 
     keep_heap_small()
     adapters = read_adapters(engine.lora)
+    refused: list[str] = []
     try:
-        with signals_raise(), _running_router(engine, place, say) as router:
+        with signals_raise(), _running_router(engine, place, say) as router, ExitStack() as last:
+            last.callback(lambda: refused.append(router.refused))
+            router.on_left = _end_when_refused
+            _end_when_refused(router.refused)
             infos = list(with_models(router.members()).values())
             from memserve.model.loading.sources import resolve_source
 
@@ -176,7 +185,21 @@ def run_follower(
             with bind(http.host, http.port, is_shared=http.port != 0) as listener:
                 serve_until_signal(served, engine.model, adapters, [listener], http, started)
     except EndAsked:
-        return
+        pass
+    for why in refused:
+        _check_accepted(why)
+
+
+def _end_when_refused(refused: str) -> None:
+    """A router without a cluster answers nothing: streams that it has may finish, and what started it is told."""
+    if refused:
+        log.error("the owner refuses this router: %s", refused)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _check_accepted(refused: str) -> None:
+    if refused:
+        raise UserError(f"the owner refuses this router: {refused}", param="join")
 
 
 @contextmanager
@@ -229,8 +252,7 @@ def _wait_until_ready(router: RouterEngine, place: FollowerOptions, say: Callabl
     started, told = time.monotonic(), 0.0
     where = ", ".join(place.join).replace("tcp://", "")
     while not router.stats().serving:
-        if router.refused:
-            raise UserError(f"the owner refuses this router: {router.refused}", param="join")
+        _check_accepted(router.refused)
         seconds = time.monotonic() - started
         if seconds > JOIN_TIMEOUT_S and not router.is_member and place.outlive is None:
             hint = "is `memserve serve --cluster-port` running there, with the same secret?"

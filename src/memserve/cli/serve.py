@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.cluster import READS, Asked, ClusterOptions, devices_for, running_cluster
 from memserve.cli.fleet import run_fleet
+from memserve.cli.progress import say
 from memserve.cli.shape import choose_counts, room_text, shape_text
 from memserve.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
 from memserve.errors import UserError
@@ -205,7 +205,7 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
         with signals_raise(), ExitStack() as open_sockets:
             listener = open_sockets.enter_context(bind(http.host, http.port, is_shared=is_shared))
             listeners = [listener]
-            typer.echo(f"loading {engine_options.model} ...", err=True)
+            say(f"loading {engine_options.model} ...")
             if cluster is not None and is_shared:
                 listeners.append(open_sockets.enter_context(_own_listener(http.host, listener)))
                 cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listeners))
@@ -258,10 +258,6 @@ class Served:
     """Called when the server begins to shut down."""
 
 
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
-
-
 @contextmanager
 def _engine(options: EngineOptions) -> Iterator[Served]:
     from memserve.runtime.process import set_thread_environment
@@ -274,7 +270,7 @@ def _engine(options: EngineOptions) -> Iterator[Served]:
 
     options = dataclasses.replace(options, device=take_gpu(options.device, options.parallel.workers))
     if why := device_here(options.device).why:
-        _say(why)
+        say(why)
     with objects_that_stay():
         leave_compiler_out(options.device)
         engine, model = build_engine(options)
@@ -288,8 +284,8 @@ def _engine(options: EngineOptions) -> Iterator[Served]:
 def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) -> Iterator[Served]:
     for why in (devices_for(options, cluster).why, cluster.why):
         if why:
-            _say(why)
-    with running_cluster(options, cluster, log_level, _say) as running:
+            say(why)
+    with running_cluster(options, cluster, log_level, say) as running:
         yield Served(running.engine, running.model, running.text, running.on_end)
 
 
@@ -328,19 +324,19 @@ def serve_until_signal(
     port = listeners[0].getsockname()[1]
 
     def on_ready() -> None:
-        typer.echo(ready_text(model.name, http.url(port), time.perf_counter() - started, http.api_keys.are_given))
+        text = [ready_text(model.name, http.url(port), time.perf_counter() - started, http.api_keys.are_given)]
         if served.text:
-            typer.echo(served.text)
+            text.append(served.text)
         if len(listeners) > 1:
             own = http.url(listeners[1].getsockname()[1])
-            typer.echo(
+            text.append(
                 f"documents, sessions and stored responses are the owner's, which has an address of its own: {own}"
             )
         if adapters:
-            typer.echo(f"adapters: {', '.join(adapter.name for adapter in adapters)}")
+            text.append(f"adapters: {', '.join(adapter.name for adapter in adapters)}")
         if model.kv_lower_dtype != AS_COMPUTED:
-            typer.echo(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
-        sys.stdout.flush()
+            text.append(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
+        say(*text, result=True)
 
     ends = {"on_ready": on_ready, "on_end": served.on_end}
     server = Server(app, drain_s=http.drain_s, log_level=http.log_level, tls=http.tls, **ends)

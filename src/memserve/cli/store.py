@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -15,6 +14,7 @@ from memserve.cli import credentials
 from memserve.cli import options as opt
 from memserve.cli.child import child_of_serve
 from memserve.cli.instance import listens_at, own_address_to
+from memserve.cli.progress import say
 from memserve.cli.store_tools import add_tools
 from memserve.errors import UserError
 from memserve.runtime.links.devices import with_port
@@ -169,7 +169,7 @@ def _place(
         host, port = opt.split_address(options.address, "--listen")
     else:
         host, port = here or own_address_to(routers[0][0]), 0
-    store_secret(options, followed(secret).first, lambda line: typer.echo(line, err=True))
+    store_secret(options, followed(secret).first, say)
     return StorePlace(
         name=name,
         host=host if advertise is None else listens_at(host),
@@ -191,11 +191,11 @@ def _say_ready(place: StorePlace, life: StoreLife, started: float) -> None:
     disks = "".join(f", {human_bytes(nbytes)} in {folder}" for folder, nbytes in place.folders)
     kept = f"{numbers['dram_values']:,} values in memory, {numbers['disk_records']:,} on disks"
     seconds = time.perf_counter() - started
-    typer.echo(
+    say(
         f"ready in {seconds:.1f} s: {place.name} at {life.address.removeprefix('tcp://')},"
-        f" {human_bytes(numbers['dram_bytes'])} of memory{disks}; {kept}"
+        f" {human_bytes(numbers['dram_bytes'])} of memory{disks}; {kept}",
+        result=True,
     )
-    sys.stdout.flush()
 
 
 def disks_config(options: StoreOptions) -> DisksConfig:

@@ -110,7 +110,7 @@ class Answers:
         """Another router may have begun this answer: instances know."""
         able = [one.peer for one in self._registry if one.has_model and one.state is not MemberState.REJOINING]
         for peer in able:
-            self._outbox.send(peer, AskAnswers(answer.key))
+            self._outbox.send(peer, AskAnswers(answer.key, answer.asked))
         if able:
             answer.awaited, self._asking[answer.key] = dict.fromkeys(able), answer
             self._timers.arm(now + self._config.dead_after_ns, self._asked_long_ago, (answer, answer.awaited))
@@ -155,9 +155,13 @@ class Answers:
 
     def taken(self, request_id: str, now: int) -> None:
         """A client asks another router for the answer of a live request, and an instance goes on for that one."""
+        self._turn_away(request_id, TAKEN_OVER, KeyConflict.TAKEN_OVER, now)
+
+    def _turn_away(self, request_id: str, reason: str, conflict: KeyConflict, now: int) -> None:
+        """End a live request for what other routers do with its key."""
         answer = self._by_request[request_id]
         if answer.reader:
-            self._outbox.reject(answer.reader, TAKEN_OVER, None, conflict=KeyConflict.TAKEN_OVER, is_reader=True)
+            self._outbox.reject(answer.reader, reason, None, conflict=conflict, is_reader=True)
             del self._by_reader[answer.reader]
             answer.reader = ""
             self._move(answer, AnswerCause.CLIENT_LEFT, now)
@@ -241,7 +245,10 @@ class Answers:
         for held in message.answers:
             self._hear(member, held, now)
         if message.key and (answer := self._asking.get(message.key)) is not None:
-            self._has_told_of(answer, member.peer, now)
+            if message.refused == answer.asked:  # an earlier question may have been for another request
+                self._turn_away(answer.request_id, OTHER_REQUEST, KeyConflict.OTHER_REQUEST, now)
+            else:
+                self._has_told_of(answer, member.peer, now)
         elif message.is_last and not message.key:
             self.has_told(member.peer, now)
         self._make_room(now)

@@ -170,7 +170,9 @@ class Membership:
         older = self._registry.named(sender.name)
         if older is not None:
             self.gone(older, "it was started anew", now, died=True)
-        self._enter(message, now)
+        member = self._enter(message, now)
+        if older is not None:
+            member.replaces = older.info.address
 
     def _refuse(self, sender: Peer, address: str, reason: str) -> None:
         self._counters.members_refused += 1
@@ -181,7 +183,7 @@ class Membership:
         others = tuple(other.info for other in self._registry if other is not member)
         self._outbox.send(member.peer, JoinAccepted(others, joined_at))
 
-    def _enter(self, message: Join, now: int) -> None:
+    def _enter(self, message: Join, now: int) -> Member:
         info = message.info
         is_back = self._registry.newest_dead(info.peer.name) is not None
         member = self._register(info, now)
@@ -190,6 +192,7 @@ class Membership:
         self._outbox.remember(MemberEntered(info, now))
         self._counters.members_joined += 1
         self._introduce(member, message.sent_to, now)
+        return member
 
     def _register(self, info: PeerInfo, now: int) -> Member:
         """A row in every table; a timer watches the member from now on."""

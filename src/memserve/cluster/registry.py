@@ -64,6 +64,8 @@ class Member:
     """Its last heartbeat told of other members than there are: news are under way, or, the second time, lost."""
     drains: bool = False
     """While it is rejoining: it was draining, and shall go on."""
+    replaces: str = ""
+    """The address of the member of its name in whose place it came, as a process that was started anew."""
     attempts: dict[str, None] = field(default_factory=dict)
     """All and only the attempts that fail when it dies, in order of dispatch."""
     totals: LinkTotals = field(default_factory=LinkTotals)
@@ -93,6 +95,14 @@ class Member:
     def name(self) -> str:
         """Equal for all incarnations."""
         return self.info.peer.name
+
+    def excludes(self, info: PeerInfo) -> bool:
+        """Whether ``info`` is of another process that cannot have the same name: one of another role, or the one that
+        is replaced. That one lives, so it was no restart: the two would expel each other for ever."""
+        if self.state is MemberState.REJOINING or info.peer.name != self.name:
+            return False
+        is_replaced = info.address == self.replaces and info.address != self.info.address
+        return is_replaced or info.role is not self.info.role
 
     @property
     def is_store(self) -> bool:
@@ -203,6 +213,9 @@ class Registry:
         same_name = self._members.get(info.peer.name)
         if same_name is not None and info.peer.generation < same_name.peer.generation:
             return f"a newer incarnation of {info.peer.name!r} is a member"
+        if same_name is not None and same_name.excludes(info):
+            has_it = f"the {same_name.info.role.value} at {same_name.info.address} has it"
+            return f"two processes cannot both be called {info.peer.name!r}, and {has_it}: take another --name"
         others = any(member.has_model and member is not same_name for member in self)
         if not info.role.has_model or not others:
             return None

@@ -164,9 +164,15 @@ class KeptAnswers:
         self.is_asked = self.is_asked or router != self._told_to
         self._told_to = router
 
-    def with_key(self, key: str) -> list[AnswerHeld]:
-        """What is kept of one answer, each attempt by itself."""
-        return [kept.held() for kept in self._answers.values() if kept.request.key == key]
+    def with_key(self, key: str, asked: str) -> list[AnswerHeld]:
+        """What is kept of the answer to one request, each attempt by itself."""
+        with_key = (kept for kept in self._answers.values() if kept.request.key == key)
+        return [kept.held() for kept in with_key if kept.request.asked == asked]
+
+    def answers_another(self, key: str, asked: str) -> bool:
+        """Whether the whole answer to another request with this key is kept."""
+        others = (kept for kept in self._answers.values() if kept.request.key == key and kept.request.asked != asked)
+        return any(kept.log.is_complete(kept.request.n) for kept in others)
 
     def take_held(self, follower_of: Callable[[str], Peer | None] = lambda _attempt: None) -> list[AnswersHeld]:
         """Everything that no follower is responsible for, for the router that has accepted the instance."""

@@ -4,7 +4,7 @@
 
     its follower is gone     answer kept: it goes on alone, for ``kept_answer_ns``       else it ends silently
     another owner came       answer kept: it goes on here, and the owner is told         else it ends silently
-    AskAnswers(key)          it goes on here for the router that asks; the former one hears ``AnswerTaken``
+    AskAnswers(key, asked)   it goes on here for the router that asks; the former one hears ``AnswerTaken``
 """
 
 from __future__ import annotations
@@ -97,14 +97,22 @@ class RouterChanges:
 
     # -- a client asks elsewhere
 
-    def asked(self, key: str, router: Peer) -> None:
-        """A client asks ``router`` for the answer with this key: what is here of it is told, and runs on for it."""
-        answers = [self._take(held, router) for held in self._kept.with_key(key)]
+    def asked(self, key: str, asked: str, router: Peer) -> None:
+        """A client asks ``router`` for the answer with this key: what is here of it is told, and runs on for it. Where
+        the key is another request's, that one goes on as it is."""
+        answers = [self._take(held, router) for held in self._kept.with_key(key, asked)]
+        is_anothers = self._kept.answers_another(key, asked)
         for attempt_id, group in self._state.groups.items():
+            if group.request.key != key:
+                continue
+            if group.request.asked != asked:
+                is_anothers = True
+                continue
             former = self._routers.router_of(attempt_id) if group.span is not None else None
-            if former is not None and former != router and group.request.key == key:
+            if former is not None and former != router:
                 self._answers.append(Send(former, AnswerTaken(attempt_id)))  # no part of it can go on for another
-        self._answers.append(Send(router, AnswersHeld(tuple(answers), True, key)))
+        refused = asked if is_anothers else ""
+        self._answers.append(Send(router, AnswersHeld(tuple(answers), True, key, refused)))
 
     def _take(self, held: AnswerHeld, router: Peer) -> AnswerHeld:
         attempt_id = held.attempt_id

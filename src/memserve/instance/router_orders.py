@@ -161,4 +161,4 @@ class RouterOrders:
         self._outbox.append(Send(sender, told))
 
     def _ask_answers(self, message: AskAnswers, sender: Peer, now: int) -> None:
-        self._changes.asked(message.key, sender)
+        self._changes.asked(message.key, message.asked, sender)

@@ -66,6 +66,9 @@ class Followed(Generic[T]):
             return self._value
         self._stamp = stamp
         try:
+            for path in self._files:
+                if path.exists() and not path.is_file():  # to open a pipe would wait for its writer
+                    raise UserError(f"{path} is no file any more")
             self._value = self._read()
             log.log(self._level, "%s in %s: read again", self._what, self._files[0])
         except UserError as error:
@@ -86,7 +89,7 @@ class Followed(Generic[T]):
             stats = [path.stat() for path in self._files]
         except OSError:
             return None
-        return tuple((status.st_ino, status.st_size, status.st_mtime_ns) for status in stats)
+        return tuple((status.st_ino, status.st_size, status.st_ctime_ns) for status in stats)  # a mode changes it, too
 
 
 Secret = str | Followed[str]
@@ -171,7 +174,7 @@ def read_private(path: Path, what: str, hint: str, secret_bits: int = 0o044) -> 
             data = file.read(MIB + 1)
         if len(data) > MIB:
             raise UserError(f"cannot read {what} in {path}: it is larger than 1 MiB", hint=hint)
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")  # without the mark that editors of Windows begin with
     except UnicodeDecodeError:
         raise UserError(f"cannot read {what} in {path}: it is not text", hint=hint) from None
     except OSError as error:

@@ -99,8 +99,8 @@ class RouterEngine:
         """Of a follower: where the owner answers HTTP; empty: not known."""
         self.refused = ""
         """Why the owner does not accept this follower. Empty: it does, or this is the owner."""
-        self.on_left: Callable[[], None] = lambda: None
-        """Called when this follower is no member any more, and will not be one again."""
+        self.on_left: Callable[[str], None] = lambda _refused: None
+        """Called with :attr:`refused` when this follower is no member any more, and will not be one again."""
         self.on_joined: Callable[[], None] = lambda: None
         """Called when an instance has joined."""
         self._closed = False
@@ -306,7 +306,7 @@ class RouterEngine:
                 self._become_new(action)
             case Left(refused):
                 self.refused = refused
-                self.on_left()
+                self.on_left(refused)
             case Notice(text):
                 log.warning("%s", text)
 

@@ -84,6 +84,20 @@ def test_a_stream_with_a_key_goes_on_behind_any_of_its_events(world: World, path
             assert rest == whole[place + 1 :]
 
 
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"stream_options": {"include_usage": True}}])
+def test_an_event_behind_the_end_is_of_another_answer(world: World, more: dict) -> None:
+    """To a client that names one, an empty stream would look like the end of its answer."""
+    body = BODY | {"stream": True} | more
+    *_, (last, _), _ = events(post(world, body).text)
+    assert [data for _, data in events(post(world, body, last=last).text)] == ["[DONE]"]
+    head, dot, tail = last.rpartition(".")
+    behind = post(world, body, last=f"{head}{dot}{int(tail) + 1}")
+    assert behind.status_code == 400 and "behind the end" in behind.json()["error"]["message"]
+    if "n" in more:  # there are events of the other sequence
+        *others, (_, error), _ = events(post(world, body, last=f"0.{int(tail) + 1}").text)
+        assert len(others) == int(head) and "behind the end" in error
+
+
 def test_a_stream_without_a_key_has_no_ids(world: World) -> None:
     assert {number for number, _ in events(post(world, BODY | {"stream": True}, key=None).text)} == {""}
 

@@ -66,6 +66,18 @@ def test_token_ids_are_reported_where_asked_for_and_null_elsewhere(client: opena
     assert (plain.prompt_token_ids, plain.token_ids, plain.prompt_logprobs) == (None, None, None)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stop", [SCRIPT_TEXT[2:4], SCRIPT_TEXT[-2:], SCRIPT_TEXT[3]])
+def test_a_stream_has_the_ids_of_a_stop_string_as_the_whole_answer_has(world: World, path: str, stop: str) -> None:
+    asked = {"prompt": "hello"} if path == "/v1/completions" else {"messages": HELLO}
+    asked |= {"stop": stop, "return_token_ids": True, "max_tokens": 50}
+    whole = post(world, path, **asked).json()["choices"][0]
+    assert whole["finish_reason"] == "stop" and len(whole["token_ids"]) > 1
+    lines = post(world, path, **asked, stream=True).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert [token for chunk in chunks for token in chunk["choices"][0].get("token_ids") or ()] == whole["token_ids"]
+
+
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_a_stream_reports_each_token_id_once(client: openai.OpenAI, logprobs: bool) -> None:
     more = {"logprobs": True} if logprobs else {}

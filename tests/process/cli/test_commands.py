@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -25,6 +26,8 @@ from memserve.errors import InvariantError, UserError
 from memserve.model.loading import sources
 from memserve.options import options_of
 from places import ROOT, SUPPORT
+from ports import free_port
+from waiting import eventually
 
 GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
 
@@ -352,13 +355,13 @@ from fake_engine import FakeEngine
 import memserve.runtime.build as build
 build.build_engine = lambda options: (FakeEngine(says("word " * 40), step_s=0.01), TinyModel())
 from memserve.cli.main import main
-main(["serve", "--in-process", "--port", "0", "--served-model-name", {model!r}])
+main(["serve", "--in-process", "--port", {port!r}, "--served-model-name", {model!r}])
 """
 
 
 @pytest.fixture
 def server_process():
-    code = SERVE.format(tests=str(SUPPORT), model=MODEL)
+    code = SERVE.format(tests=str(SUPPORT), model=MODEL, port="0")
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -388,6 +391,53 @@ def test_serve_says_it_is_ready_serves_and_ends_gently(server_process: subproces
     assert "loading" in said
     assert f"{signal.Signals(sign).name}: stopping; 1 requests in progress have 20 s to finish" in said
     assert "stopped: 1 requests have finished, none was cut off" in said
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _gone() -> int:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    return theirs
+
+
+@pytest.mark.parametrize(
+    ("stdout", "closed"),
+    [
+        pytest.param(lambda: os.open("/dev/full", os.O_WRONLY), (), id="full"),
+        pytest.param(_gone, (), id="reader gone"),
+        pytest.param(lambda: os.open(os.devnull, os.O_WRONLY), (1,), id="stdout closed"),
+        pytest.param(lambda: os.open(os.devnull, os.O_WRONLY), (0, 1, 2), id="all closed"),
+    ],
+)
+def test_a_server_needs_no_reader_of_its_lines(stdout: Callable[[], int], closed: tuple[int, ...]) -> None:
+    """A full disk, a pipe without a reader, a parent that has closed everything: clients are served all the same, and
+    no socket or journal gets the number of a standard file."""
+    port = free_port()
+    code = SERVE.format(tests=str(SUPPORT), model=MODEL, port=str(port))
+    to = stdout()
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=to, stderr=to, preexec_fn=lambda: _close(*closed))
+    os.close(to)
+    try:
+        eventually(lambda: process.poll() is not None or _is_healthy(port))
+        assert process.poll() is None
+        for descriptor in closed:
+            assert os.readlink(f"/proc/{process.pid}/fd/{descriptor}") == os.devnull
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 NOHUP = """

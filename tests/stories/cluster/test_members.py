@@ -62,6 +62,21 @@ def test_another_model_cannot_join(make_cluster):
     )
 
 
+def test_two_processes_of_one_name_do_not_expel_each_other_for_ever() -> None:
+    """The second may be a restart of the first, and has its place; the first comes again, and is told."""
+    world = World()
+    first, second = info("c", C, address="tcp://here"), info("c", C, 2, address="tcp://there")
+    world.hear(first.peer, Join(first))
+    assert world.sent(world.hear(second.peer, Join(second)), JoinAccepted)
+    assert world.sent(world.hear(first.peer, Heartbeat(Load(), 0)), Expelled)
+    again = info("c", C, 3, address="tcp://here")
+    ((to, refused),) = world.sent(world.hear(again.peer, Join(again)), Refused)
+    assert to == "c" and "the colocated at tcp://there has it" in refused.reason
+    assert [one.peer for one in world.cluster.instances()] == [second.peer]
+    router = info("c", Role.ROUTER, 4)
+    assert world.sent(world.hear(router.peer, Join(router)), Refused), "of whatever role"
+
+
 def test_a_geometry_that_cannot_be_is_refused(make_cluster):
     """The first member's geometry and context become the cluster's: a broken one must not. (A geometry that cannot be
     is refused where it is made, so that no letter brings one.)"""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from memserve.cluster.registry import ORDERS, Registry, order_of
+from msgspec import structs
+
+from memserve.cluster.registry import ORDERS, MemberState, Registry, order_of
 from memserve.messages import Peer, PeerInfo
 from memserve.types import KVGeometry, Role
 
@@ -54,3 +56,22 @@ def test_numbers_are_given_again_in_any_order() -> None:
             most = max(most, len(registry))
             assert all(one.number ^ order < most for one in registry)
             registry.check_invariants()
+
+
+def test_a_name_is_one_of_one_process() -> None:
+    """The newer of two wins: it may be a restart. The other one lives, and comes again: it is told."""
+    registry = Registry()
+    old, new = (structs.replace(info("c", at), address=f"tcp://{at}") for at in (1, 2))
+    registry.enter(old, 0)
+    assert registry.why_not(new) is None
+    registry.leave(registry.named("c"))
+    member = registry.enter(new, 0)
+    member.replaces = old.address
+    again = structs.replace(old, peer=Peer("c", 3))
+    assert "take another --name" in registry.why_not(again)
+    assert registry.why_not(structs.replace(again, address="tcp://3")) is None, "a restart, at whatever port"
+    assert registry.why_not(structs.replace(again, address=new.address)) is None
+    router = structs.replace(new, peer=Peer("c", 4), role=Role.ROUTER)
+    assert "the colocated at tcp://2 has it" in registry.why_not(router)
+    member.state = MemberState.REJOINING
+    assert registry.why_not(router) is None and registry.why_not(again) is None, "it may be gone"

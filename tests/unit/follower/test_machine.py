@@ -6,7 +6,7 @@ from msgspec import structs
 
 from cluster_world import BLOCK, a_request, info
 from memserve.answers import AnswerHeld, AnswersHeld, AnswerTaken, AskAnswers
-from memserve.cluster.answers import TAKEN_OVER
+from memserve.cluster.answers import OTHER_REQUEST, TAKEN_OVER
 from memserve.config import ClusterConfig, MemberConfig
 from memserve.follower.machine import NO_KV, Follower, FollowerStarts
 from memserve.instance.events import BecomeNew, DialRouter, MeetPeer, PartFromPeer, Reborn
@@ -173,7 +173,7 @@ def test_an_answer_that_runs_at_an_instance_goes_on_here() -> None:
     world = World(C1, C2)
     world.beat(C1, C2)
     asked = world.post(RequestArrived(keyed("a")))
-    assert sent(asked, AskAnswers) == [(C1.peer, AskAnswers("key")), (C2.peer, AskAnswers("key"))]
+    assert sent(asked, AskAnswers) == [(C1.peer, AskAnswers("key", "body")), (C2.peer, AskAnswers("key", "body"))]
     assert not sent(asked, Dispatch)
     told = (TokenOutput("old#router-3.1-1", 0, (8, 9)),)
     held = AnswerHeld("key", "body", "old#router-3.1-1", True, 7, told)
@@ -223,6 +223,19 @@ def test_an_answer_that_another_router_has_taken_before_it_went_on_here_does_not
     assert not sent(actions, Cancel), "the instance computes it for the other router"
     later = world.hear(C2.peer, AnswersHeld((), True, "key"))
     assert not sent(later, Dispatch) and not sent(later, Cancel)
+    assert world.machine.cluster.stats().requests_live == 0 and not len(world.machine.cluster.answers)
+
+
+def test_a_key_of_another_routers_request_is_refused() -> None:
+    """As one of a request of this router is; what was asked for another body before does not count."""
+    world = World(C1, C2)
+    world.beat(C1, C2)
+    world.post(RequestArrived(keyed("a")))
+    assert not world.hear(C2.peer, AnswersHeld((), True, "key", "earlier"))
+    actions = world.hear(C1.peer, AnswersHeld((), True, "key", "body"))
+    (refused,) = [action for action in actions if isinstance(action, RejectRequest)]
+    assert (refused.request_id, refused.reason, refused.conflict) == ("a", OTHER_REQUEST, KeyConflict.OTHER_REQUEST)
+    assert not sent(actions, Dispatch) and not sent(actions, Cancel)
     assert world.machine.cluster.stats().requests_live == 0 and not len(world.machine.cluster.answers)
 
 

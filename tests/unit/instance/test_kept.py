@@ -104,3 +104,15 @@ def test_a_log_is_the_same_however_the_tokens_came(cut: list[int]) -> None:
     assert whole == TokenOutput("b", 0, (0, 1, 2, 3), logprobs=tuple(entries))
     assert end == TokenOutput("b", 0, (), finish_reason=FinishReason.LENGTH, offset=4)
     assert log.take(output("a", 6, 9)) == -1
+
+
+def test_a_whole_answer_keeps_its_key() -> None:
+    kept = KeptAnswers(100, 1 << 20)
+    kept.open(request("a#1"), (), ())
+    kept.record([output("a#1", 0, 5)])
+    kept.ended("a#1", 10)
+    assert not kept.answers_another("key", "other"), "it was cancelled: the next request with the key is a new one"
+    kept.record([output("a#1", 1, 6, reason=FinishReason.STOP)])
+    assert kept.answers_another("key", "other") and not kept.answers_another("key", "body")
+    assert [answer.attempt_id for answer in kept.with_key("key", "body")] == ["a#1"]
+    assert kept.with_key("key", "other") == [] and not kept.answers_another("else", "other")

@@ -81,6 +81,26 @@ def test_a_file_that_is_gone_or_open_to_others_keeps_the_keys(tmp_path: Path, ca
     file.chmod(0o622)
     assert tenants(ring, "k-old", "k-strange") == ["", None]
     assert "other users may write" in caplog.text
+    file.chmod(0o600)
+    assert tenants(ring, "k-old", "k-strange") == [None, ""], "as the hint says"
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = put(tmp_path / "keys", "k-old\n")
+    ring = KeyRing(api_keys(None, file).follow())
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    assert tenants(ring, "k-old") == tenants(ring, "k-old") == [""]
+    assert len(caplog.records) == 1 and "is no file any more" in caplog.text
+    put(file, "k-new\n")
+    assert tenants(ring, "k-old", "k-new") == [None, ""]
+
+
+def test_a_file_of_an_editor_of_windows_is_read(tmp_path: Path) -> None:
+    text = "\ufeffada=k-ada-0123456789\r\nbob=k-bob\r\n"
+    file = put(tmp_path / "keys", text)
+    assert tenants(KeyRing(api_keys(None, file).follow()), "k-ada-0123456789", "k-bob") == ["ada", "bob"]
+    assert follow_secret(put(tmp_path / "secret", "\ufeffa secret of the tests\r\n")).value() == "a secret of the tests"
 
 
 def test_a_mounted_secret_changes_by_its_symlink(tmp_path: Path) -> None:
@@ -95,7 +115,7 @@ def test_a_mounted_secret_changes_by_its_symlink(tmp_path: Path) -> None:
     assert tenants(ring, "k-v1", "k-v2") == ["", None]
     (tmp_path / "..tmp").symlink_to("v2")
     (tmp_path / "..tmp").replace(tmp_path / "..data")
-    assert tenants(ring, "k-v1", "k-v2") == [None, ""], "size and time are the same, the inode is another"
+    assert tenants(ring, "k-v1", "k-v2") == [None, ""], "size and time of the content are the same"
 
 
 def test_files_are_looked_at_rarely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

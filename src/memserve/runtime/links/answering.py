@@ -129,7 +129,8 @@ class Line:
         self, context: Context, keys: tuple[CurveKeys, ...], address: str, *, bytes_max: int, key: int = 0
     ) -> None:
         """``bytes_max``: of a frame of an answer; ``key``: which of ``keys``."""
-        self._context, self._keys, self._address, self._bytes_max, self._key = context, keys, address, bytes_max, key
+        self._context, self._address, self._bytes_max, self._key = context, address, bytes_max, key
+        self.keys = keys
         self.socket: Socket = context.socket(zmq.DEALER)
         configure(self.socket, address)
         self.socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
@@ -145,8 +146,8 @@ class Line:
     def with_next_key(self) -> Line:
         """Another line in the place of this one, which is closed."""
         self.close()
-        key = (self._key + 1) % len(self._keys)
-        return Line(self._context, self._keys, self._address, bytes_max=self._bytes_max, key=key)
+        key = (self._key + 1) % len(self.keys)
+        return Line(self._context, self.keys, self._address, bytes_max=self._bytes_max, key=key)
 
     def close(self) -> None:
         """What comes late is not read."""

@@ -131,7 +131,7 @@ class CurveLink:
             line.close()  # and with it what comes late
             raise
         with self._lock:
-            if peer in self._peers:
+            if peer in self._peers and line.keys == self._keys:
                 self._lines.setdefault(peer, []).append(line)
             else:
                 line.close()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,8 +188,9 @@ def test_queries_of_attention_go_on_while_the_secret_changes(tmp_path: Path) -> 
         server.close()
 
 
-def test_pages_are_read_while_the_secret_changes(tmp_path: Path) -> None:
-    """Whichever end has changed first; with the old secret alone none are read in the end."""
+def test_pages_are_read_while_the_secret_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever end has changed first, also in the middle of a read; with the old secret alone none are read in the
+    end."""
     theirs, ours = put(tmp_path / "owner", f"{OLD}\n"), put(tmp_path / "reader", f"{OLD}\n")
     size = GEOMETRY.block_bytes
     arena, target = _core.SharedArena(4 * size), _core.SharedArena(4 * size)
@@ -217,7 +219,22 @@ def test_pages_are_read_while_the_secret_changes(tmp_path: Path) -> None:
         finally:
             link.close()
 
+    read = reader._read
+
+    def read_slowly(*what: Any) -> Any:
+        """The file has changed and another read has noticed before this one is over."""
+        monkeypatch.setattr(reader, "_read", read)
+        put(ours, STEPS[0])
+        assert reader.read(info.peer, Tier.HBM, Tier.HBM, order).tolist() == want
+        return read(*what)
+
     try:
+        monkeypatch.setattr(reader, "_read", read_slowly)
+        assert reader.read(info.peer, Tier.HBM, Tier.HBM, order).tolist() == want
+        put(theirs, STEPS[1])
+        eventually(lambda: takes(NEW))
+        for _ in range(2):  # as many as there may be lines from before
+            assert reader.read(info.peer, Tier.HBM, Tier.HBM, order).tolist() == want
         for text in STEPS:
             for file in (theirs, ours) if text != STEPS[0] else (ours, theirs):
                 put(file, text)
