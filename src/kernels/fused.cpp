@@ -79,4 +79,11 @@ void run(const Linear& op, Dtype dtype) {
   });
 }
 
+void run(const LowRank& op, Dtype dtype, std::ptrdiff_t rows) {
+  const auto body = kernels_in_use().low_rank;
+  std::ptrdiff_t elements = 0;
+  for (std::ptrdiff_t i = 0; i < rows; ++i) elements += op.rows[i].rank * (op.k + op.n);
+  share(rows, threads_for(elements), [&](auto begin, auto end) { body(op, dtype, begin, end); });
+}
+
 }  // namespace memserve::fused

@@ -5,6 +5,7 @@
 // fused.cpp distributes the ranges.
 #pragma once
 #include <cstddef>
+#include <cstdint>
 
 #include "page_layout.h"
 
@@ -50,11 +51,27 @@ struct Linear {
   bool wide;
 };
 
+// y[row] += b (a x[row]) for some rows, each with matrices of its own: a [rank, k], b stored as [rank, n]. x and y are
+// dense. Sums are float32, rounded once. One product for each row, in one order: what shares a step changes no row.
+struct LowRank {
+  struct Row {
+    std::int64_t row;
+    const void *a, *b;  // null: nothing is added to the row
+    std::int64_t rank;
+  };
+  static constexpr std::ptrdiff_t kRankMax = 512;
+  const void* x;
+  void* y;
+  const Row* rows;
+  std::ptrdiff_t k, n;
+};
+
 struct Kernels {
   void (*rms_norm)(const RmsNorm&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);  // rows
   void (*gated)(const Gated&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);       // rows
   void (*rotary)(const Rotary&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);     // tokens
   void (*linear)(const Linear&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);     // columns, multiples of 32
+  void (*low_rank)(const LowRank&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);  // of op.rows
 };
 
 // The kernels of the instruction set in use (isa.h).
@@ -65,6 +82,7 @@ void run(const RmsNorm& op, Dtype dtype, std::ptrdiff_t rows);
 void run(const Gated& op, Dtype dtype, std::ptrdiff_t rows);
 void run(const Rotary& op, Dtype dtype, std::ptrdiff_t tokens);
 void run(const Linear& op, Dtype dtype);
+void run(const LowRank& op, Dtype dtype, std::ptrdiff_t rows);
 
 }  // namespace memserve::fused
 

@@ -46,6 +46,12 @@ void linear(Address x, Size stride_x, Address w, Address bias, Address y, Size s
       Dtype(dtype));
 }
 
+// `rows`: of LowRank::Row, as int64 [count, 4].
+void low_rank(Address x, Address y, Address rows, Size count, Size k, Size n, int dtype) {
+  nb::gil_scoped_release release;
+  run(LowRank{in(x), out(y), static_cast<const LowRank::Row*>(in(rows)), k, n}, Dtype(dtype), count);
+}
+
 // An address, or external tensor number n as -1 - n.
 Place place(Size code) { return code < 0 ? Place{nullptr, static_cast<int>(-1 - code)} : Place{out(Address(code)), -1}; }
 
@@ -95,6 +101,8 @@ void bind_fused(nb::module_& m) {
   m.def("gated", &gated);
   m.def("rotary", &rotary);
   m.def("linear", &linear);
+  m.def("low_rank", &low_rank);
+  m.attr("LOW_RANK_MAX") = LowRank::kRankMax;
   nb::class_<Program>(m, "Program", "Fused operations over fixed buffers, run in pieces.")
       .def(nb::init<>())
       .def("rms_norm", &add_rms_norm)

@@ -153,6 +153,14 @@ def linear(
 ) -> None:
     """``y = x @ weight.T + bias`` over a weight in oneDNN's blocks of 32 or 64 outputs; float32 and bfloat16."""
 
+LOW_RANK_MAX: int
+"""The greatest rank that :func:`low_rank` computes."""
+
+def low_rank(x: int, y: int, rows: int, count: int, k: int, n: int, dtype: int) -> None:
+    """``y[row] += b.T @ (a @ x[row])`` for ``count`` rows of dense ``x [.., k]`` and ``y [.., n]``. ``rows``, int64
+    ``[count, 4]``: the row, the addresses of its ``a [rank, k]`` and ``b [rank, n]`` (0: nothing is added), the rank. A
+    row comes out the same whatever the others are."""
+
 def draw(
     logits: int,
     stride: int,

@@ -2,7 +2,9 @@
 
 ``y = W x`` becomes ``y = W x + scale * B (A x)`` in the linears that an adapter names. The base's weights are there
 once, whatever the number of adapters. Rows of many adapters share a step: the base's product is one, and each adapter
-adds to its own rows. A step without such rows runs the forward that knows nothing of adapters.
+adds to its own rows. Where it has few of them, as when sequences decode, a kernel adds to the rows of all such adapters
+at once, each row by itself; else it is two matrix products an adapter. A step without such rows runs the forward that
+knows nothing of adapters.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,17 +21,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from memserve import _kernels
 from memserve.errors import UserError
-from memserve.model.linears import PackedLinear
+from memserve.model.capture.fused import DTYPE_CODES
+from memserve.model.linears import in_bucket
 from memserve.model.loading.adapter import WEIGHTS, Adapter
+
+FEW_ROWS = 16
+"""Up to this many rows of one adapter the kernel is quicker than matrix products."""
 
 _KEY = "base_model.model."
 _HALVES = (".lora_A.weight", ".lora_B.weight")
 
 Halves = tuple[Tensor, Tensor]
-"""``A [r, k]`` and ``scale * B [n, r]``."""
-Pair = tuple[PackedLinear, PackedLinear]
-"""Both, packed."""
+"""``A [r, k]`` and ``scale * B [n, r]``; once packed both are contiguous, and B is ``[r, n]``."""
 
 
 class StepAdapters(Protocol):
@@ -67,26 +74,66 @@ def adapt(y: Tensor, x: Tensor, site: int) -> Tensor:
     return y if adapters is None else adapters.adapt(y, x, site)
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An adapter that is ready for steps."""
+
+    halves: Mapping[int, Halves]
+    """By site."""
+    places: NDArray[np.int64]
+    """``[sites, 3]``: addresses of ``A`` and ``B``, and the rank; zeros where it adds nothing."""
+    has_kernel: bool
+    """Whether the kernel computes it."""
+
+
 class RowsOf:
     """A step's adapters, and the rows of each."""
 
-    def __init__(self, parts: Sequence[tuple[Mapping[int, Pair], Tensor | None]] = ()) -> None:
-        """``parts``: an adapter's pairs by site, and its rows of the ragged batch, int64; ``None``: all rows."""
-        self._parts = parts
+    def __init__(
+        self,
+        parts: Sequence[tuple[Packed, NDArray[np.int64]]] = (),
+        tokens: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
+        """``parts``: adapters, each with its rows of the ragged batch, which has ``tokens`` of them."""
+        few = [(packed, rows) for packed, rows in parts if packed.has_kernel and len(rows) <= FEW_ROWS]
+        self._many = [
+            (packed.halves, None if len(rows) == tokens else torch.from_numpy(rows).to(device))
+            for packed, rows in parts
+            if not (packed.has_kernel and len(rows) <= FEW_ROWS)
+        ]
+        self._count = sum(len(rows) for _, rows in few)
+        #: what the kernel is told at each site
+        self._few: NDArray[np.int64] | None = None
+        if few:
+            places = [np.repeat(packed.places[:, None], len(rows), axis=1) for packed, rows in few]
+            rows = np.concatenate([rows for _, rows in few])
+            each = np.concatenate(places, axis=1)
+            self._few = np.ascontiguousarray(np.insert(each, 0, rows, axis=2))
 
     def adapt(self, y: Tensor, x: Tensor, site: int) -> Tensor:
         """See :class:`StepAdapters`."""
         adapted = y.clone(memory_format=torch.contiguous_format)
         outputs, inputs = adapted.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
-        for pairs, rows in self._parts:
-            if (pair := pairs.get(site)) is None:
+        for halves, rows in self._many:
+            if site not in halves:
                 continue
-            down, up = pair
+            product = partial(_product, *halves[site])
             if rows is None:
-                outputs += up(down(inputs))
+                outputs += in_bucket(inputs, product)
             else:
-                outputs.index_add_(0, rows, up(down(inputs[rows])))
+                outputs.index_add_(0, rows, in_bucket(inputs[rows], product))
+        if self._few is not None:
+            inputs = inputs.contiguous()
+            _kernels.low_rank(
+                inputs.data_ptr(), adapted.data_ptr(), self._few[site].ctypes.data, self._count,
+                inputs.shape[1], outputs.shape[1], DTYPE_CODES[adapted.dtype],
+            )  # fmt: skip
         return adapted
+
+
+def _product(down: Tensor, up: Tensor, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, down) @ up
 
 
 class AdaptedLinear(nn.Module):
@@ -121,7 +168,7 @@ class Adapters:
         Raises :class:`UserError` for an adapter that does not fit the model."""
         self._sites: dict[str, int] = {}
         self._halves: dict[str, dict[int, Halves]] = {}
-        self._pairs: dict[str, dict[int, Pair]] = {}
+        self._packed: dict[str, Packed] = {}
         for adapter in adapters:
             if adapter.digest not in self._halves:  # two names of the same content are one
                 self._halves[adapter.digest] = self._load(module, adapter)
@@ -162,22 +209,22 @@ class Adapters:
         """Make them ready for steps; they cannot be cut any more."""
         self._nbytes = self.nbytes
         for digest, mine in self._halves.items():
-            self._pairs[digest] = {
-                site: (PackedLinear([down.contiguous()], None), PackedLinear([up.contiguous()], None))
-                for site, (down, up) in mine.items()
-            }
+            halves = {site: (down.contiguous(), up.t().contiguous()) for site, (down, up) in mine.items()}
+            places = np.zeros((len(self._sites), 3), np.int64)
+            for site, (down, up) in halves.items():
+                places[site] = down.data_ptr(), up.data_ptr(), len(down)
+            on_cpu = all(down.device.type == "cpu" and down.dtype in DTYPE_CODES for down, _ in halves.values())
+            has_kernel = on_cpu and places[:, 2].max(initial=0) <= _kernels.LOW_RANK_MAX
+            self._packed[digest] = Packed(halves, places, has_kernel)
         self._halves = {}
 
     def rows(self, digests: Sequence[str], counts: NDArray[np.int64], device: torch.device) -> StepAdapters | None:
         """For a batch of rows with ``digests`` (empty: none), each of ``counts [rows]`` tokens; ``None``: no row has
         one. They are packed (:meth:`pack`)."""
         own = np.repeat(np.array(digests, object), counts)
-        parts: list[tuple[Mapping[int, Pair], Tensor | None]] = []
-        for digest in dict.fromkeys(digest for digest in digests if digest):
-            mine = own == digest
-            where = None if mine.all() else torch.from_numpy(np.flatnonzero(mine)).to(device)
-            parts.append((self._pairs[digest], where))
-        return RowsOf(parts) if parts else None
+        used = dict.fromkeys(digest for digest in digests if digest)
+        parts = [(self._packed[digest], np.flatnonzero(own == digest)) for digest in used]
+        return RowsOf(parts, len(own), device) if parts else None
 
     def _load(self, module: Any, adapter: Adapter) -> dict[int, Halves]:
         halves = _halves(adapter)

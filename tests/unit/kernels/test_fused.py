@@ -206,3 +206,35 @@ def test_program_runs_every_piece_once(threads: int) -> None:
             assert torch.equal(y, want)
     finally:
         torch.set_num_threads(before)
+
+
+def native_low_rank(x: Tensor, y: Tensor, rows: list[tuple[int, Tensor | None, Tensor | None]]) -> Tensor:
+    """``_kernels.low_rank`` on a copy of ``y``; ``rows``: the row, ``a [rank, k]``, ``b [rank, n]``."""
+    y = y.clone()
+    places = [
+        [at, *(0 if m is None else m.data_ptr() for m in (a, b)), 0 if a is None else len(a)] for at, a, b in rows
+    ]
+    told = torch.tensor(places, dtype=torch.int64)
+    code = fused.DTYPE_CODES[x.dtype]
+    _kernels.low_rank(x.data_ptr(), y.data_ptr(), told.data_ptr(), len(rows), x.shape[1], y.shape[1], code)
+    return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(31, 5), (224, 70), (576, 576)])
+def test_low_rank_adds_to_each_row_by_its_own_matrices(isa: str, dtype: torch.dtype, n: int, k: int) -> None:
+    """Rows in any order, ranks of any size, rows that get nothing; a row does not depend on those beside it."""
+    x, y = random(9, k, dtype=dtype, seed=1), random(9, n, dtype=dtype, seed=2)
+    ranks = {6: 1, 0: 16, 3: _kernels.LOW_RANK_MAX, 8: 7}
+    pairs = {
+        at: (random(r, k, dtype=dtype, seed=at), random(r, n, dtype=dtype, seed=at + 9)) for at, r in ranks.items()
+    }
+    rows = [(6, *pairs[6]), (0, *pairs[0]), (4, None, None), (3, *pairs[3]), (8, *pairs[8])]
+    got, want = native_low_rank(x, y, rows), y.double()
+    for at, (a, b) in pairs.items():
+        want[at] += b.double().T @ (a.double() @ x[at].double())
+    for at in range(9):
+        scale = float(want[at].abs().max()) if at in pairs else 0.0
+        assert float((got[at].double() - want[at]).abs().max()) <= (ROUNDING[dtype] + 2e-6 * k**0.5) * scale
+    for one in rows:
+        assert torch.equal(native_low_rank(x, y, [one])[one[0]], got[one[0]])
