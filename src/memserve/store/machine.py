@@ -238,9 +238,8 @@ class StoreMachine:
                 case ReadLoad(with_stats):
                     load = Load(transfers_open=self.kv.exchange.transfers_open)
                     stats = msgspec.msgpack.encode(self.clients.numbers()) if with_stats else b""
-                    next_event = self._feed.next_event
-                    followers = tuple((peer, load, next_event) for peer in self.member.followers.values())
-                    self._follow_event(LoadRead(load, next_event, stats, followers), now)
+                    news, routers = self._feed.next_event, self.member.followers.values()
+                    self._follow_event(LoadRead(load, news, stats, tuple((peer, load, news) for peer in routers)), now)
                 case Joined():
                     pass
                 case Left(refused):
