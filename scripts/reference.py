@@ -170,7 +170,7 @@ stands for the `id` that `/v1/models` shows. Tests run them.
 
 Completions and chats take an `Idempotency-Key` (1 to 255 printable characters): the same key with the same body gets
 the same answer again, continued where it is not complete. Events of such a stream have an `id`; with `Last-Event-ID` it
-goes on behind that event
+goes on behind that event, and ends with an error if the answer has no such event
 ([how](../concepts/CONTROL_PLANE.md#answers-that-outlive-the-router)).
 """
 
