@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memserve.peers import Message, Natural
+from memserve.peers import Load, Message, Natural
 from memserve.types import Tier
 
 
@@ -20,6 +20,8 @@ class KvEvents(Message, frozen=True, tag=True):
 
     first: Natural
     changes: tuple[KvChange, ...]
+    load: Load | None = None
+    """How busy the instance is, where other routers have placed something there. None: nothing new is said of that."""
 
 
 class KvSnapshot(Message, frozen=True, tag=True):

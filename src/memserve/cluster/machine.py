@@ -306,6 +306,7 @@ class Cluster:
         if is_sane(message, member.info.role):
             if isinstance(message, KvEvents):
                 self._membership.ask(member, trees.apply(number, message, now))
+                self._membership.hear_load(member, message.load)
             else:
                 self._membership.ask(member, trees.replace(number, message, now))
             if self._outbox.remembers and trees.feed(number).next_event != known:

@@ -260,9 +260,8 @@ class Membership:
 
     def heartbeat(self, member: Member, message: Heartbeat, now: int) -> None:
         """``member`` lives, and says how busy it is."""
-        member.load = message.load
+        self.hear_load(member, message.load)
         member.stats = message.stats or member.stats
-        self._loads.heartbeat(member.number, message.load)
         self.ask(member, self._trees.heartbeat(member.number, message.next_event, now))
         if member.state is MemberState.DRAINING and self.announces:
             self._outbox.send(member.peer, Drain())  # the first one may have been lost
@@ -270,6 +269,12 @@ class Membership:
             self._outbox.send(member.peer, HeartbeatAck())
         self._compare_members(member, message.members_digest)
         self._losses.heartbeat(member, message.load)
+
+    def hear_load(self, member: Member, load: Load | None) -> None:
+        """How busy ``member`` is. None: nothing is said of it."""
+        if load is not None:
+            member.load = load
+            self._loads.heartbeat(member.number, load)
 
     def ask(self, member: Member, ask: AskEvents | None) -> None:
         """Ask for missing KV events. ``None``: there are none."""

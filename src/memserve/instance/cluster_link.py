@@ -255,10 +255,7 @@ class ClusterLink:
     def tell(self, outputs: list[TokenOutput]) -> list[Action]:
         """New outputs, kept for clients that ask again, as they are told to the routers."""
         self.kept.record(outputs)
-        told = self.routers.tokens(outputs)
-        for said in told:
-            self.news.concern(said.to if isinstance(said, Send) else self.router)
-        return [*told]
+        return [*self.routers.tokens(outputs)]
 
     # -- what the exchange says
 

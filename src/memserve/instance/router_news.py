@@ -1,14 +1,9 @@
 """What routers hear of an instance without asking: what has changed in its index, and how busy it is.
 
-A router hears at once what its own requests have changed. What others' have changed it hears at once, too, unless it
-has heard something less than ``BUNDLE_NS`` ago: then in one bundle when that time is over. So the others' requests cost
-a router two letters for each instance and that time at most, however many they are.
-
-::
-
-    event         owner                         follower, whose request it is
-    Dispatch      Heartbeat(load), or later     (it has counted its request itself)
-    first token   KvEvents, or later            Tokens, KvEvents
+One router hears of changes at once. Of several, each is told of what all of them do here: others' requests would cost it
+as many letters as its own. It hears at once if it has heard nothing for ``BUNDLE_NS``; else what there is comes in one
+letter when that time is over. Its own requests it knows meanwhile: it has counted their work, and expects their prompts
+to be cached.
 """
 
 from __future__ import annotations
@@ -26,7 +21,7 @@ from memserve.serving import Send
 from memserve.units import NS_PER_MS
 
 BUNDLE_NS = 5 * NS_PER_MS
-"""How old the news of others' requests may get. Short beside the steps whose load they tell of."""
+"""How old news may get. Short beside the steps whose load they tell of."""
 
 
 @dataclass(slots=True)
@@ -38,7 +33,7 @@ class Told:
     is_stale: bool = False
     """Another router has placed something since it heard how busy the instance is."""
     again_ns: int = 0
-    """It hears no news of others' requests before that."""
+    """It hears no news before that, if there are other routers."""
     read_event: int = 0
     """``next_event`` of the index at the last heartbeat: what is older has been told, or was lost."""
 
@@ -46,14 +41,13 @@ class Told:
 class RouterNews:
     """Tells every router, and remembers what each has heard."""
 
-    __slots__ = ("_feed", "_has_own_news", "_load", "_routers", "_told", "next_deadline_ns")
+    __slots__ = ("_feed", "_load", "_routers", "_told", "next_deadline_ns")
 
     def __init__(self, routers: Routers, feed: KvFeed | None, load: Callable[[], Load]) -> None:
         """``feed`` None: this instance publishes no KV events. ``load``: how busy the instance is."""
         self._routers, self._feed, self._load = routers, feed, load
         #: by router; those that are gone are forgotten at the next event
         self._told: dict[Peer, Told] = {}
-        self._has_own_news: set[Peer | None] = set()  # routers whose requests the event under way has changed
         #: when a router is told what waits for it. None: nothing does
         self.next_deadline_ns: int | None = None
 
@@ -80,10 +74,6 @@ class RouterNews:
             if router != by:
                 self._of(router).is_stale = True
 
-    def concern(self, router: Peer | None) -> None:
-        """Requests of ``router`` go on, or have ended."""
-        self._has_own_news.add(router)
-
     def catch_up(self, router: Peer, first: int | None) -> KvEvents | KvSnapshot | None:
         """All changes from number ``first`` on, None: everything, for ``router``, which has asked for it."""
         if self._feed is None:
@@ -104,12 +94,11 @@ class RouterNews:
             if told.next_event == self.next_event and not told.is_stale:
                 continue
             may_wait = 0 < told.again_ns - now <= BUNDLE_NS  # more: the clock was set back
-            if not may_wait or router in self._has_own_news or len(routers) == 1:
+            if not may_wait or len(routers) == 1:
                 said += self._bundle(router, told, news)
                 told.again_ns = now + BUNDLE_NS
             else:
                 self.next_deadline_ns = min(told.again_ns, self.next_deadline_ns or told.again_ns)
-        self._has_own_news.clear()
         if len(self._told) > len(routers):
             self._told = {router: self._told[router] for router in routers}
         return said
@@ -119,11 +108,17 @@ class RouterNews:
             is_all = news is not None and news.first == told.next_event
             changes = news if is_all else self._feed.replay(told.next_event)
             told.next_event = self.next_event
+            if isinstance(changes, KvEvents) and told.is_stale:
+                changes, told.is_stale = structs.replace(changes, load=self._load_told()), False
             if changes is not None:
                 yield Send(router, changes)
         if told.is_stale:
             told.is_stale = False
-            yield Send(router, Heartbeat(structs.replace(self._load(), dispatches_heard=None), self.next_event))
+            yield Send(router, Heartbeat(self._load_told(), self.next_event))
+
+    def _load_told(self) -> Load:
+        """Totals of a router's link are for the heartbeats of that router."""
+        return structs.replace(self._load(), dispatches_heard=None)
 
     def _of(self, router: Peer) -> Told:
         """A router that has heard nothing asks for all that it misses."""
@@ -137,4 +132,3 @@ class RouterNews:
         waits = [told for told in self._told.values() if told.is_stale or told.next_event != self.next_event]
         due_ns = min((told.again_ns for told in waits), default=None)
         check(self.next_deadline_ns == due_ns, "routers hear news at {}, not {}", self.next_deadline_ns, due_ns)
-        check(not self._has_own_news, "news of own requests were held back")

@@ -1,4 +1,4 @@
-"""What routers hear without asking: at once of their own requests, in bundles of others'."""
+"""What routers hear without asking: one at once, several in bundles."""
 
 from __future__ import annotations
 
@@ -65,12 +65,18 @@ class World:
         if isinstance(message, KvEvents):
             assert message.first == self.heard[send.to], "news with a gap, or twice"
             self.heard[send.to] += len(message.changes)
+            if message.load is not None:
+                self._hear_load(send.to, message.load)
         elif isinstance(message, KvSnapshot):
             self.heard[send.to] = message.next_event
         else:
-            assert message == Heartbeat(Load(requests_waiting=7, dispatches_heard=None), self.index.next_event)
-            assert self.heard[send.to] == self.index.next_event, "a load that claims changes before they are told"
-            self.loads[send.to] += 1
+            assert isinstance(message, Heartbeat) and message == Heartbeat(message.load, self.index.next_event)
+            self._hear_load(send.to, message.load)
+
+    def _hear_load(self, router: Peer, load: Load) -> None:
+        assert load == Load(requests_waiting=7, dispatches_heard=None)
+        assert self.heard[router] == self.index.next_event, "a load that claims changes before they are told"
+        self.loads[router] += 1
 
 
 def test_a_lone_router_hears_everything_at_once() -> None:
@@ -82,32 +88,30 @@ def test_a_lone_router_hears_everything_at_once() -> None:
     assert it.heard == {OWNER: 5} and it.loads == {OWNER: 0} and it.take(9) == []
 
 
-def test_a_router_hears_of_others_requests_in_bundles() -> None:
+def test_of_several_routers_each_hears_in_bundles() -> None:
     it = World(R2)
     it.index.change()
     it.news.placed(R2)
-    it.news.concern(R2)
     assert it.take(1) == [OWNER, R2], "quiet so far: at once"
     for now in (2, 3):
         it.index.change()
         it.news.placed(R2)
-        it.news.concern(R2)
-        assert it.take(now) == [R2]
+        assert it.take(now) == []
         assert it.news.next_deadline_ns == 1 + BUNDLE_NS
     assert it.take(BUNDLE_NS) == []
-    assert it.take(1 + BUNDLE_NS) == [OWNER] and it.news.next_deadline_ns is None
+    assert it.take(1 + BUNDLE_NS) == [OWNER, R2] and it.news.next_deadline_ns is None
     assert it.heard == {OWNER: 3, R2: 3} and it.loads == {OWNER: 2, R2: 0}
 
 
-def test_what_waits_for_a_router_goes_with_its_own_news() -> None:
+def test_changes_and_load_go_in_one_letter_and_a_load_goes_alone() -> None:
     it = World(R2)
     it.index.change()
-    it.take(1)
-    it.index.change()
     it.news.placed(OWNER)
-    assert it.take(2) == []
-    it.news.concern(R2)
-    assert it.take(3) == [R2] and it.heard[R2] == 2 and it.loads[R2] == 1
+    letters = [send for send in it.news.take(1) if send.to == R2]
+    assert len(letters) == 1 and isinstance(letters[0].message, KvEvents) and letters[0].message.load is not None
+    it.news.placed(OWNER)
+    (letter,) = it.news.take(1 + BUNDLE_NS)
+    assert letter.to == R2 and isinstance(letter.message, Heartbeat)
 
 
 def test_a_heartbeat_claims_no_change_that_waits_unless_it_has_waited_for_a_whole_beat() -> None:
@@ -146,9 +150,8 @@ def test_a_router_that_lags_behind_what_is_kept_gets_everything() -> None:
     it.take(1)
     for now in range(2, 10):
         it.index.change()
-        it.news.concern(OWNER)
-        assert it.take(now) == [OWNER]
-    assert it.take(1 + BUNDLE_NS) == [R2] and it.heard == {OWNER: 9, R2: 9}
+        assert it.take(now) == []
+    assert it.take(1 + BUNDLE_NS) == [OWNER, R2] and it.heard == {OWNER: 9, R2: 9}
 
 
 def test_routers_come_and_go() -> None:
@@ -167,21 +170,18 @@ def test_routers_come_and_go() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_router_hears_everything_in_order(seed: int) -> None:
-    """No gap, no letter between bundles but for own news, and nothing is left once the time of a bundle is over."""
+    """No gap, no letter between bundles, and nothing is left once the time of a bundle is over."""
     rng = random.Random(seed)
     it = World(R2, R3)
     now, last = 1, dict.fromkeys(it.heard, 0)
     for _ in range(300):
         now += rng.choice((0, 1, BUNDLE_NS // 3, BUNDLE_NS, 3 * BUNDLE_NS))
-        own = {router for router in it.heard if rng.random() < 0.2}
-        for router in own:
-            it.news.concern(router)
         if rng.random() < 0.5:
             it.index.change(rng.randrange(1, 4))
         if rng.random() < 0.3:
             it.news.placed(rng.choice([*it.heard]))
         for router in it.take(now):
-            assert router in own or now - last[router] >= BUNDLE_NS or not last[router]
+            assert now - last[router] >= BUNDLE_NS or not last[router]
             last[router] = now
         for router, number in it.heard.items():
             assert number == it.index.next_event or it.news.next_deadline_ns is not None, router
