@@ -1,9 +1,9 @@
 """What routers hear of an instance without asking: what has changed in its index, and how busy it is.
 
-One router hears of changes at once. Of several, each is told of what all of them do here: others' requests would cost it
-as many letters as its own. It hears at once if it has heard nothing for ``BUNDLE_NS``; else what there is comes in one
-letter when that time is over. Its own requests it knows meanwhile: it has counted their work, and expects their prompts
-to be cached.
+One router hears of changes at once. Of several, each is told of what all of them do here, and others' requests would
+cost it as many letters as its own. It hears at once if it has heard nothing for ``BUNDLE_NS``; else what there is comes
+in one letter when that time is over. Its own requests it knows meanwhile: it has counted their work, and expects their
+prompts to be cached.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ CAUGHT = {
     "segment-share": (29, "instead of"),
     "segment-turns": (4056, "healthy world"),
     "worker-late": (3, "has written to"),
-    "two-routers": (246, "healthy world"),
+    "two-routers": (303, "healthy world"),
     "attempt-router": (246, "healthy world"),
     "stale-ledger": (283, "which the owner does not count"),
 }
