@@ -302,7 +302,10 @@ def test_the_next_router_hears_of_an_answer_before_its_further_tokens(node, monk
     for mailbox in (old, new):
         mailbox.connect(me, it.member._mailbox.address)
     old.send(me, JoinAccepted(()))
-    it.device.gate.clear()
+    steps = threading.Semaphore(0)  # that the device may take: the answer shall not end too early
+    monkeypatch.setattr(
+        it.device, "execute", lambda plan: it.device.run(plan) if steps.acquire(timeout=WAIT_S) else None
+    )
     request, truth = ask("kept", 60)
     old.send(me, Dispatch(msgspec.structs.replace(request, key="a key", asked="this")))
     eventually(lambda: it.machine.load().sequences_running)
@@ -311,13 +314,15 @@ def test_the_next_router_hears_of_an_answer_before_its_further_tokens(node, monk
     def connect_late(peer: Peer, address: str) -> None:
         connect(peer, address)
         if peer.generation == 8:  # the member knows the new router, the machine does not yet
-            it.device.gate.set()
+            steps.release(20)
             eventually(lambda: it.machine.stats().generated_tokens >= 8)
 
     monkeypatch.setattr(it.member._mailbox, "connect", connect_late)
     new.send(me, RejoinRequest(new.address))
     eventually(lambda: said_to(8, Join))
     new.send(me, JoinAccepted(()))
+    eventually(lambda: said_to(8, AnswersHeld))
+    steps.release(200)
     eventually(lambda: [o for message in said_to(8, Tokens) for o in message.outputs if o.finish_reason is not None])
     told = said_to(8, AnswersHeld | Tokens)
     assert [type(message) for message in told] == [AnswersHeld, *[Tokens] * (len(told) - 1)]
