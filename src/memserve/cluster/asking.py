@@ -218,18 +218,18 @@ class AskingController(AdmissionController):
             self._lease_until_ns = max(self._lease_until_ns, sent_ns + message.lease_ns)
         if self._whole is not None and message.serial >= self._whole:
             self._whole = None
-        rejected = []
+        rejected: dict[int, Rejection] = {}
         for grant in message.grants:
             asked = self._by_number.get(grant.number)
-            if asked is None or asked.is_granted:
+            if asked is None or asked.is_granted or grant.number in rejected:
                 continue  # it has ended meanwhile, or this comes twice
             if grant.cause:
-                rejected.append(self._reject(asked.req, grant.cause, grant.reason, grant.retry_after_s))
+                rejected[grant.number] = self._reject(asked.req, grant.cause, grant.reason, grant.retry_after_s)
                 continue
             asked.is_granted, asked.at = True, grant.at
             if asked.req.phase is RequestPhase.QUEUED:
                 self._granted.append(asked)
-        return rejected
+        return [*rejected.values()]
 
     # -- speaking
 

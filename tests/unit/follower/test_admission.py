@@ -11,6 +11,7 @@ from memserve.cluster.events import StateRecovered
 from memserve.cluster.machine import Cluster
 from memserve.config import AdmissionConfig, ClusterConfig, MemberConfig
 from memserve.follower.machine import NO_KV, Follower, FollowerStarts
+from memserve.grants import GuestGrant, GuestGrants
 from memserve.instance.events import BecomeNew, Left, Reborn
 from memserve.messages import ROUTER, Dispatch, GuestRequests, HandedOver, Heartbeat, Join, Load, Peer, PeerInfo, Tokens
 from memserve.metadata import RecoveredMember, RecoveredState
@@ -382,3 +383,15 @@ def test_a_follower_with_other_admission_is_refused() -> None:
         if isinstance(one, Send)
     ]
     assert refused.reason == "it was started with --admission none, and the owner with --admission bounded"
+
+
+def test_a_request_that_the_owner_rejects_twice_in_one_letter_is_rejected_once() -> None:
+    """It was asked for again while the first answer waited to be sent."""
+    it = World(mode=Admission.BOUNDED, active_max=1)
+    it.ask(R2, "first")
+    it.cut.add(ROUTER)
+    it.ask(R2, "second")
+    rejection = GuestGrant(2, cause="queue", reason="too many wait", retry_after_s=1.0)
+    it.post(R2, MessageArrived(it.me, GuestGrants(0, 0, (rejection, rejection))))
+    assert it.rejected["second"].reason == "too many wait"
+    assert it.followers[R2].cluster.stats().admission.rejected["queue"] == 1
