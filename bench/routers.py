@@ -126,18 +126,18 @@ def limited(pids: list[int], share: float) -> Iterator[None]:
     """Each of ``pids`` has ``share`` of a core; 0: as much as there is."""
     made: list[Path] = []
     root = cpu_groups() if share else Path()
-    for pid in pids if share else ():
-        group = root / f"memserve-router-{pid}"
-        group.mkdir()
-        made.append(group)
-        quota_us = int(share * PERIOD_US)
-        if (group / "cpu.max").exists():
-            (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
-        else:
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (group / "cpu.cfs_quota_us").write_text(str(quota_us))
-        (group / "cgroup.procs").write_text(str(pid))
     try:
+        for pid in pids if share else ():
+            group = root / f"memserve-router-{pid}"
+            group.mkdir()
+            made.append(group)
+            quota_us = int(share * PERIOD_US)
+            if (group / "cpu.max").exists():
+                (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+            else:
+                (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+                (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+            (group / "cgroup.procs").write_text(str(pid))
         yield
     finally:
         for group in made:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from memserve.config import InstanceConfig
-from memserve.errors import check
+from memserve.errors import InvariantError, check
 from memserve.instance.batch import InflightPlan
 from memserve.instance.cluster_link import ClusterLink
 from memserve.instance.events import (
@@ -120,8 +120,9 @@ class Instance:
         #: None: outside a cluster
         self.link: ClusterLink | None = None
         if me is not None:
-            check(geometry is not None, "a member of a cluster must know the geometry of its KV")
-            self.link = ClusterLink(self.state, self.intake, self.pins, config, geometry, me, self.load)  # type: ignore[arg-type]  # checked in the line before
+            if geometry is None:
+                raise InvariantError("a member of a cluster must know the geometry of its KV")
+            self.link = ClusterLink(self.state, self.intake, self.pins, config, geometry, me, self.load)
 
     # -- the one mutator
 
@@ -304,13 +305,13 @@ class Instance:
         under_way = sum([plan.prefill_tokens for plan in self.inflight]) + link.fetches.tokens_to_compute()
         return structs.replace(load, prefill_tokens_queued=load.prefill_tokens_queued + under_way)
 
-    def reading(self) -> LoadRead:
-        """What a heartbeat tells, to the owner and to each follower."""
+    def reading(self, now: int) -> LoadRead:
+        """What a heartbeat tells at time ``now`` (ns), to the owner and to each follower."""
         load, link = self.load(), self.link
         if link is None:
             return LoadRead(load, 0)
-        followers = [(peer, told, link.news.for_heartbeat(peer)) for peer, told in link.routers.loads(load)]
-        return LoadRead(load, link.news.for_heartbeat(link.router), followers=tuple(followers))
+        followers = [(peer, told, link.news.for_heartbeat(peer, now)) for peer, told in link.routers.loads(load)]
+        return LoadRead(load, link.news.for_heartbeat(link.router, now), followers=tuple(followers))
 
     def stats(self) -> InstanceStats:
         """State now, and totals since the start."""

@@ -34,8 +34,10 @@ class Told:
     """Another router has placed something since it heard how busy the instance is."""
     again_ns: int = 0
     """It hears no news before that, if there are other routers."""
-    read_event: int = 0
-    """``next_event`` of the index at the last heartbeat: what is older has been told, or was lost."""
+
+    def may_wait(self, now: int) -> bool:
+        """Whether news for it wait until ``again_ns``. A wait longer than a bundle's: the clock was set back."""
+        return 0 < self.again_ns - now <= BUNDLE_NS
 
 
 class RouterNews:
@@ -56,14 +58,10 @@ class RouterNews:
         """Number of the next change of the index. 0: none are told."""
         return self._feed.next_event if self._feed is not None else 0
 
-    def for_heartbeat(self, router: Peer | None) -> int:
-        """A change before this one that ``router`` has not heard of was lost. What waits for it is not lost yet, but at
-        the next heartbeat it is, if the clock was set back meanwhile."""
-        if router is None:
-            return self.next_event
-        told = self._of(router)
-        known, told.read_event = max(told.next_event, told.read_event), self.next_event
-        return known
+    def for_heartbeat(self, router: Peer | None, now: int) -> int:
+        """A change before this one that ``router`` has not heard of was lost. What waits for it is not."""
+        told = self._told.get(router) if router is not None else None
+        return told.next_event if told is not None and told.may_wait(now) else self.next_event
 
     # -- what has happened in the event under way
 
@@ -93,8 +91,7 @@ class RouterNews:
             told = self._of(router)
             if told.next_event == self.next_event and not told.is_stale:
                 continue
-            may_wait = 0 < told.again_ns - now <= BUNDLE_NS  # more: the clock was set back
-            if not may_wait or len(routers) == 1:
+            if not told.may_wait(now) or len(routers) == 1:
                 said += self._bundle(router, told, news)
                 told.again_ns = now + BUNDLE_NS
             else:

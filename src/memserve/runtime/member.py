@@ -263,7 +263,7 @@ class Member:
 
     def _reading(self, with_stats: bool) -> LoadRead:
         try:
-            self._last = self._instance.ask(self._machine.reading, READING_TIMEOUT_S)
+            self._last = self._instance.ask(lambda: self._machine.reading(time.monotonic_ns()), READING_TIMEOUT_S)
         except (TimeoutError, EngineStopped):
             log.debug("the engine is busy: the heartbeat repeats the last reading")
         return replace(self._last, stats=self._stats() if with_stats else b"")

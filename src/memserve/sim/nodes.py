@@ -173,7 +173,7 @@ class InstanceNode(MemberNode):
             case Send(to, message):
                 self.send(to, message)
             case ReadLoad():
-                self._tell_member(self.machine.reading())
+                self._tell_member(self.machine.reading(self.now))
             case DialRouter() | MeetPeer() | PartFromPeer():
                 self.line(action)
             case BecomeNew():

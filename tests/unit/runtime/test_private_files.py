@@ -14,6 +14,7 @@ from memserve.cli.credentials import api_keys, followed_key, metrics_keys
 from memserve.errors import UserError
 from memserve.runtime import private_files
 from memserve.runtime.private_files import Followed, GivenKeys, follow_secret
+from secret_steps import put
 
 
 @pytest.fixture(autouse=True)
@@ -21,15 +22,6 @@ def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_files, "LOOK_S", 0.0)
     for name in ("MEMSERVE_API_KEY", "MEMSERVE_API_KEY_FILE", "MEMSERVE_METRICS_KEY"):
         monkeypatch.delenv(name, raising=False)
-
-
-def put(path: Path, text: str) -> Path:
-    """As tools that replace secrets do: a new file, under the same name."""
-    draft = path.with_suffix(".new")
-    draft.write_text(text)
-    draft.chmod(0o600)
-    draft.replace(path)
-    return path
 
 
 def tenants(ring: KeyRing, *keys: str) -> list[str | None]:
