@@ -319,4 +319,4 @@ def test_a_router_says_which_owner_does_not_answer(tmp_path: Path) -> None:
     line = process.stderr.readline()
     process.terminate()
     process.wait(30)
-    assert "waiting for the owner at 127.0.0.1:9" in line
+    assert "waiting for the owner at 127.0.0.1:9: nothing answers there" in line

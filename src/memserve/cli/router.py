@@ -60,6 +60,8 @@ Advertise = Annotated[
 JOIN_TIMEOUT_S = 60.0
 """How long the owner may take to answer; the children of a ``memserve serve`` wait for their instances as well."""
 _LOOK_S = 0.1
+_TOLD_EVERY_S = 2.0
+"""Until it is said again what it waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,15 +251,19 @@ def _running_router(
 
 def _wait_until_ready(router: RouterEngine, place: FollowerOptions, say: Callable[[str], None]) -> None:
     """Wait until the owner has accepted this router, and an instance speaks to it."""
+    from memserve.runtime.links.knock import knock_at_all, no_router, what_is_waited_for
+
     started, told = time.monotonic(), 0.0
-    where = ", ".join(place.join).replace("tcp://", "")
     while not router.stats().serving:
         _check_accepted(router.refused)
         seconds = time.monotonic() - started
         if seconds > JOIN_TIMEOUT_S and not router.is_member and place.outlive is None:
-            hint = "is `memserve serve --cluster-port` running there, with the same secret?"
-            raise UserError(f"no owner answers at {where}", hint=hint, param="join")
-        if seconds > told + 2.0:
-            told = seconds
-            say(f"waiting for {'instances of ' if router.is_member else ''}the owner at {where}")
+            raise no_router(knock_at_all(place.join, place.secret), "the owner")
+        if seconds > told + _TOLD_EVERY_S:
+            lines = [f"waiting for instances of the owner at {', '.join(place.join).replace('tcp://', '')}"]
+            if not router.is_member:
+                lines = what_is_waited_for(knock_at_all(place.join, place.secret), "the owner")
+            for line in lines:
+                say(line)
+            told = time.monotonic() - started
         time.sleep(_LOOK_S)

@@ -22,6 +22,7 @@ from memserve.serving import (
     Send,
     SequenceStopped,
 )
+from memserve.types import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class ReportMember:
     """Address of its mailbox; empty: not known."""
     why: str = ""
     """The reason, as a sentence without subject or a noun phrase; empty: the change says it all."""
+    role: Role | None = None
+    """``None``: it has not introduced itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ class Membership:
         """A new member, or one that has not heard that it is one."""
         info = message.info
         if info.peer != sender:
-            self._refuse(sender, info.address, f"it speaks for {info.peer.name!r}")
+            self._refuse(sender, info, f"it speaks for {info.peer.name!r}")
             return
         known = self._registry.get(sender)
         if known is not None:
@@ -165,7 +165,7 @@ class Membership:
                 self.gone(member, "a new cluster has begun", now, died=False)
             reason = self._registry.why_not(info)
         if reason is not None:
-            self._refuse(sender, info.address, reason)
+            self._refuse(sender, info, reason)
             return
         older = self._registry.named(sender.name)
         if older is not None:
@@ -174,9 +174,9 @@ class Membership:
         if older is not None:
             member.replaces = older.info.address
 
-    def _refuse(self, sender: Peer, address: str, reason: str) -> None:
+    def _refuse(self, sender: Peer, info: PeerInfo, reason: str) -> None:
         self._counters.members_refused += 1
-        self._outbox.report(MemberChange.REFUSED, sender, address, reason)
+        self._outbox.report(MemberChange.REFUSED, sender, info.address, reason, role=info.role)
         self._outbox.send(sender, Refused(reason))
 
     def _accept(self, member: Member, joined_at: str = "") -> None:
@@ -188,7 +188,7 @@ class Membership:
         is_back = self._registry.newest_dead(info.peer.name) is not None
         member = self._register(info, now)
         change = MemberChange.RETURNED if is_back else MemberChange.JOINED
-        self._outbox.report(change, info.peer, info.address, member.costs_note)
+        self._outbox.report(change, info.peer, info.address, member.costs_note, role=info.role)
         self._outbox.remember(MemberEntered(info, now))
         self._counters.members_joined += 1
         self._introduce(member, message.sent_to, now)
@@ -251,7 +251,8 @@ class Membership:
         self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id, member.costs)
         self._lifecycle.admission.memory.reconsider()
         self._counters.members_readopted += 1
-        self._outbox.report(MemberChange.RETURNED, info.peer, info.address, "with the KV that it had cached")
+        kept = "with the KV that it had cached"
+        self._outbox.report(MemberChange.RETURNED, info.peer, info.address, kept, role=info.role)
         self._introduce(member, message.sent_to, now)
         if member.drains:
             self.drain(member)
@@ -311,7 +312,7 @@ class Membership:
         else:
             self._counters.members_left += 1
         change = MemberChange.DIED if died else MemberChange.LEFT
-        self._outbox.report(change, member.peer, member.info.address, reason)
+        self._outbox.report(change, member.peer, member.info.address, reason, role=member.info.role)
         failed = self._lifecycle.abandon_member(member, now)
         self._registry.leave(member, is_final=self.announces)
         self._loads.leave(member.number)

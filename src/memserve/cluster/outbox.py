@@ -22,7 +22,7 @@ from memserve.errors import check
 from memserve.messages import AnyMessage, Peer
 from memserve.metadata import AnyRecord
 from memserve.serving import KeyConflict
-from memserve.types import TokenOutput
+from memserve.types import Role, TokenOutput
 
 Subject = TypeVar("Subject")
 
@@ -117,9 +117,11 @@ class Outbox:
         if name:
             self._actions.append(RejectRequest(name, reason, retry_after_s, overloaded, conflict))
 
-    def report(self, change: MemberChange, peer: Peer, address: str = "", why: str = "") -> None:
+    def report(
+        self, change: MemberChange, peer: Peer, address: str = "", why: str = "", *, role: Role | None = None
+    ) -> None:
         """News of a member for operators."""
-        self._reports.append(ReportMember(change, peer, address, why))
+        self._reports.append(ReportMember(change, peer, address, why, role))
 
     def take(self) -> list[ClusterAction]:
         """Everything since the last call."""

@@ -7,6 +7,7 @@ from memserve.cluster.outbox import Outbox, Timers
 from memserve.config import ClusterConfig
 from memserve.messages import Leave, Peer
 from memserve.store_messages import STORE, JoinRequest
+from memserve.types import Role
 
 
 class StoreCalls:
@@ -37,4 +38,4 @@ class StoreCalls:
 
     def declined(self, store: Peer, reason: str) -> None:
         """The store belongs to another router."""
-        self._outbox.report(MemberChange.DECLINED, store, "", reason)
+        self._outbox.report(MemberChange.DECLINED, store, "", reason, role=Role.STORE)

@@ -7,13 +7,12 @@ import importlib.util
 import itertools
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from memserve.config import EngineOptions
-from memserve.errors import UserError
 from memserve.mempool.identity import identity_key
 from memserve.messages import Peer, PeerInfo
 from memserve.runtime.build import Parts, build_parts
@@ -22,7 +21,7 @@ from memserve.runtime.health_file import HealthFile
 from memserve.runtime.lean_torch import leave_compiler_out
 from memserve.runtime.links.answering import Listening
 from memserve.runtime.links.data import open_data_port
-from memserve.runtime.links.knock import Knock, knock
+from memserve.runtime.links.knock import knock_at_all, no_router, what_is_waited_for
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
 from memserve.runtime.memory import keep_heap_small, objects_that_stay, trim_heap
@@ -40,9 +39,6 @@ JOIN_TIMEOUT_S = 30.0
 
 WAITING_TOLD_S = (1.0, 2.0, 4.0, 8.0)
 """Until it is said again what an instance waits for."""
-
-KNOCK_S = 1.0
-"""How long it may take to find that out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,32 +138,12 @@ def wait_joined(member: Member, place: MemberOptions, say: Callable[[str], None]
             return True
         if member.ended:
             return False
-        found = {address: knock(address, place.secret, KNOCK_S) for address in place.join}
+        found = knock_at_all(place.join, place.secret)
         if left_s <= pause_s:
-            raise _no_router(found)
-        for address, answer in found.items():
-            say(_waiting_for(address, answer))
+            raise no_router(found, "a router")
+        for line in what_is_waited_for(found, "a router"):
+            say(line)
     raise AssertionError("unreachable: the pauses do not end")
-
-
-def _waiting_for(address: str, answer: Knock) -> str:
-    place = address.removeprefix("tcp://")
-    match answer:
-        case Knock.SILENT:
-            return f"waiting for a router at {place}: nothing answers there"
-        case Knock.TURNED_AWAY:
-            return f"waiting for a router at {place}: what listens there refuses the secret"
-        case Knock.LET_IN:
-            return f"waiting for the router at {place} to answer: it takes the secret"
-
-
-def _no_router(found: Mapping[str, Knock]) -> UserError:
-    places = ", ".join(address.removeprefix("tcp://") for address in found)
-    if Knock.TURNED_AWAY in found.values():
-        hint = "give the file that `memserve serve --cluster-secret-file` was given, and its --cluster-port"
-        return UserError(f"the router at {places} refuses the secret", hint=hint, param="join")
-    hint = "is `memserve serve --cluster-port` running there, and can this host reach it?"
-    return UserError(f"no router answers at {places}", hint=hint, param="join")
 
 
 def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:

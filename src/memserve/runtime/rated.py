@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from memserve.cluster.events import MemberChange, ReportMember
+from memserve.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ _WORDS = {
     MemberChange.EXPELLED: "is told to join again",
     MemberChange.DECLINED: "does not join",
 }
+
+_KINDS = {Role.STORE: "store", Role.ROUTER: "router"}
 
 
 class RatedLog:
@@ -114,4 +117,5 @@ class MemberLog:
         thing = (change, name, report.address)
         place = f" at {report.address}" if report.address else ""
         what = _WORDS[change] + (f": {', '.join(why)}" if why else "")
-        self._lines.say(level, thing, "instance %s%s %s", name[:100], place[:200], what[:300])
+        kind = _KINDS.get(report.role, "instance") if report.role is not None else "member"
+        self._lines.say(level, thing, "%s %s%s %s", kind, name[:100], place[:200], what[:300])

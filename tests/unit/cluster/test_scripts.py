@@ -59,9 +59,9 @@ def tokens(attempt: str, offset: int, *new: int, last: bool = False) -> Tokens:
 
 def test_members_join_and_hear_of_each_other() -> None:
     it = Router()
-    it.hears(0, P.peer, Join(P), "Send(p, JoinAccepted)", "ReportMember(JOINED, p, tcp://p)")
+    it.hears(0, P.peer, Join(P), "Send(p, JoinAccepted)", "ReportMember(JOINED, p, tcp://p, prefill)")
     told = "Send(d, JoinAccepted p)", "Send(p, PeerJoined d)"
-    it.hears(1, D.peer, Join(D), *told, "ReportMember(JOINED, d, tcp://d)")
+    it.hears(1, D.peer, Join(D), *told, "ReportMember(JOINED, d, tcp://d, decode)")
 
 
 CALLS = "Send(store, JoinRequest tcp://router)"
@@ -73,12 +73,11 @@ def test_a_store_is_called_again_and_again_and_may_decline() -> None:
     it.at(0, StoreNamed("tcp://router"), CALLS)
     it.later(999)
     it.later(1000, CALLS)
-    it.hears(
-        1001, S.peer, Refused("s belongs to the router at b"), "ReportMember(DECLINED, s, s belongs to the router at b)"
-    )
-    it.hears(1002, S.peer, Join(S), "Send(s, JoinAccepted)", "ReportMember(JOINED, s, tcp://s)")
+    why = "s belongs to the router at b"
+    it.hears(1001, S.peer, Refused(why), f"ReportMember(DECLINED, s, {why}, store)")
+    it.hears(1002, S.peer, Join(S), "Send(s, JoinAccepted)", "ReportMember(JOINED, s, tcp://s, store)")
     it.later(2000, CALLS)
-    left = "ReportMember(DECLINED, s, it has left)", "ReportMember(LEFT, s, tcp://s, it has left)"
+    left = "ReportMember(DECLINED, s, it has left, store)", "ReportMember(LEFT, s, tcp://s, it has left, store)"
     it.hears(2001, S.peer, Refused("it has left"), *left)
     it.at(2002, StoreNamed("tcp://elsewhere"))
     it.later(3000, "Send(store, JoinRequest tcp://elsewhere)")
@@ -132,7 +131,8 @@ def test_an_instance_dies_and_another_one_goes_on() -> None:
     why = "its process was ended by signal 9"
     all_hear = f"Send(p, PeerGone d, {why})", f"Send(e, PeerGone d, {why})"
     again = "Send(p, Dispatch r#2, decode at e, behind [7 8])"
-    it.at(5, InstanceDied("d", "was ended by signal 9"), *all_hear, again, f"ReportMember(DIED, d, tcp://d, {why})")
+    died = f"ReportMember(DIED, d, tcp://d, {why}, decode)"
+    it.at(5, InstanceDied("d", "was ended by signal 9"), *all_hear, again, died)
     no_member = "Send(d, Expelled this incarnation is no member)"
     told = "ReportMember(EXPELLED, d, this incarnation is no member)"
     it.hears(6, D.peer, tokens("r#1", 2, 9), no_member, told)
@@ -146,7 +146,7 @@ def test_a_silent_instance_is_taken_to_be_dead() -> None:
     it.hears(4000, F.peer, Heartbeat(Load()))
     it.later(4999)
     why = "nothing was heard of it for 5.0 s"
-    gone = f"Send(f, PeerGone c, {why})", "Send(f, Dispatch r#2)", f"ReportMember(DIED, c, tcp://c, {why})"
+    gone = f"Send(f, PeerGone c, {why})", "Send(f, Dispatch r#2)", f"ReportMember(DIED, c, tcp://c, {why}, colocated)"
     it.later(5000, *gone)
     no_member = "Send(c, Expelled this incarnation is no member)"
     told = "ReportMember(EXPELLED, c, this incarnation is no member)"
@@ -176,4 +176,4 @@ def test_an_instance_is_drained() -> None:
     it.at(2, InstanceDrained("c"), "Send(c, Drain)")
     it.asked(3, "s", "Send(f, Dispatch s#2, fetch from c)")
     it.hears(4, C.peer, tokens("r#1", 0, 7, 8, 9, 1, last=True), "EmitTokens(r 0:[7 8 9 1] LENGTH)")
-    it.hears(5, C.peer, Leave(), "Send(f, PeerGone c, it left)", "ReportMember(LEFT, c, tcp://c, it left)")
+    it.hears(5, C.peer, Leave(), "Send(f, PeerGone c, it left)", "ReportMember(LEFT, c, tcp://c, it left, colocated)")

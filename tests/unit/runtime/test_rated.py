@@ -9,6 +9,7 @@ import pytest
 from memserve.cluster.events import MemberChange, ReportMember
 from memserve.peers import Peer
 from memserve.runtime.rated import MemberLog
+from memserve.types import Role
 
 
 def said(caplog: pytest.LogCaptureFixture, *news: tuple[MemberChange, str]) -> list[str]:
@@ -17,7 +18,7 @@ def said(caplog: pytest.LogCaptureFixture, *news: tuple[MemberChange, str]) -> l
     log = MemberLog(lambda: now[0])
     for change, why in news:
         now[0] += 2.0
-        log.say(ReportMember(change, Peer("c1", 1), "tcp://h:1", why))
+        log.say(ReportMember(change, Peer("c1", 1), "tcp://h:1", why, Role.PREFILL))
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -36,3 +37,12 @@ def test_a_name_of_an_earlier_run_is_no_warning(caplog: pytest.LogCaptureFixture
     assert said(caplog, (MemberChange.RETURNED, "with the KV that it had cached")) == [
         "instance c1 at tcp://h:1 is back: with the KV that it had cached"
     ]
+
+
+@pytest.mark.parametrize(
+    "role, word",
+    [(Role.COLOCATED, "instance"), (Role.STORE, "store"), (Role.ROUTER, "router"), (None, "member")],
+)
+def test_a_line_says_what_kind_of_member_it_is(caplog: pytest.LogCaptureFixture, role: Role | None, word: str) -> None:
+    MemberLog().say(ReportMember(MemberChange.DIED, Peer("x1", 1), "tcp://h:1", "", role))
+    assert [record.getMessage() for record in caplog.records] == [f"{word} x1 at tcp://h:1 is dead"]

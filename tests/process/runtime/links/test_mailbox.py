@@ -21,7 +21,7 @@ from memserve.errors import UserError
 from memserve.messages import ROUTER, AnyMessage, AskEvents, Cancel, Expelled, Leave, Peer
 from memserve.runtime.links import wire
 from memserve.runtime.links.curve import CurveKeys
-from memserve.runtime.links.knock import Knock, knock
+from memserve.runtime.links.knock import Knock, knock, no_router, what_is_waited_for
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.links.outbox import LETTERS_QUEUED_MAX, configure
 from waiting import eventually
@@ -235,6 +235,21 @@ def test_a_knock_tells_why_nobody_answers(open_box: Callable[..., Reader], secre
     assert knock(open_box(B).box.address, secret, 20.0) is expected
     assert knock("tcp://127.0.0.1:9", secret, 0.1) is Knock.SILENT
     assert knock("no address", secret, 0.1) is Knock.SILENT
+
+
+@pytest.mark.parametrize(
+    "answer, waits, hint",
+    [
+        (Knock.SILENT, "waiting for the owner at h:1: nothing answers there", "is `memserve serve --cluster-port`"),
+        (Knock.TURNED_AWAY, "waiting for the owner at h:1: what listens there refuses the secret", "give the file"),
+        (Knock.LET_IN, "waiting for the owner at h:1 to answer: it takes the secret", "is `memserve serve"),
+    ],
+)
+def test_a_process_says_why_no_router_answers_it(answer: Knock, waits: str, hint: str) -> None:
+    assert what_is_waited_for({"tcp://h:1": answer}, "the owner") == [waits]
+    error = no_router({"tcp://h:1": answer}, "the owner")
+    ends = "the owner at h:1 refuses the secret" if answer is Knock.TURNED_AWAY else "no owner answers at h:1"
+    assert error.message == ends and error.hint.startswith(hint)
 
 
 def test_repeated_and_malformed_letters_are_dropped_and_counted(
