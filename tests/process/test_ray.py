@@ -10,7 +10,7 @@ import pytest
 
 from asking_clients import QUESTIONS, Load, truth_of
 from memserve.cli.on_ray import _DROPPED, without
-from on_ray import CLIENTS, COUNT, PAUSE_S, OnRay
+from on_ray import CLIENTS, COUNT, PAUSE_S, WAIT_S, OnRay
 from served_cluster import eventually
 from tiny_models import save_folder, tiny_module
 
@@ -106,6 +106,29 @@ def test_an_instance_of_several_workers_gets_as_many_gpus(served: OnRay, model: 
         assert placed.end() == 0
     finally:
         placed.process.kill()
+
+
+def test_a_ray_has_one_cluster_at_a_time(served: OnRay, model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    one = OnRay(model, "--colocated", "1", prefill=0, decode=0, ray=served.ray)
+    try:
+        another = OnRay(model, "--colocated", "1", prefill=0, decode=0, ray=served.ray)
+        assert another.process.wait(WAIT_S) == 1
+        assert "another cluster of memserve runs on this Ray" in capfd.readouterr().err
+        assert one.up() == {"c1"} and one.end() == 0
+    finally:
+        one.process.kill()
+
+
+def test_an_instance_that_ends_again_and_again_is_given_up(
+    served: OnRay, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only its node knows that it has less memory than is asked for."""
+    refused = OnRay(model, "--colocated", "1", "--kv-memory", "4000GiB", prefill=0, decode=0, ray=served.ray)
+    try:
+        assert refused.process.wait(WAIT_S) == 1
+        assert "c1 has ended 3 times before it was a member" in capfd.readouterr().err
+    finally:
+        refused.process.kill()
 
 
 @pytest.mark.parametrize(

@@ -223,8 +223,9 @@ def what_comes(made: Workload, wanted: Wanted, machine: Machine) -> list[str]:
 def told(done: Simulated) -> list[str]:
     """Devices, links and wall time of a simulation."""
     used = done.usage
+    devices = f"{used.devices} device{'s' if used.devices != 1 else ''}"
     return [
-        f"{used.devices} devices for {used.simulated_s:.1f} s: {used.device_hours:.3f} device hours, "
+        f"{devices} for {used.simulated_s:.1f} s: {used.device_hours:.3f} device hours, "
         f"{used.busy_share:.0%} busy, {used.tokens_per_device_hour:,.0f} tokens per device hour",
         f"KV moved: {used.pulled_bytes / 1e9:.2f} GB, waits for links {used.link_waits_s:.2f} s",
         *done.counts,

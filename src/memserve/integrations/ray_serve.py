@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -150,7 +149,7 @@ def _cluster(asked: Asked, options: ClusterOptions) -> Iterator[ASGIApp]:
     node, secret = ray.util.get_node_ip_address(), followed(options.secret or secrets.token_urlsafe(32)).first
     port = options.port or free_port()
     plan = members_plan(asked.engine, http, options, secret, with_port(node, port))
-    controller = _once_free(lambda: new_controller(plan))
+    controller = new_controller(plan, _NAME_S)
     router = dataclasses.replace(
         options, prefill=0, decode=0, colocated=0, host=node, port=port, secret=secret, store=StoreOptions(),
         placement=PlacementOptions(scaling=options.placement.scaling),
@@ -170,16 +169,3 @@ def _cluster(asked: Asked, options: ClusterOptions) -> Iterator[ASGIApp]:
     finally:
         ray.get(controller.stop.remote())
         ray.kill(controller)
-
-
-def _once_free(make: Callable[[], Any]) -> Any:
-    """``make()``, when the actor of that name has ended: a replica may still be ending that was there before."""
-    deadline = time.monotonic() + _NAME_S
-    while True:
-        try:
-            return make()
-        except ValueError as error:
-            if time.monotonic() > deadline:
-                hint = "one cluster of memserve runs on a Ray at a time"
-                raise UserError(f"another cluster of memserve runs on this Ray: {error}", hint=hint) from None
-            time.sleep(1.0)

@@ -36,6 +36,10 @@ PLACE_S = 60.0
 """How long Ray may take to find room."""
 START_S = 600.0
 """How long a process may take until it is a member."""
+FREE_S = 5.0
+"""Until a controller whose process was killed is surely gone."""
+LIVES_MAX = 4
+"""Of one actor, until it is a member: a process that its node does not suit ends again and again."""
 END_S = 30.0
 """Beyond its patience, until a process that drains is ended."""
 _LOOK_S = 0.2
@@ -67,7 +71,7 @@ class ProcessActor:
     """An actor with one process. What it prints is in the log of Ray's worker."""
 
     def __init__(self, order: ProcessOrder) -> None:
-        self._order = order
+        self._order, self._life = order, secrets.token_hex(8)
         self._ends = False
         self._folder = tempfile.TemporaryDirectory(prefix="memserve-ray-")
         self._health = Path(self._folder.name) / "health"
@@ -103,12 +107,12 @@ class ProcessActor:
         if not self._ends:
             os._exit(1)
 
-    def is_member(self) -> bool:
-        """Whether a router has accepted the process, by its health file."""
+    def standing(self) -> tuple[str, bool]:
+        """A name of this life of the actor, and whether a router has accepted its process, by the health file."""
         try:
-            return self._health.read_text().strip() == Standing.MEMBER.value
+            return self._life, self._health.read_text().strip() == Standing.MEMBER.value
         except OSError:
-            return False
+            return self._life, False
 
     def decisions(self) -> dict[str, dict[str, Any]]:
         """What its policy has decided last, by role, as ``--scale-file`` says."""
@@ -205,15 +209,20 @@ class Controller:
         return {role: list(actors) for role, actors in self._actors.items()}
 
     def wait_members(self, timeout_s: float = START_S) -> None:
-        """Wait until every member has joined. Raises :class:`UserError` when one has not by then."""
-        import ray
-
+        """Wait until every member has joined. Raises :class:`UserError` when one has not by then, or ends again and
+        again before it has."""
         deadline = time.monotonic() + timeout_s
-        while missing := [name for name, actor in self._everyone() if not _answers(actor.is_member.remote(), ray)]:
+        lives: dict[str, set[str]] = {}
+        while missing := [
+            name for name, actor in self._everyone() if not _is_member(actor, lives.setdefault(name, set()))
+        ]:
             if self._ends.is_set():
                 return
+            hint = "Ray's dashboard, or `ray logs`, has what they print"
+            for name in missing:
+                if len(lives[name]) >= LIVES_MAX:
+                    raise UserError(f"{name} has ended {LIVES_MAX - 1} times before it was a member", hint=hint)
             if time.monotonic() > deadline:
-                hint = "Ray's dashboard, or `ray logs`, has what they print"
                 raise UserError(f"{', '.join(missing)}: no member after {timeout_s:.0f} s", hint=hint)
             time.sleep(_LOOK_S)
 
@@ -300,12 +309,17 @@ def _first(names: Any, count: int) -> list[str]:
     return [next(names) for _ in range(count)]
 
 
-def _answers(asked: Any, ray: Any) -> bool:
-    """Whether an actor says yes; one that is being started again says nothing."""
+def _is_member(actor: Any, lives: set[str]) -> bool:
+    """Whether its process is one, by the actor; one that is being started again says nothing. Its life is added to
+    ``lives``."""
+    import ray
+
     try:
-        return bool(ray.get(asked, timeout=_ANSWER_S))
+        life, is_member = ray.get(actor.standing.remote(), timeout=_ANSWER_S)
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return False
+    lives.add(life)
+    return bool(is_member)
 
 
 def on_this_node() -> Any:
@@ -316,11 +330,20 @@ def on_this_node() -> Any:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def new_controller(plan: ClusterPlan) -> Any:
-    """A controller on this node. It belongs to this process, and ends with it, however that ends."""
+def new_controller(plan: ClusterPlan, wait_s: float = FREE_S) -> Any:
+    """A controller on this node. It belongs to this process, and ends with it, however that ends. Raises
+    :class:`UserError` when another is there and has not ended in ``wait_s``."""
     import ray
 
-    return ray.remote(Controller).options(
-        name=CONTROLLER, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_this_node(), max_restarts=0,
-        max_concurrency=_CALLS,
-    ).remote(plan)  # fmt: skip
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return ray.remote(Controller).options(
+                name=CONTROLLER, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_this_node(), max_restarts=0,
+                max_concurrency=_CALLS,
+            ).remote(plan)  # fmt: skip
+        except ValueError:  # the name is taken
+            if time.monotonic() > deadline:
+                hint = "there is one cluster at a time: change it with `memserve scale`, or end it first"
+                raise UserError("another cluster of memserve runs on this Ray", hint=hint) from None
+            time.sleep(_LOOK_S)
