@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,6 +130,22 @@ def test_an_instance_that_ends_again_and_again_is_given_up(
         assert "c1 has ended 3 times before it was a member" in capfd.readouterr().err
     finally:
         refused.process.kill()
+
+
+def test_instances_that_cannot_be_added_are_not_kept(served: OnRay, model: Path, tmp_path: Path) -> None:
+    """The model is gone when another one is asked for; the one that has loaded it goes on."""
+    own = shutil.copytree(model, tmp_path / "tiny")
+    placed = OnRay(own, "--colocated", "1", prefill=0, decode=0, ray=served.ray)
+    try:
+        own.rename(tmp_path / "elsewhere")
+        status, told = placed.try_to_scale("colocated=2")
+        assert status == 1 and "c2 has ended 3 times before it was a member" in told
+        assert placed.scale("colocated=1").startswith("colocated: c1\n") and placed.up() == {"c1"}
+        (tmp_path / "elsewhere").rename(own)
+        assert placed.scale("colocated=2").startswith("colocated: c1, c2\n")
+        assert placed.end() == 0
+    finally:
+        placed.process.kill()
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ class OnRay:
         assert self.process.stdout is not None
         self.lines = [self.process.stdout.readline() for _ in range(2)]
 
-    def _memserve(self, *words: str) -> subprocess.Popen[str]:
+    def _memserve(self, *words: str, stderr: int | None = None) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "memserve", *words, "--address", self.ray.address]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
 
     def end(self) -> int:
         """SIGTERM; the exit status."""
@@ -78,10 +78,15 @@ class OnRay:
 
     def scale(self, *counts: str) -> str:
         """What ``memserve scale`` prints."""
-        process = self._memserve("scale", *counts)
-        told, _ = process.communicate(timeout=WAIT_S)
-        assert process.returncode == 0, told
+        status, told = self.try_to_scale(*counts)
+        assert status == 0, told
         return told
+
+    def try_to_scale(self, *counts: str) -> tuple[int, str]:
+        """Its exit status, and what it prints, errors included."""
+        process = self._memserve("scale", *counts, stderr=subprocess.STDOUT)
+        told, _ = process.communicate(timeout=WAIT_S)
+        return process.returncode, told
 
     def up(self) -> set[str]:
         """Instances that take requests, without what their names say of their life."""

@@ -177,7 +177,8 @@ class Controller:
 
     def scale(self, counts: Mapping[str, int]) -> dict[str, list[str]]:
         """Come to ``counts`` members of each role named there: new ones are members when this returns, and those that
-        are too many have drained. Returns all names by role. Raises :class:`UserError`."""
+        are too many have drained. Returns all names by role. Raises :class:`UserError`; then there are as many as
+        before."""
         for role in counts:
             if role not in self._actors:
                 known = ", ".join(self._actors)
@@ -185,9 +186,15 @@ class Controller:
         with self._lock:
             if self._ends.is_set():
                 return self.names()
-            for role, count in counts.items():
-                self._add(role, count - len(self._actors[role]))
-            self.wait_members()
+            before = {role: len(self._actors[role]) for role in counts}
+            try:
+                for role, count in counts.items():
+                    self._add(role, count - before[role])
+                self.wait_members()
+            except UserError:
+                for role, count in before.items():
+                    self._remove(role, len(self._actors[role]) - count, patience_s=0.0)
+                raise
             for role, count in counts.items():
                 self._remove(role, len(self._actors[role]) - count)
             return self.names()
