@@ -183,6 +183,8 @@ class CurveLink:
         try:
             line.socket.send_multipart([head, piece.src_offsets.astype("<i8").tobytes()], zmq.NOBLOCK)
         except zmq.Again as error:
+            if line.is_turned_away:  # while no read used it
+                raise _TurnedAwayError from None
             raise LinkError("the peer reads no questions") from error
         return number
 

@@ -71,6 +71,8 @@ class _Line:
     """While the secret changes: what was sent, as it may have been on its way when the peer hung up. The peer drops
     what it has."""
     recent_bytes: int = 0
+    is_refused: bool = False
+    """Whether the peer did not take the key when it was last dialled."""
     again_s: float = 0.0
     """When it may be dialled with the next key."""
     pause_s: float = REDIAL_S
@@ -213,7 +215,7 @@ class Outbox:
             for line in self._lines.values():
                 known = was[line.key] in keys
                 line.key = keys.index(was[line.key]) if known else 0
-                if line.socket is not None and not known:
+                if line.socket is not None and (not known or line.is_refused):
                     self._redial(line)
                 elif line.socket is not None and line.monitor is None:
                     self._watch(line)
@@ -234,10 +236,12 @@ class Outbox:
         """If its peer does not take its key, dial with the next one."""
         if line.monitor is None:
             return
-        is_refused, now_s = turned_away(line.monitor), time.monotonic()
-        if is_refused is False:
+        told, now_s = turned_away(line.monitor), time.monotonic()
+        if told is not None:  # it may be told once, in a pause
+            line.is_refused = told
+        if told is False:
             line.pause_s = REDIAL_S
-        elif is_refused and now_s >= line.again_s:
+        elif line.is_refused and now_s >= line.again_s:
             line.again_s, line.pause_s = now_s + line.pause_s, min(2 * line.pause_s, _REDIAL_MAX_S)
             line.key = (line.key + 1) % len(self._keys)
             self._redial(line)
@@ -260,7 +264,8 @@ class Outbox:
                 line.monitor = watch(line.socket)
 
     def _post(self, socket: Socket | None, to: Peer, message: bytes) -> bytes | None:
-        """Send it. Returns the letter; None: it is lost."""
+        """Send it. Returns the letter; None: it is lost. While the secret changes, the peer may have turned the line
+        away: then the letter is returned, and nothing is sent."""
         self._number += 1
         letter = wire.seal(self._me, self._reply_to, to, self._number, message)
         if len(letter) > wire.LETTER_BYTES_MAX:
@@ -272,6 +277,8 @@ class Outbox:
         try:
             socket.send(letter, zmq.NOBLOCK)
         except zmq.Again:
+            if len(self._keys) > 1:
+                return letter
             self._counters.lost_full += 1
             return None
         self._counters.sent += 1
@@ -316,4 +323,4 @@ class Outbox:
         if line is not None and line.socket is not None:
             unwatch(line.socket, line.monitor)
             line.socket.close(linger_ms)
-            line.socket = line.monitor = None
+            line.socket, line.monitor, line.is_refused = None, None, False

@@ -133,7 +133,10 @@ class ZmqSegmentLines:
         try:
             line.socket.send_multipart([head, data], zmq.NOBLOCK)
         except zmq.Again:
-            self._gone.add(segment.peer)  # it reads nothing
+            if line.is_turned_away:  # while nothing was asked
+                self._try_next_key(segment)
+            else:
+                self._gone.add(segment.peer)  # it reads nothing
 
     def answer(self, number: int, outputs: Tensor, statistics: Tensor) -> None:
         """See :class:`~memserve.model.attention.segments.SegmentLines`."""

@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import zmq
 from msgspec.structs import replace
 
 from links_owner import GEOMETRY, content, info_of, view
@@ -20,7 +22,9 @@ from memserve.mempool.identity import identity_key, kv_secret, secrets_in
 from memserve.messages import AnyMessage, ArenaPlace, Cancel, Peer
 from memserve.model.attention.segments import Query, SegmentLostError
 from memserve.runtime import private_files
-from memserve.runtime.links.answering import Listening
+from memserve.runtime.links import answering, curve, mailbox
+from memserve.runtime.links.answering import Line, Listening
+from memserve.runtime.links.curve import CurveKeys, Socket
 from memserve.runtime.links.curve_link import CurveLink
 from memserve.runtime.links.knock import Knock, knock
 from memserve.runtime.links.link import LinkError
@@ -149,7 +153,43 @@ def test_a_peer_with_a_third_secret_is_dialled_with_pauses(tmp_path: Path) -> No
         eventually(lambda: bool(b.heard))
 
 
-def test_queries_of_attention_go_on_while_the_secret_changes(tmp_path: Path) -> None:
+@contextmanager
+def half_way(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Iterator[None]:
+    """As if the change took long: a process that listens admits the new key alone, and new connections find the old
+    one yet. ZeroMQ tells them that they are turned away, and they do not try again."""
+
+    is_done = threading.Event()
+
+    def with_the_old_one(socket: Socket, endpoint: str, keys: CurveKeys) -> bool:
+        if not is_done.is_set() and curve.listen_anew(socket, endpoint, CurveKeys.derived_from(OLD)):
+            is_done.set()
+        return False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "listen_anew", with_the_old_one)
+        yield
+
+
+def is_dead(line: Line) -> bool:
+    """Whether it was turned away for good."""
+    return not int(line.socket.get(zmq.EVENTS)) & int(zmq.POLLOUT)
+
+
+def test_letters_for_a_peer_that_turns_lines_away_half_way_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with talkers(tmp_path, "a", "b") as (a, b):
+        with half_way(monkeypatch, mailbox):
+            put(a.file, STEPS[0])
+            eventually(lambda: len(a.box._keys) == 2)
+            put(b.file, STEPS[1])
+            eventually(lambda: takes(b, NEW) is takes(b, OLD) is Knock.TURNED_AWAY)
+            a.talk_to(b)
+            eventually(lambda: a.sent > 300)
+        hears_all(b, a)
+
+
+def test_queries_of_attention_go_on_while_the_secret_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(asked: Query) -> tuple[torch.Tensor, torch.Tensor]:
         return asked.q + asked.layer, torch.full(asked.q.shape[:2], float(asked.layer))
 
@@ -177,6 +217,13 @@ def test_queries_of_attention_go_on_while_the_secret_changes(tmp_path: Path) -> 
         return True
 
     try:
+        ask_some()
+        put(ours, STEPS[0])
+        ask_some()
+        with half_way(monkeypatch, answering):
+            put(theirs, STEPS[1])
+            eventually(lambda: all(map(is_dead, lines._lines.values())))
+        ask_some()
         for text in STEPS:
             for file in (theirs, ours) if text != STEPS[0] else (ours, theirs):
                 put(file, text)
@@ -231,7 +278,9 @@ def test_pages_are_read_while_the_secret_changes(tmp_path: Path, monkeypatch: py
     try:
         monkeypatch.setattr(reader, "_read", read_slowly)
         assert reader.read(info.peer, Tier.HBM, Tier.HBM, order).tolist() == want
-        put(theirs, STEPS[1])
+        with half_way(monkeypatch, answering):
+            put(theirs, STEPS[1])
+            eventually(lambda: all(map(is_dead, reader._lines[info.peer])))
         eventually(lambda: takes(NEW))
         for _ in range(2):  # as many as there may be lines from before
             assert reader.read(info.peer, Tier.HBM, Tier.HBM, order).tolist() == want
