@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -218,14 +219,11 @@ class Controller:
     def wait_members(self, timeout_s: float = START_S) -> None:
         """Wait until every member has joined. Raises :class:`UserError` when one has not by then, or ends again and
         again before it has."""
-        deadline = time.monotonic() + timeout_s
-        lives: dict[str, set[str]] = {}
-        while missing := [
-            name for name, actor in self._everyone() if not _is_member(actor, lives.setdefault(name, set()))
-        ]:
+        deadline, lives = time.monotonic() + timeout_s, defaultdict[str, set[str]](set)
+        hint = "Ray's dashboard, or `ray logs`, has what they print"
+        while missing := [name for name, actor in self._everyone() if not _is_member(actor, lives[name])]:
             if self._ends.is_set():
                 return
-            hint = "Ray's dashboard, or `ray logs`, has what they print"
             for name in missing:
                 if len(lives[name]) >= LIVES_MAX:
                     raise UserError(f"{name} has ended {LIVES_MAX - 1} times before it was a member", hint=hint)
