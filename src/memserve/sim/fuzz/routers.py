@@ -10,7 +10,7 @@ from typing import Protocol
 from memserve.cluster.asking import AskingController
 from memserve.config import ClusterConfig, MemberConfig
 from memserve.follower.machine import Follower
-from memserve.messages import Dispatch
+from memserve.messages import Cancel, Dispatch, Peer
 from memserve.serving import RequestArrived, RequestCancelled, Send, SequenceStopped
 from memserve.sim.fuzz import checks, store_checks
 from memserve.sim.fuzz.clients import Ask, Referee
@@ -21,7 +21,7 @@ from memserve.sim.fuzz.router import FuzzedRouter
 from memserve.sim.fuzz.scenario import MS, Scenario
 from memserve.sim.fuzz.stores import FuzzedStore
 from memserve.sim.fuzz.truth import require
-from memserve.sim.nodes import FollowedHost, FollowerNode
+from memserve.sim.nodes import FollowedHost, FollowerNode, RouterNode
 from memserve.units import NS_PER_S
 
 ANSWER_NS = 1500 * MS
@@ -58,6 +58,8 @@ class Host(FuzzHost, FollowedHost, Protocol):
     keyed: KeyedClients
     instances: list[FuzzedInstance]
     store: FuzzedStore | None
+    stalled: Counter[Peer]
+    """Attempts that looked so to each router."""
 
     @property
     def router(self) -> FuzzedRouter:
@@ -152,9 +154,6 @@ class Routers:
         host = self._host
         guests = host.router.machine._lifecycle.guests.by_id
         require(not guests, f"the owner counts requests of followers that have ended: {guests}")
-        hands_over = (
-            "D" in host.scenario.setting.mix
-        )  # a handoff that waits for many others' pulls looks like a stalled one
         for node in self.followers:
             name = node.peer.name
             require(node.alive and not node.paused, f"{name} was not put right")
@@ -166,11 +165,29 @@ class Routers:
             require(not len(node.machine.cluster.answers), f"{name} keeps answers for ever")
             if not host.scenario.faults:
                 failed = node.machine.cluster.stats().counters.attempts_failed
-                may = {"refused", "outrun"} | ({"stalled"} if hands_over else set())
-                require(failed.keys() <= may, f"{name}: attempts failed in a healthy world: {failed}")
+                require(
+                    failed.keys() <= {"refused", "outrun", "stalled"},
+                    f"{name}: attempts failed in a healthy world: {failed}",
+                )
         for instance in host.instances:
             link = instance.machine.link
             require(link is None or not link.routers.alone, f"{instance.peer.name} has requests that no router wants")
+
+
+def check_stalls(host: Host, node: RouterNode | FollowerNode, actions: Sequence[object]) -> None:
+    """In a healthy world what looks like a stalled attempt only waits for long, behind others or for many pulls: an
+    instance has it, and for this router."""
+    cluster = node.machine.cluster if isinstance(node, FollowerNode) else node.machine
+    stalled = cluster._counters.attempts_failed.get("stalled", 0)
+    if host.scenario.faults or stalled == host.stalled[node.peer]:
+        return
+    host.stalled[node.peer] = stalled
+    for action in actions:
+        if isinstance(action, Send) and isinstance(action.message, Cancel):
+            name = action.message.request_id
+            machines = [one.machine for one in host.instances if name in one.machine.state.groups]
+            waits = any(machine.link is None or machine.link.routers.is_of(name, node.peer) for machine in machines)
+            require(waits, f"{node.peer.name} waits for {name} in a healthy world, and no instance has it for that")
 
 
 def check_dispatches(host: Host, node: FollowerNode, actions: Sequence[object]) -> None:

@@ -14,7 +14,7 @@ from memserve.cluster.machine import Cluster
 from memserve.config import ExchangeConfig, InstanceConfig, MemberConfig, PoolConfig, SchedulerConfig
 from memserve.follower.machine import Follower
 from memserve.instance.machine import Instance
-from memserve.messages import Heartbeat, PeerInfo, RequestRefused
+from memserve.messages import Heartbeat, Peer, PeerInfo, RequestRefused
 from memserve.policy.costs import CopyCurve, CostModel
 from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import MessageArrived, RequestArrived, RequestCancelled, SequenceStopped
@@ -28,7 +28,7 @@ from memserve.sim.fuzz.instances import FIRST_GENERATION, FuzzedDevice, FuzzedIn
 from memserve.sim.fuzz.keyed import KeyedClients, client_of
 from memserve.sim.fuzz.network import FaultyNetwork
 from memserve.sim.fuzz.router import FuzzedRouter
-from memserve.sim.fuzz.routers import ANSWER_NS, Routers, check_dispatches, cluster_config, new_follower
+from memserve.sim.fuzz.routers import ANSWER_NS, Routers, check_dispatches, check_stalls, cluster_config, new_follower
 from memserve.sim.fuzz.scenario import ALL_MIXES, BLOCK_TOKENS, LEASE_NS, MS, NAMESPACE, Scenario
 from memserve.sim.fuzz.stores import FuzzedStore
 from memserve.sim.fuzz.truth import Violation, require
@@ -79,6 +79,7 @@ class World:
         self.router_slept_ns = 0
         """How much later than the deadline, by its own clock, the router may notice that it has passed."""
         self.happened: Counter[str] = Counter()
+        self.stalled: Counter[Peer] = Counter()
         self.keyed = KeyedClients(self)
         self.router = FuzzedRouter(self)
         self.network.nodes[self.router.peer.name] = self.router
@@ -264,6 +265,8 @@ class World:
             node.machine.check_invariants()
         if isinstance(event, MessageArrived) and isinstance(event.message, RequestRefused):
             self.referee.attempt_refused(client_of(event.message.request_id))
+        if isinstance(node, RouterNode | FollowerNode):
+            check_stalls(self, node, actions)
         if isinstance(node, FollowerNode):
             check_dispatches(self, node, actions)
             self.gate_judge.follower_said(actions)

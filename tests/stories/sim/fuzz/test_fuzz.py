@@ -109,7 +109,7 @@ CAUGHT = {
     "segment-share": (29, "instead of"),
     "segment-turns": (4056, "healthy world"),
     "worker-late": (3, "has written to"),
-    "two-routers": (303, "healthy world"),
+    "two-routers": (207, "no instance has it"),
     "attempt-router": (246, "healthy world"),
     "stale-ledger": (283, "which the owner does not count"),
 }
@@ -127,6 +127,13 @@ def test_a_planted_fault_is_caught(plant: str) -> None:
     assert any(part in caught.failure for part in message.split("|")), caught.failure
     assert caught.story, "a failure tells its story"
     assert not judge(caught.seed, setting_of(caught.seed)).failure, "it fails without the planted fault too"
+
+
+def test_what_waits_for_long_in_a_healthy_world_is_no_fault() -> None:
+    """A follower gives up a request of low priority that has waited behind others for four seconds."""
+    verdict = judge(190_001_565, parse_setting("off/by-layer/1P1C/healthy"), routers=3, keep_story=True)
+    assert not verdict.failure
+    assert any("<- router-3: Cancel(request_id='c1.0#router-2.1-7')" in line for line in verdict.story)
 
 
 def test_what_was_planted_is_taken_out_again() -> None:
