@@ -254,16 +254,17 @@ def _wait_until_ready(router: RouterEngine, place: FollowerOptions, say: Callabl
     from memserve.runtime.links.knock import knock_at_all, no_router, what_is_waited_for
 
     started, told = time.monotonic(), 0.0
+    where = ", ".join(place.join).replace("tcp://", "")
     while not router.stats().serving:
         _check_accepted(router.refused)
         seconds = time.monotonic() - started
         if seconds > JOIN_TIMEOUT_S and not router.is_member and place.outlive is None:
             raise no_router(knock_at_all(place.join, place.secret), "the owner")
         if seconds > told + _TOLD_EVERY_S:
-            lines = [f"waiting for instances of the owner at {', '.join(place.join).replace('tcp://', '')}"]
-            if not router.is_member:
-                lines = what_is_waited_for(knock_at_all(place.join, place.secret), "the owner")
-            for line in lines:
-                say(line)
+            if router.is_member or place.outlive is not None:  # a child of `serve` has the right address and secret
+                say(f"waiting for {'instances of ' if router.is_member else ''}the owner at {where}")
+            else:
+                for line in what_is_waited_for(knock_at_all(place.join, place.secret), "the owner"):
+                    say(line)
             told = time.monotonic() - started
         time.sleep(_LOOK_S)

@@ -48,7 +48,7 @@ _WORDS = {
     MemberChange.DECLINED: "does not join",
 }
 
-_KINDS = {Role.STORE: "store", Role.ROUTER: "router"}
+_KINDS = {Role.STORE: "store", Role.ROUTER: "router", None: "member"}
 
 
 class RatedLog:
@@ -117,5 +117,5 @@ class MemberLog:
         thing = (change, name, report.address)
         place = f" at {report.address}" if report.address else ""
         what = _WORDS[change] + (f": {', '.join(why)}" if why else "")
-        kind = _KINDS.get(report.role, "instance") if report.role is not None else "member"
+        kind = _KINDS.get(report.role, "instance")
         self._lines.say(level, thing, "%s %s%s %s", kind, name[:100], place[:200], what[:300])
