@@ -186,7 +186,9 @@ def test_letters_for_a_peer_that_turns_lines_away_half_way_are_kept(
             eventually(lambda: takes(b, NEW) is takes(b, OLD) is Knock.TURNED_AWAY)
             a.talk_to(b)
             eventually(lambda: a.sent > 300)
+            assert a.box.counters.sent < a.sent - 1, "no letter met a line that was turned away"
         hears_all(b, a)
+        assert a.box.counters.lost_full == 0
 
 
 def test_queries_of_attention_go_on_while_the_secret_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
