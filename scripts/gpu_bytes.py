@@ -19,6 +19,8 @@ from gpu_report import Row, need_device
 
 from memserve.types import KVGeometry
 
+JUDGED_BYTES = 1 << 20
+"""Smaller blocks are of models that no GPU is bought for."""
 OWN_PAGES = "--own-pages"
 """How ``gpu_check.py`` is told to be the owner of :func:`pull`."""
 
@@ -58,6 +60,13 @@ def copies() -> Iterator[Row]:
     from memserve.model.gpu import Cuda
 
     gpu = Cuda(torch.device("cuda"))
+    limits = {}
+    for name in ("up", "down"):
+        big, far = (torch.empty(1 << 28, dtype=torch.uint8, device=place) for place in ("cuda", "cpu"))
+        pair = (big, far.pin_memory()) if name == "up" else (far.pin_memory(), big)
+        ms = milliseconds(lambda pair=pair: pair[0].copy_(pair[1], non_blocking=True), 6)
+        limits[name] = (1 << 28) / ms / 1e6
+        yield {"what": f"one large copy {name}", "gb_s": limits[name]}
     for size in (1 << 17, 1 << 20, 1 << 22):
         count = (1 << 28) // size
         device = gpu.zeros(count, size, dtype=torch.uint8)
@@ -78,7 +87,12 @@ def copies() -> Iterator[Row]:
                 stream.wait()
                 seconds.append(time.perf_counter() - began)
             same = torch.equal(target.cpu(), source.cpu()[order.long()])
-            yield {"what": f"{name} of {size} bytes", "ok": same, "gb_s": (1 << 28) / min(seconds) / 1e9}
+            rate = (1 << 28) / min(seconds) / 1e9
+            share = rate / limits[name.split()[1]]
+            yield {"what": f"{name} of {size} bytes are right", "ok": same}
+            row: Row = {"what": f"{name} of {size} bytes", "gb_s": rate, "share": share}
+            judged = size >= JUDGED_BYTES
+            yield row | ({"target": "copies between HBM and DRAM"} if judged else {})
         torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
 

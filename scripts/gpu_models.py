@@ -14,9 +14,12 @@ from gpu_attention import milliseconds
 from gpu_bytes import copy_gb_s
 from gpu_report import Row, need_device
 
-CONTEXT, VOCAB = 1024, 128_256
-ROWS = (1, 32)
+CONTEXT, PROMPT, VOCAB = 1024, 2048, 128_256
+ROWS = (1, 8, 32, 128)
+ROWS_OF_TRANSFORMERS = (1, 32)
 BLOCK_TOKENS = 32
+ROOM_BLOCKS = 8
+"""For the tokens that a sequence gets after its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,9 @@ class Shape:
         """With random weights, as the loader would give it."""
         from transformers import AutoModelForCausalLM, LlamaConfig
 
-        from memserve.model.attention.context import ATTENTION_NAME, register_attention
         from memserve.model.loading.loader import LoadedModel
         from memserve.model.loading.probe import probe_model
 
-        register_attention()
         config = LlamaConfig(
             hidden_size=self.hidden, intermediate_size=self.columns, num_hidden_layers=self.layers,
             num_attention_heads=32, num_key_value_heads=8, vocab_size=VOCAB, max_position_embeddings=8192,
@@ -46,7 +47,7 @@ class Shape:
         )  # fmt: skip
         torch.set_default_dtype(torch.bfloat16)
         with torch.device("cuda"):
-            module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+            module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         torch.set_default_dtype(torch.float32)
         module.requires_grad_(False)
         geometry, _ = probe_model(module, "bfloat16", BLOCK_TOKENS)
@@ -74,57 +75,86 @@ def eight_b() -> Iterator[Row]:
 
 
 def steps(shape: Shape) -> Iterator[Row]:
-    """Prefill, decode kernel by kernel and with graphs, then the same by transformers alone."""
+    """The same work by transformers alone, then prefill, and decode kernel by kernel and with graphs."""
     need_device()
     from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-    from memserve.model.forward import EagerForward
+    from memserve.model.capture.forward import best_forward
     from memserve.model.gpu import Cuda
     from memserve.model.gpu_device import GpuDevice
 
     model = shape.build()
     weights = shape.read_bytes(model.module)
-    config = InstanceConfig(8192, pool=PoolConfig(2048), scheduler=SchedulerConfig(max_running=max(ROWS)))
-    device = GpuDevice(model, config, Cuda(model.device), EagerForward(model.module))
+    theirs = _of_transformers(model.module)
+    blocks = max(ROWS) * (CONTEXT // BLOCK_TOKENS + ROOM_BLOCKS)
+    config = InstanceConfig(8192, pool=PoolConfig(blocks), scheduler=SchedulerConfig(max_running=max(ROWS)))
+    began, before = time.perf_counter(), torch.cuda.memory_allocated()
+    forward = best_forward(model.module)
+    memory = {
+        "before_gb": before,
+        "after_gb": torch.cuda.memory_allocated(),
+        "peak_gb": torch.cuda.max_memory_allocated(),
+    }
+    row = {"what": "forward", "kind": type(forward).__name__, "operations": getattr(forward, "operations", 0)}
+    yield row | {"s": time.perf_counter() - began} | {name: nbytes / 1e9 for name, nbytes in memory.items()}
+    yield from _linears(forward)
+    device = GpuDevice(model, config, Cuda(model.device), forward)
     x, w = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     peak_tflops = 2 * 8192**3 / milliseconds(lambda: x @ w) / 1e9
-    ours: dict[str, float] = {"prefill": _prefill_ms(device)}
-    flops = CONTEXT * weights  # two operations for each weight, of two bytes
-    share = flops / ours["prefill"] / 1e9 / peak_tflops
-    prefill: Row = {"what": f"prefill of {CONTEXT} tokens", "share": share, "ms": ours["prefill"]}
-    prefill["peak_tflops"] = peak_tflops
+    ms = _prefill_ms(device, PROMPT, min(6, max(ROWS)))
+    share = PROMPT * weights / ms / 1e9 / peak_tflops  # two operations for each weight, of two bytes
+    prefill: Row = {"what": f"prefill of {PROMPT} tokens", "share": share, "ms": ms, "peak_tflops": peak_tflops}
+    prefill["times_as_fast_as_transformers"] = theirs["prefill"] / ms
     yield prefill | ({"target": f"prefill of an {shape.name}"} if shape.is_judged else {})
+    _prefill_ms(device, CONTEXT, max(ROWS))
     for graphs in (False, True):
         if graphs:
+            began = time.perf_counter()
             device.capture()
-            yield {"what": "graphs", "ok": bool(device.graph_sizes), "rows": device.graph_sizes}
-        for rows in ROWS:
-            ms = ours[f"decode of {rows}"] = _decode_ms(device, rows)
+            yield {"what": "graphs", "ok": bool(device.graph_sizes), "rows": device.graph_sizes,
+                   "s": time.perf_counter() - began}  # fmt: skip
+        for rows in ROWS if graphs else ROWS[:1]:
+            ms = _decode_ms(device, rows)
             device._slots.lengths[:rows] = CONTEXT + 1
             moved = weights + rows * CONTEXT * model.geometry.token_bytes
             how = "graphs" if graphs else "kernel by kernel"
             row: Row = {"what": f"decode of {rows}, {how}", "share": moved / ms / 1e6 / copy_gb_s(), "ms": ms}
+            if graphs and rows in ROWS_OF_TRANSFORMERS:
+                row["times_as_fast_as_transformers"] = theirs[f"decode of {rows}"] / ms
             counted = f"{rows} sequence{'s' if rows > 1 else ''}"
             is_judged = graphs and shape.is_judged
             yield row | ({"target": f"decode of an {shape.name}, {counted}"} if is_judged else {})
     device.close()
-    module = model.module
-    del model, device  # and with them its KV
-    torch.cuda.empty_cache()
-    for name, ms in _of_transformers(module).items():
-        yield {"what": f"{name}, by transformers", "ms": ms, "times_as_long": ms / ours[name]}
 
 
-def _prefill_ms(device: Any) -> float:
-    """Of one prompt, which each slot gets in turn: the median."""
+def _linears(forward: Any) -> Iterator[Row]:
+    """How fast each shape of linear streams its weight, with one row and with eight."""
+    from memserve.model.linears import JoinedLinear
+
+    found = getattr(forward, "_run", None)
+    layers = {} if found is None else {
+        tuple(one._weight.shape): one for one in found.__globals__.values() if isinstance(one, JoinedLinear)
+    }  # fmt: skip
+    for shape, layer in layers.items():
+        row: Row = {"what": f"a linear of {shape[1]} to {shape[0]}"}
+        for rows in (1, 8, 32):
+            x = torch.randn(rows, shape[1], dtype=torch.bfloat16, device="cuda")
+            ms = milliseconds(lambda x=x, layer=layer: layer(x))
+            row[f"share_{rows}"] = layer._weight.nbytes / ms / 1e6 / copy_gb_s()
+        yield row
+
+
+def _prefill_ms(device: Any, count: int, slots: int) -> float:
+    """Of one prompt of ``count`` tokens, which each of ``slots`` gets in turn: the median."""
     from memserve.instance.events import OpenSequence, StepPlan
     from memserve.types import SamplingParams, StopParams
 
-    took, blocks = [], CONTEXT // BLOCK_TOKENS + 8
-    for slot in range(max(ROWS)):
+    took, blocks = [], count // BLOCK_TOKENS + ROOM_BLOCKS
+    device.execute(StepPlan(0, reset_slots=True))
+    for slot in range(slots):
         own = list(range(slot * blocks, (slot + 1) * blocks))
-        tokens = np.full(CONTEXT, 7, np.int32)
-        opened = OpenSequence(slot, tokens, CONTEXT, 0, SamplingParams(temperature=0), own, stop=StopParams())
-        rows_of: Any = {"slots": [slot], "starts": [0], "counts": [CONTEXT], "sample_slots": [(slot,)]}
+        tokens = np.full(count, 7, np.int32)
+        opened = OpenSequence(slot, tokens, count, 0, SamplingParams(temperature=0), own, stop=StopParams())
+        rows_of: Any = {"slots": [slot], "starts": [0], "counts": [count], "sample_slots": [(slot,)]}
         took.append(device.execute(StepPlan(slot, open=[opened], **rows_of)).device_ns / 1e6)
     return float(np.median(took))
 
@@ -153,16 +183,15 @@ def _of_transformers(module: Any, count: int = 20) -> dict[str, float]:
     """Milliseconds of the same work by the module alone, with torch's attention and transformers' own cache."""
     from transformers import DynamicCache
 
+    ours = module.config._attn_implementation
     module.set_attn_implementation("sdpa")
     found: dict[str, float] = {}
     with torch.inference_mode():
-        for rows in ROWS:
-            ids = torch.full((rows, CONTEXT), 7, device="cuda")
-            if rows == 1:
-                found["prefill"] = milliseconds(
-                    lambda ids=ids: module(ids, past_key_values=DynamicCache(), logits_to_keep=1), 8
-                )
+        prompt = torch.full((1, PROMPT), 7, device="cuda")
+        found["prefill"] = milliseconds(lambda: module(prompt, past_key_values=DynamicCache(), logits_to_keep=1), 5)
+        for rows in ROWS_OF_TRANSFORMERS:
             cache = DynamicCache()
+            ids = torch.full((rows, CONTEXT), 7, device="cuda")
             token = module(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
             for step in range(count + 4):
                 if step == 4:
@@ -172,4 +201,7 @@ def _of_transformers(module: Any, count: int = 20) -> dict[str, float]:
             torch.cuda.synchronize()
             found[f"decode of {rows}"] = (time.perf_counter() - began) * 1e3 / count
             del cache
+    module.set_attn_implementation(ours)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     return found

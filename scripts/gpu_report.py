@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,14 @@ RUNNING, DONE, BROKE, NOT_RUN = "running", "done", "broke", "not run"
 
 
 NO_DEVICE = "no CUDA device"
+
+
+KINDS: dict[str, tuple[str, dict[str, int]]] = {
+    "mqa": ("llama", {"num_key_value_heads": 1}), "qwen3": ("qwen3", {}), "gemma2": ("gemma2", {}),
+    "gpt_oss": ("gpt_oss", {}), "mixtral": ("mixtral", {}), "phi3": ("phi3", {}), "opt": ("opt", {}),
+    "gpt_neox": ("gpt_neox", {}),
+}  # fmt: skip
+"""Kinds of models beside Llama's: the family, and sizes that differ from its tiny model's."""
 
 
 class NotRun(Exception):
@@ -50,9 +59,12 @@ class Target:
 
 TARGETS = {
     "decode of an 8B, 1 sequence": Target("8b", 0.8, "what copy bandwidth allows"),
+    "decode of an 8B, 8 sequences": Target("8b", 0.7, "what copy bandwidth allows"),
     "decode of an 8B, 32 sequences": Target("8b", 0.65, "what copy bandwidth allows"),
+    "decode of an 8B, 128 sequences": Target("8b", 0.5, "what copy bandwidth allows"),
     "prefill of an 8B": Target("8b", 0.5, "the matrix product that torch reaches in bfloat16"),
     "attention of a decode": Target("attention", 0.8, "copy bandwidth"),
+    "copies between HBM and DRAM": Target("copies", 0.8, "one large copy in that direction"),
     "pull between two processes": Target("pull", 0.5, "copy bandwidth"),
 }
 
@@ -142,19 +154,22 @@ class Report:
             "parts": waiting,
         }  # fmt: skip
         self._file = file
+        self._lock = threading.RLock()  # parts run side by side
 
     def add(self, part: str, row: Row) -> None:
         """A row of a part. One that has ``device`` and ``versions`` says where this runs."""
-        if "versions" in row:
-            self.record |= {"device": row["device"], "versions": row["versions"]}
-        else:
-            self.record["parts"][part]["rows"].append(row)
-        self.write()
+        with self._lock:
+            if "versions" in row:
+                self.record |= {"device": row["device"], "versions": row["versions"]}
+            else:
+                self.record["parts"][part]["rows"].append(row)
+            self.write()
 
     def turn(self, part: str, status: str, why: str = "", seconds: float = 0.0) -> None:
         """What has become of a part."""
-        self.record["parts"][part] |= {"status": status, "why": why, "seconds": seconds}
-        self.write()
+        with self._lock:
+            self.record["parts"][part] |= {"status": status, "why": why, "seconds": seconds}
+            self.write()
 
     def write(self) -> None:
         """Both files, each replaced at once."""

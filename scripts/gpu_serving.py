@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from gpu_attention import ROOT
-from gpu_report import NotRun, Row, has_device, need_device
+from gpu_report import KINDS, NotRun, Row, has_device, need_device
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
@@ -39,11 +39,12 @@ CLUSTERS: dict[str, tuple[str, ...]] = {
 
 
 @cache
-def folder() -> Path:
-    """The tiny model, as a folder."""
+def folder(kind: str = "llama") -> Path:
+    """The tiny model of a kind, as a folder."""
     from tiny_models import save_folder, tiny_module
 
-    saved: Path = save_folder(tiny_module("llama"), Path(tempfile.mkdtemp()) / "tiny")
+    family, sizes = KINDS.get(kind, (kind, {}))
+    saved: Path = save_folder(tiny_module(family, **sizes), Path(tempfile.mkdtemp()) / kind)
     return saved
 
 
@@ -55,11 +56,11 @@ def prompts() -> list[list[int]]:
 
 
 @cache
-def truth(dtype: str) -> list[list[int]]:
+def truth(dtype: str, kind: str = "llama") -> list[list[int]]:
     """What transformers' ``generate`` gives on the same device, greedily."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=getattr(torch, dtype)).to(DEVICE)
+    model = AutoModelForCausalLM.from_pretrained(folder(kind), dtype=getattr(torch, dtype)).to(DEVICE)
     model.generation_config.eos_token_id = None
     found = []
     for tokens in prompts():
@@ -77,17 +78,17 @@ def answers(llm: Any, *, at_once: bool = True) -> list[list[int]]:
 
 
 @contextmanager
-def engine(dtype: str = "float32", **options: Any) -> Iterator[Any]:
-    """An engine with the tiny model."""
+def engine(dtype: str = "float32", kind: str = "llama", **options: Any) -> Iterator[Any]:
+    """An engine with the tiny model of a kind."""
     from memserve import LLM
 
-    with LLM(str(folder()), **{"dtype": dtype, "device": DEVICE, "kv_memory": "16MiB", **options}) as llm:
+    with LLM(str(folder(kind)), **{"dtype": dtype, "device": DEVICE, "kv_memory": "16MiB", **options}) as llm:
         yield llm
 
 
-def compared(what: str, got: list[list[int]], dtype: str = "float32", **more: object) -> Row:
+def compared(what: str, got: list[list[int]], dtype: str = "float32", kind: str = "llama", **more: object) -> Row:
     """How many answers are those of transformers; in 16 bits sums are rounded otherwise, so that they may differ."""
-    equal = sum(one == other for one, other in zip(got, truth(dtype), strict=True))
+    equal = sum(one == other for one, other in zip(got, truth(dtype, kind), strict=True))
     row: Row = {"what": what, "equal": f"{equal} of {len(got)}", **more}
     return row | ({"ok": equal == len(got)} if dtype == "float32" else {})
 
@@ -100,6 +101,18 @@ def one_engine() -> Iterator[Row]:
             yield compared(f"{dtype}, all at once, prefixes cached", answers(llm), dtype)
             cached = llm.stats().instance.cached_tokens
             yield {"what": f"{dtype}, prefixes came from the cache", "ok": cached > 0, "tokens": cached}
+
+
+def one_kind(kind: str) -> Iterator[Row]:
+    """As :func:`one_engine`, in float32, for another kind of model; and whether its decodes fit into graphs."""
+    with engine(kind=kind, max_step_tokens=64) as llm:
+        yield compared("one after the other", answers(llm, at_once=False), kind=kind)
+        yield compared("all at once, prefixes cached", answers(llm), kind=kind)
+        if DEVICE == "cuda":
+            device = llm._engine._instance._device
+            forward = type(device._forward).__name__
+            yield {"what": "decodes", "graphs": len(device.graph_sizes), "refused": device._graphs.refused,
+                   "forward": forward}  # fmt: skip
 
 
 def graphs() -> Iterator[Row]:

@@ -40,6 +40,10 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
         case "gpt_oss":  # attention sinks, windows, experts
             experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "head_dim": 16}
             return t.GptOssConfig(**gated, **experts, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+        case "mixtral":  # experts
+            return t.MixtralConfig(**gated, num_local_experts=4, num_experts_per_tok=2)
+        case "phi3":  # q, k, v in one linear, gate and up in another
+            return t.Phi3Config(**gated)
         case "opt":
             return t.OPTConfig(**common, ffn_dim=48, word_embed_proj_dim=32)
         case "gpt_neox":

@@ -179,6 +179,30 @@ class PackedLinear:
         return bool((self._few_rows(x, 1).float() - expected).abs().max() <= tolerance * scale)
 
 
+class JoinedLinear:
+    """As :class:`PackedLinear` on a GPU: several weights stacked in one tensor, which the weights become parts of, so
+    that a model is held once while it is captured."""
+
+    __slots__ = ("_bias", "_weight", "_wide")
+
+    is_native = is_ours = False
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor] | None, *, wide: bool = False) -> None:
+        """See :class:`PackedLinear`."""
+        self._weight, self._wide = _joined(weights), wide
+        self._bias = None if biases is None else _joined(biases)
+        first = 0
+        for weight in weights if len(weights) > 1 else ():
+            weight.data = self._weight[first : first + len(weight)]
+            first += len(weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x [..., k]`` -> ``[..., n]``, of the dtype of ``x``, or float32 if ``wide``."""
+        if self._wide and x.dtype != torch.float32:
+            return wide_linear(x, self._weight, self._bias)
+        return torch.nn.functional.linear(x, self._weight, self._bias)
+
+
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x [..., k] @ weight [n, k].T + bias`` in float32, from operands of 16 bits."""
     if x.device.type == "cuda":

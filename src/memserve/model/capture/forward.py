@@ -1,4 +1,4 @@
-"""Captured forwards: a Hugging Face module as one flat list of fused operations, on CPU.
+"""Captured forwards: a Hugging Face module as one flat list of fused operations, on a CPU or a GPU.
 
 Record the forward twice, merge the recordings into a graph for any number of tokens, rewrite it, compile it, and
 compare it with the module it came from. Nothing here knows a model family; where any stage meets something unknown, the
@@ -47,6 +47,7 @@ Inputs = dict[str, Tensor]
 
 _SIZES = ((23, 19), (37, 31))  # (tokens, logits rows) of the two recordings: small and distinctive
 _TRIALS = ((1, 1), (7, 2), (31, 31), (150, 3))  # (tokens, rows) compared with the module: few, and at last many
+_ANY_ROWS = 1 << 30  # on a GPU no number of rows is better than another
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 2e-2}  # root mean square / spread of the logits
 
 
@@ -59,10 +60,11 @@ class CapturedForward:
         program = emit(graph)
         self._run = program.run
         self.source = program.source
-        self.native = _native_step(graph, dtype)
+        on_gpu = _is_on_gpu(graph)
+        self.native = None if on_gpu else _native_step(graph, dtype)
         linears = [node.args[1] for node in graph.nodes if node.target is fused.linear]
         #: up to this many tokens rows are not padded
-        self.fills_up = ROWS_NATIVE_MAX if all(linear.is_ours for linear in linears) else 0
+        self.fills_up = _ANY_ROWS if on_gpu else ROWS_NATIVE_MAX if all(one.is_ours for one in linears) else 0
         self.operations = sum(node.op == "call_function" for node in graph.nodes)
         _forget_values(graph.nodes)
 
@@ -109,16 +111,15 @@ def best_forward(module: Any, crew: Crew | GpuCrew | None = None) -> Forward:
 
 
 def capture_forward(module: Any) -> CapturedForward | None:
-    """Capture ``module`` (on CPU, with our attention and plain linears); if that fails, log the reason and return None.
+    """Capture ``module`` (with our attention and plain linears); if that fails, log the reason and return None.
 
-    The module is left as it was; :func:`release_weights` frees what the captured forward does not need.
+    The module computes as before; :func:`release_weights` frees what the captured forward does not need.
     """
-    if any(parameter.device.type != "cpu" for parameter in module.parameters()):
-        return None
     try:
         forward, vocab = EagerForward(module, pack=False), module.config.get_text_config().vocab_size
-        graph = _record_graph(forward, vocab)
-        trials = [_inputs(tokens, rows, vocab, first_position=3) for tokens, rows in _TRIALS]
+        device = next(module.parameters()).device
+        graph = _record_graph(forward, vocab, device)
+        trials = [_inputs(tokens, rows, vocab, device, first_position=3) for tokens, rows in _TRIALS]
         expected = _expected(forward, trials)
         captured = _captured(graph, module.dtype)
         for trial, logits in zip(trials, expected, strict=True):
@@ -164,7 +165,22 @@ def optimise(graph: fx.Graph, packs: Packs) -> None:
     widen_logits(graph)
     pack_linears(graph, packs)
     share_tied_embedding(graph)
+    if _is_on_gpu(graph):
+        use_gpu_kernels(graph)
     graph.lint()
+
+
+def _is_on_gpu(graph: fx.Graph) -> bool:
+    values = (node.meta["value"] for node in graph.nodes if node.op == "get_attr")
+    return any(value.is_cuda for value in values)
+
+
+def use_gpu_kernels(graph: fx.Graph) -> None:
+    """Let fused operations run on the GPU."""
+    from memserve.model.capture.fused_gpu import OPERATIONS  # needs triton
+
+    for node in graph.nodes:
+        node.target = OPERATIONS.get(node.target, node.target) if node.op == "call_function" else node.target
 
 
 def _native_step(graph: fx.Graph, dtype: torch.dtype) -> NativeStep | None:
@@ -185,7 +201,7 @@ def _own_constants(graph: fx.Graph, owned: dict[int, Tensor]) -> None:
         if node.op == "get_attr":
             value = node.meta["value"]
             if id(value) not in owned:
-                owned[id(value)] = value.detach().clone()
+                owned[id(value)] = value.detach() if value.is_cuda else value.detach().clone()
             node.meta["value"] = owned[id(value)]
 
 
@@ -195,9 +211,11 @@ def release_weights(module: Any) -> None:
         parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
-def _inputs(tokens: int, rows: int, vocab: int, first_position: int = 0) -> Inputs:
+def _inputs(
+    tokens: int, rows: int, vocab: int, device: torch.device | None = None, first_position: int = 0
+) -> Inputs:
     """Tokens without a pattern, positions from ``first_position`` on, the last ``rows`` rows."""
-    places = torch.arange(tokens)
+    places = torch.arange(tokens, device=device)
     return {
         "input_ids": (places + 1) * 7919 % vocab,
         "positions": places + first_position,
@@ -205,8 +223,8 @@ def _inputs(tokens: int, rows: int, vocab: int, first_position: int = 0) -> Inpu
     }
 
 
-def _record_graph(forward: Callable[..., Tensor], vocab: int) -> fx.Graph:
-    traces = [record(forward, _inputs(tokens, rows, vocab)) for tokens, rows in _SIZES]
+def _record_graph(forward: Callable[..., Tensor], vocab: int, device: torch.device) -> fx.Graph:
+    traces = [record(forward, _inputs(tokens, rows, vocab, device)) for tokens, rows in _SIZES]
     (tokens, rows), (other_tokens, other_rows) = _SIZES
     ids, _, kept = traces[0].inputs
     graph = generalise(traces[0], traces[1], {(tokens, other_tokens): (ids, 0), (rows, other_rows): (kept, 0)})

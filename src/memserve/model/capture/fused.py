@@ -49,7 +49,7 @@ def embed(ids: Tensor, table: TiedEmbedding) -> Tensor:
     return table(ids)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
+def rows_of(x: Tensor) -> tuple[Tensor, int, int, int, int]:
     """``x [..., width]`` as two levels of rows: (tensor, outer, inner, outer stride, inner stride)."""
     shape, strides = x.shape, x.stride()
     if strides[-1] != 1:
@@ -69,7 +69,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, round_first: bool) -> Tensor
     ``weight [width]`` float32. ``round_first``: the normalised value is rounded to the dtype of ``x`` before the
     weight multiplies it (Llama), not after (Gemma).
     """
-    x, outer, inner, stride_outer, stride_inner = _rows(x)
+    x, outer, inner, stride_outer, stride_inner = rows_of(x)
     y = torch.empty(x.shape, dtype=x.dtype)
     _kernels.rms_norm(
         x.data_ptr(), 0, 0, y.data_ptr(), weight.data_ptr(), eps, round_first,
@@ -80,7 +80,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, round_first: bool) -> Tensor
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_first: bool) -> tuple[Tensor, Tensor]:
     """``(x + residual, rms_norm(x + residual))`` in one pass; the sum is rounded before it is normalised."""
-    x, outer, inner, stride_outer, stride_inner = _rows(x)
+    x, outer, inner, stride_outer, stride_inner = rows_of(x)
     residual = residual.contiguous()
     both = torch.empty((2, *x.shape), dtype=x.dtype)
     total, y = both.unbind(0)
@@ -94,8 +94,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """``act(gate) * up``, the activation rounded to the dtype before the product; ``kind``: silu or gelu_tanh."""
     width = gate.shape[-1]
-    gate, _, rows, _, stride_gate = _one_level(gate)
-    up, _, _, _, stride_up = _one_level(up)
+    gate, _, rows, _, stride_gate = one_level(gate)
+    up, _, _, _, stride_up = one_level(up)
     y = torch.empty(gate.shape, dtype=gate.dtype)
     _kernels.gated(
         gate.data_ptr(), stride_gate, up.data_ptr(), stride_up, y.data_ptr(), rows, width,
@@ -104,10 +104,10 @@ def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return y
 
 
-def _one_level(x: Tensor) -> tuple[Tensor, int, int, int, int]:
-    """As :func:`_rows`, with a single level of rows."""
-    rows = _rows(x)
-    return rows if rows[1] == 1 else _rows(x.reshape(-1, x.shape[-1]))
+def one_level(x: Tensor) -> tuple[Tensor, int, int, int, int]:
+    """As :func:`rows_of`, with a single level of rows."""
+    rows = rows_of(x)
+    return rows if rows[1] == 1 else rows_of(x.reshape(-1, x.shape[-1]))
 
 
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor, token_dim: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from memserve.model.capture import fused
 from memserve.model.capture.passes_simplify import Node, add_constant, constant_of, drop_dead, nodes_of, value_of
-from memserve.model.linears import PackedLinear
+from memserve.model.linears import JoinedLinear, PackedLinear
 
 aten = torch.ops.aten
 
@@ -249,7 +249,7 @@ def _reads_one(node: Node) -> bool:
     return not any(isinstance(other, Tensor) and other.is_floating_point() for other in others)
 
 
-Packs = dict[tuple[Any, ...], tuple[PackedLinear, list[Tensor]]]
+Packs = dict[tuple[Any, ...], tuple[PackedLinear | JoinedLinear, list[Tensor]]]
 """Packed linears by the tensors that they were made of, which are kept: no other may get their addresses."""
 
 
@@ -268,8 +268,8 @@ def pack_linears(graph: fx.Graph, packs: Packs) -> None:
 
 def share_tied_embedding(graph: fx.Graph) -> None:
     """If an embedding's table is also a packed linear's weight, read it from there: this saves tens of megabytes."""
-    layers: list[PackedLinear] = [node.args[1] for node in nodes_of(graph) if calls(node, fused.linear)]
-    tied = {layer.source: layer for layer in layers if layer.source}
+    layers = [node.args[1] for node in nodes_of(graph) if calls(node, fused.linear)]
+    tied = {layer.source: layer for layer in layers if isinstance(layer, PackedLinear) and layer.source}
     for node in nodes_of(graph):
         table = constant_of(node.args[0]) if calls(node, aten.embedding.default) else None
         layer = tied.get(table.data_ptr()) if table is not None else None
@@ -288,9 +288,11 @@ def _pack_group(graph: fx.Graph, x: Node, group: list[Node], packs: Packs) -> No
     weights: list[Tensor] = [value_of(node.args[1]) for node in group]
     biases = [value_of(node.args[2]) for node in group] if len(_parameters(group[0])) == 2 else None
     sources, wide = [*weights, *(biases or ())], "wide" in group[0].meta
-    key = (wide, *((source.data_ptr(), source.shape, source.stride()) for source in sources))
+    key = _key(wide, sources)
     if key not in packs:
-        packs[key] = PackedLinear(weights, biases, wide=wide), sources
+        kind = JoinedLinear if weights[0].is_cuda else PackedLinear
+        packs[key] = kind(weights, biases, wide=wide), sources
+        packs.setdefault(_key(wide, sources), packs[key])  # where joined weights have moved
     layer: Any = packs[key][0]
     with graph.inserting_before(group[0]):
         whole = graph.call_function(fused.linear, (x, layer))
@@ -303,3 +305,7 @@ def _pack_group(graph: fx.Graph, x: Node, group: list[Node], packs: Packs) -> No
             node.replace_all_uses_with(whole)
         view.meta["value"] = value_of(node)
         start += width
+
+
+def _key(wide: bool, sources: list[Tensor]) -> tuple[Any, ...]:
+    return (wide, *((source.data_ptr(), source.shape, source.stride()) for source in sources))

@@ -59,7 +59,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         self._paused = False
         self._constants = 0
         self._fixed: set[fx.Node] = set()  # they do not depend on the inputs
-        self._random = torch.Generator().manual_seed(0)
+        self._random = torch.Generator(next(iter(inputs.values())).device).manual_seed(0)
         self.inputs = tuple(self._learn(self.graph.placeholder(name), value) for name, value in inputs.items())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,7 +74,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Stands in for the product, most of a forward's time: random numbers, because only shapes matter here."""
         shape = *x.shape[:-1], weight.shape[0]
-        return torch.randn(shape, generator=self._random).to(x.dtype)
+        return torch.randn(shape, generator=self._random, device=x.device).to(x.dtype)
 
     def _is_fixed(self, value: Tensor) -> bool:
         node = self._nodes.get(id(value))
