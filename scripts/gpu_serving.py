@@ -57,10 +57,11 @@ def prompts() -> list[list[int]]:
 
 @cache
 def truth(dtype: str, kind: str = "llama") -> list[list[int]]:
-    """What transformers' ``generate`` gives on the same device, greedily."""
+    """What transformers' ``generate`` gives on the same device, greedily, with the family's own attention."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder(kind), dtype=getattr(torch, dtype)).to(DEVICE)
+    options: Any = {"dtype": getattr(torch, dtype), "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder(kind), **options).to(DEVICE)
     model.generation_config.eos_token_id = None
     found = []
     for tokens in prompts():
@@ -104,15 +105,16 @@ def one_engine() -> Iterator[Row]:
 
 
 def one_kind(kind: str) -> Iterator[Row]:
-    """As :func:`one_engine`, in float32, for another kind of model; and whether its decodes fit into graphs."""
-    with engine(kind=kind, max_step_tokens=64) as llm:
-        yield compared("one after the other", answers(llm, at_once=False), kind=kind)
-        yield compared("all at once, prefixes cached", answers(llm), kind=kind)
-        if DEVICE == "cuda":
-            device = llm._engine._instance._device
-            forward = type(device._forward).__name__
-            yield {"what": "decodes", "graphs": len(device.graph_sizes), "refused": device._graphs.refused,
-                   "forward": forward}  # fmt: skip
+    """As :func:`one_engine` for another kind of model; and whether its decodes fit into graphs."""
+    for dtype in ("float32", "bfloat16"):
+        with engine(dtype, kind, max_step_tokens=64) as llm:
+            yield compared(f"{dtype}, one after the other", answers(llm, at_once=False), dtype, kind)
+            yield compared(f"{dtype}, all at once, prefixes cached", answers(llm), dtype, kind)
+            if DEVICE == "cuda":
+                device = llm._engine._instance._device
+                forward, graphs = type(device._forward).__name__, device._graphs
+                said = {"graphs": len(device.graph_sizes), "why": graphs.refused or "all fit"}
+                yield {"what": f"{dtype}, decodes", "forward": forward, **said}
 
 
 def graphs() -> Iterator[Row]:
@@ -206,7 +208,7 @@ def of_instances(url: str, name: str, least: int) -> dict[str, int]:
 
 def asked(url: str, tokens: list[int]) -> str:
     """The answer to one prompt over HTTP."""
-    body = {"model": "tiny", "prompt": tokens, "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+    body = {"model": folder().name, "prompt": tokens, "temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:

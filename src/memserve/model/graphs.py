@@ -41,6 +41,8 @@ def graph_sizes(rows_max: int) -> list[int]:
 class _Captured:
     rows: Tensor
     """``[2, n]`` int64: slots, positions."""
+    numbers: Tensor
+    """``[n]`` int64, which the graph reads at each replay: a graph keeps no tensor alive."""
     graph: Graph
     logits: Tensor
 
@@ -99,7 +101,7 @@ class DecodeGraphs:
                 return logits if self._crew is None else self._crew.gather(logits)
 
         graph, logits = gpu.capture(run)
-        return _Captured(rows, graph, logits)
+        return _Captured(rows, numbers, graph, logits)
 
     def run(self, slots: Int64s, positions: Int64s) -> Tensor | None:
         """Logits ``[n, vocab]`` of the tokens at ``positions [n]`` of ``slots [n]``, in the stream in use; valid until

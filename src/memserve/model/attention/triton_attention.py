@@ -21,6 +21,8 @@ from memserve.units import ceil_div
 
 _DECODE_ROWS = 16  # query rows of a tile: the least that a tensor core takes
 _PREFILL_ROWS = 64
+_KEY_ELEMENTS = 1 << 13  # of K, and of V, that a program loads at a time: 64 keys of 128
+_WARPS, _STAGES = 4, 4
 _BLOCKS_A_SPLIT = 8  # a shorter piece of a row costs more in the merge than it gains
 _SPLITS_MAX = 32
 
@@ -181,12 +183,14 @@ def attend(
     if splits > 1:
         pieces = torch.empty((batch.tokens, heads, splits, g.head_dim_v), dtype=torch.float32, device=q.device)
         stats = torch.empty((batch.tokens, heads, splits, 2), dtype=torch.float32, device=q.device)
+    block_pad = _power_of_two(16, g.block_tokens)
+    keys = _KEY_ELEMENTS // max(shape["DK_PAD"], shape["DV_PAD"])
     kernels.attend_tile[(tiles, g.num_kv_heads, splits)](
         *batch.common(), tile_rows, tile_firsts, q, q.stride(0), q.stride(1), out, out.stride(0), out.stride(1),
         pieces, stats, out if sinks is None else sinks, layer, scale, window, softcap, **shape,
-        KEYS=_power_of_two(16, g.block_tokens), GROUP=heads // g.num_kv_heads, M=m, SPLITS=splits,
+        BLOCK_PAD=block_pad, BLOCKS=max(1, keys // block_pad), GROUP=heads // g.num_kv_heads, M=m, SPLITS=splits,
         WINDOW=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None,
-        WIDE=q.device.type == "cpu",
+        WIDE=q.device.type == "cpu", num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
     if splits > 1:
         kernels.combine_splits[(batch.tokens, heads)](

@@ -30,8 +30,8 @@ def seal_kernel(
     first = source + tl.load(src_at + number)
     to = target + tl.load(dst_at + number)
     key = tl.load(keys + lane)
-    products = tl.zeros([8], tl.int64)
-    plain = tl.zeros([8], tl.int64)
+    products = tl.zeros([STRIPES, 8], tl.int64)  # summed over stripes once, at the end: that needs all threads
+    plain = tl.zeros([STRIPES, 8], tl.int64)
     for turn in range(TURNS):
         stripe = ((part * TURNS + turn) * STRIPES + tl.arange(0, STRIPES)).to(tl.int64)
         at = stripe[:, None] * 8 + lane[None, :]
@@ -42,8 +42,8 @@ def seal_kernel(
         x = (word ^ (key[None, :] + stripe[:, None] * golden)).to(tl.uint64, bitcast=True)
         product = ((x & 0xFFFFFFFF) * (x >> 32)).to(tl.int64, bitcast=True)
         counted = (stripe < stripes)[:, None]
-        products += tl.sum(tl.where(counted, product, 0), 0)
-        plain += tl.sum(word, 0)
+        products += tl.where(counted, product, 0)
+        plain += word
     place = sums + (number * tl.num_programs(1) + part).to(tl.int64) * 16
-    tl.store(place + lane, products)
-    tl.store(place + 8 + lane, plain)
+    tl.store(place + lane, tl.sum(products, 0))
+    tl.store(place + 8 + lane, tl.sum(plain, 0))

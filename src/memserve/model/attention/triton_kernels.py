@@ -71,36 +71,31 @@ def run_of_blocks(
 
 @triton.jit
 def block_scores(
-    queries, head, keys, positions, live, scale, window, softcap,
-    DK: tl.constexpr, BLOCK: tl.constexpr, DK_PAD: tl.constexpr, KEYS: tl.constexpr,
+    queries, places, keys, inside, positions, live, scale, window, softcap,
+    DK: tl.constexpr, BLOCK: tl.constexpr, DK_PAD: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Scores ``[M, KEYS]`` of a tile's queries against one block, in units of log2, and which of them count."""
-    t = tl.arange(0, KEYS)
+    """Scores ``[M, KEYS]`` of a tile's queries against some blocks, in units of log2, and which of them count.
+    ``places`` ``[KEYS]``: where each key's first element lies; ``inside``: which places are keys at all."""
     dk = tl.arange(0, DK_PAD)
-    k = tl.load(head + dk[:, None] * BLOCK + t[None, :], mask=(dk < DK)[:, None] & (t < BLOCK)[None, :], other=0.0)
+    k = tl.load(places[None, :] + dk[:, None] * BLOCK, mask=(dk < DK)[:, None] & inside[None, :], other=0.0)
     if WIDE:
         k = k.to(tl.float32)
     score = tl.dot(queries, k, input_precision="ieee") * scale
     if SOFTCAP:  # tanh(x) = 2 sigmoid(2x) - 1
         score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-    seen = live[:, None] & (keys[None, :] <= positions[:, None]) & (t < BLOCK)[None, :]
+    seen = live[:, None] & (keys[None, :] <= positions[:, None]) & inside[None, :]
     if WINDOW:
         seen = seen & (keys[None, :] > positions[:, None] - window)
     return tl.where(seen, score * LOG2_E, NEVER), seen
 
 
 @triton.jit
-def block_values(
-    place, keys, last,
-    DV: tl.constexpr, BLOCK: tl.constexpr, DV_PAD: tl.constexpr, KEYS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """V ``[KEYS, DV_PAD]`` of one block. Positions after the last token may hold anything, even NaN; they are not read,
-    because 0 * NaN would spoil the sum."""
-    t = tl.arange(0, KEYS)
+def block_values(places, written, DV: tl.constexpr, DV_PAD: tl.constexpr, WIDE: tl.constexpr):
+    """V ``[KEYS, DV_PAD]`` of some blocks. Positions after the last token may hold anything, even NaN; they are not
+    read, because 0 * NaN would spoil the sum."""
     dv = tl.arange(0, DV_PAD)
-    written = (keys <= last) & (t < BLOCK)
-    v = tl.load(place + t[:, None] * DV + dv[None, :], mask=written[:, None] & (dv < DV)[None, :], other=0.0)
+    v = tl.load(places[:, None] + dv[None, :], mask=written[:, None] & (dv < DV)[None, :], other=0.0)
     if WIDE:
         v = v.to(tl.float32)
     return v
@@ -112,11 +107,12 @@ def attend_tile(
     q, q_token, q_head, out, out_token, out_head, pieces, piece_stats, sinks,
     layer, scale, window, softcap,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, KEYS: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
+    DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head, split). A tile is ``M // GROUP`` tokens of one row times the ``GROUP`` heads that share
-    a KV head; a split is a run of that row's blocks. Keys are taken one block at a time: a page is contiguous."""
+    a KV head; a split is a run of that row's blocks. Keys are taken ``BLOCKS`` blocks at a time, whose pages are each
+    contiguous: one block alone has too few bytes on their way to hide how long memory takes."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -143,15 +139,21 @@ def attend_tile(
 
     begin, stop = run_of_blocks(first + shift, last, window, split, BLOCK, SPLITS, WINDOW)
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
-    for index in range(begin, stop):
-        head = arena + page_of_head(table, index, layer, kv_head, LAYERS, KV_HEADS, BLOCK * (DK + DV))
-        keys = index * BLOCK + tl.arange(0, KEYS)
-        score, seen = block_scores(queries, head, keys, positions, live, scale, window, softcap,
-                                   DK, BLOCK, DK_PAD, KEYS, WINDOW, SOFTCAP, WIDE)  # fmt: skip
+    t = tl.arange(0, BLOCKS * BLOCK_PAD) % BLOCK_PAD
+    for index in range(begin, stop, BLOCKS):
+        number = index + tl.arange(0, BLOCKS * BLOCK_PAD) // BLOCK_PAD
+        inside = (number < stop) & (t < BLOCK)
+        page = tl.max_constancy(
+            page_of_head(table, tl.minimum(number, stop - 1), layer, kv_head, LAYERS, KV_HEADS, BLOCK * (DK + DV)),
+            [BLOCK_PAD],
+        )
+        keys = number * BLOCK + t
+        score, seen = block_scores(queries, arena + page + t, keys, inside, positions, live, scale, window, softcap,
+                                   DK, BLOCK, DK_PAD, WINDOW, SOFTCAP, WIDE)  # fmt: skip
         higher = tl.maximum(top, tl.max(score, 1))
         weight = tl.where(seen, tl.exp2(score - higher[:, None]), 0.0)
         fade = tl.exp2(top - higher)
-        v = block_values(head + BLOCK * DK, keys, last, DV, BLOCK, DV_PAD, KEYS, WIDE)
+        v = block_values(arena + page + (BLOCK * DK + t * DV), inside & (keys <= last), DV, DV_PAD, WIDE)
         acc = acc * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(weight, 1)
         top = higher

@@ -211,9 +211,7 @@ def release_weights(module: Any) -> None:
         parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
-def _inputs(
-    tokens: int, rows: int, vocab: int, device: torch.device | None = None, first_position: int = 0
-) -> Inputs:
+def _inputs(tokens: int, rows: int, vocab: int, device: torch.device | None = None, first_position: int = 0) -> Inputs:
     """Tokens without a pattern, positions from ``first_position`` on, the last ``rows`` rows."""
     places = torch.arange(tokens, device=device)
     return {

@@ -120,7 +120,16 @@ def compile_kernels() -> None:
     from memserve.model.attention import triton_bytes, triton_kernels
 
     shape = {"LAYERS": 30, "KV_HEADS": 3, "DK": 64, "DV": 64, "BLOCK": 32, "DK_PAD": 64, "DV_PAD": 64}
-    tile = {"KEYS": 32, "GROUP": 3, "M": 64, "WINDOW": True, "SOFTCAP": True, "SINKS": True, "WIDE": False}
+    tile = {
+        "BLOCK_PAD": 32,
+        "BLOCKS": 4,
+        "GROUP": 3,
+        "M": 64,
+        "WINDOW": True,
+        "SOFTCAP": True,
+        "SINKS": True,
+        "WIDE": False,
+    }
     merge = {"HEADS": 9, "DV": 64, "DV_PAD": 64, "SPLITS": 3, "SPLITS_PAD": 4}
     seals = {"STRIPES": 128, "TURNS": 8, "COPIES": True}
     bf16, fp32, scalars = {"arena", "k", "v", "q", "out"}, {"pieces", "piece_stats", "sinks"}, {"scale", "softcap"}
