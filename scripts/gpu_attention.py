@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from memserve.types import KVGeometry  # noqa: E402  # needs the path above
 DECODE = [(1, 2048), (1, 32768), (8, 2048), (32, 2048), (128, 2048), (256, 512)]  # rows, context
 FULL_TOKENS = 32 * 2048
 """A decode that reads the KV of so many tokens has work for the whole device."""
+SETTINGS_DECODES = [(1, 1, 8192), (8, 1, 1024), (32, 1, 2048), (128, 1, 2048)]  # rows, new tokens, context
 PREFILL = [(1, 2048, 2048), (4, 512, 512), (1, 512, 16384), (8, 512, 4096)]  # rows, new tokens, context
 
 
@@ -142,16 +145,40 @@ def speed() -> Iterator[Row]:
 
 
 def time_decode(geometry: KVGeometry, heads: int, named: str) -> Iterator[Row]:
-    """Time decode steps: one query per row. Those that can fill the device are judged."""
+    """Time decode steps on the device: one query per row. Those that can fill the device are judged."""
     from gpu_bytes import copy_gb_s
 
     for count, context in DECODE:
-        step = Step(geometry, heads, count, 1, context)
-        ms = milliseconds(step.run)
-        kv_gb_s = count * context * geometry.token_bytes // geometry.num_layers / ms / 1e6
-        row: Row = {"what": f"{named}: {count} rows of {context} tokens", "us": ms * 1e3, "kv_gb_s": kv_gb_s}
+        kv_gb_s, us = decode_gb_s(Step(geometry, heads, count, 1, context))
+        row: Row = {"what": f"{named}: {count} rows of {context} tokens", "us": us, "kv_gb_s": kv_gb_s}
         row["share"] = kv_gb_s / copy_gb_s()
         yield row | ({"target": "attention of a decode"} if count * context >= FULL_TOKENS else {})
+
+
+def decode_gb_s(step: Step) -> tuple[float, float]:
+    """Bytes of KV a second, and microseconds of a layer, without the host's part: layers by turns in a graph."""
+    from memserve.model.gpu_linears import graph_seconds
+
+    layers = [partial(step.run, layer) for layer in range(step.geometry.num_layers)] * 4
+    seconds = graph_seconds(layers) / len(layers)
+    kv_bytes = step.rows * step.context * step.geometry.token_bytes // step.geometry.num_layers
+    return kv_bytes / seconds / 1e9, seconds * 1e6
+
+
+def settings() -> Iterator[Row]:
+    """Decodes with other sizes of what a program loads at a time, to see whether the usual ones suit this device."""
+    need_device()
+    from memserve.model.attention import triton_attention
+
+    steps = [Step(KVGeometry(2, 8, 128, 128, "bfloat16"), 32, *shape) for shape in SETTINGS_DECODES]
+    usual = triton_attention._KEY_ELEMENTS, triton_attention._STAGES, triton_attention._WARPS
+    for chosen in [usual, *itertools.product((1 << 12, 1 << 13, 1 << 14), (2, 3, 4, 5), (4, 8))]:
+        triton_attention._KEY_ELEMENTS, triton_attention._STAGES, triton_attention._WARPS = chosen
+        row: Row = {"what": f"{chosen[0] // 128} keys, {chosen[1]} stages, {chosen[2]} warps"}
+        for step in steps:
+            with contextlib.suppress(Exception):  # too much for this device
+                row[f"{step.rows} of {step.context}, gb_s"] = decode_gb_s(step)[0]
+        yield row
 
 
 def time_prefill(geometry: KVGeometry, heads: int) -> Iterator[Row]:

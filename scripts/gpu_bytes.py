@@ -111,6 +111,7 @@ def pull() -> Iterator[Row]:
 
 def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterator[Row]:
     from memserve.messages import ArenaPlace, Peer, PeerInfo
+    from memserve.model.gpu_kernels import Sealing
     from memserve.runtime.links.gpu_memory import GpuMemory
     from memserve.runtime.links.ipc import IpcLink
     from memserve.runtime.links.link import LinkError
@@ -131,6 +132,11 @@ def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterato
     ranges = Ranges(offsets, offsets[::-1].copy(), size)
     pulled = link.read(peer, Tier.HBM, Tier.HBM, ranges)
     yield {"what": "seals of what was pulled", "ok": [str(one) for one in pulled] == said["seals"]}
+    mapped, target = link._as_tensor(link._map_gpu(peer, Tier.HBM, place)), link._arenas[Tier.HBM].tensor
+    ms = milliseconds(lambda: target.copy_(mapped))
+    yield {"what": "a plain copy of the same bytes", "gb_s": count * size / ms / 1e6}
+    ms = milliseconds(lambda: Sealing(mapped, ranges.src_offsets, size, target, ranges.dst_offsets))
+    yield {"what": "the kernel that copies and seals", "gb_s": count * size / ms / 1e6}
     ms = milliseconds(lambda: link.read(peer, Tier.HBM, Tier.HBM, ranges))
     share = 2 * count * size / ms / 1e6 / copy_gb_s()
     yield {"what": f"{count} blocks", "target": "pull between two processes", "share": share,

@@ -4,8 +4,10 @@ transformers. Parts of ``scripts/gpu_check.py``."""
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -127,19 +129,21 @@ def steps(shape: Shape) -> Iterator[Row]:
 
 
 def _linears(forward: Any) -> Iterator[Row]:
-    """How fast each shape of linear streams its weight, with one row and with eight."""
+    """How fast linears of each shape stream their weights on the device: as they compute, and by the library."""
+    from memserve.model.gpu_linears import graph_seconds
     from memserve.model.linears import JoinedLinear
 
-    found = getattr(forward, "_run", None)
-    layers = {} if found is None else {
-        tuple(one._weight.shape): one for one in found.__globals__.values() if isinstance(one, JoinedLinear)
-    }  # fmt: skip
-    for shape, layer in layers.items():
-        row: Row = {"what": f"a linear of {shape[1]} to {shape[0]}"}
-        for rows in (1, 8, 32):
-            x = torch.randn(rows, shape[1], dtype=torch.bfloat16, device="cuda")
-            ms = milliseconds(lambda x=x, layer=layer: layer(x))
-            row[f"share_{rows}"] = layer._weight.nbytes / ms / 1e6 / copy_gb_s()
+    shapes: dict[tuple[int, ...], list[Any]] = defaultdict(list)
+    for layer in (one for one in getattr(forward, "_linears", ()) if isinstance(one, JoinedLinear)):
+        shapes[tuple(layer.weight.shape)].append(layer)
+    for (outputs, inputs), layers in shapes.items():
+        some = layers[: max(1, (1 << 29) // layers[0].weight.nbytes)]
+        row: Row = {"what": f"linears of {inputs} to {outputs}"}
+        for rows in (1, 8, 32, 64):
+            x = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda")
+            for named, how in (("", "__call__"), ("library_", "plain")):
+                seconds = graph_seconds([partial(getattr(layer, how), x) for layer in some]) / len(some)
+                row[f"{named}{rows}"] = layers[0].weight.nbytes / seconds / 1e9 / copy_gb_s()
         yield row
 
 

@@ -179,28 +179,57 @@ class PackedLinear:
         return bool((self._few_rows(x, 1).float() - expected).abs().max() <= tolerance * scale)
 
 
+Kernel = Callable[[Tensor, Tensor, Tensor | None, torch.dtype], Tensor]
+"""``(x [..., k], weight [n, k], bias [n] or None, dtype of the result) -> [..., n]``."""
+
+ROW_BUCKETS = (1, 16, 32, 64)
+"""Up to so many rows a linear on a GPU may have a kernel of its own."""
+
+
 class JoinedLinear:
     """As :class:`PackedLinear` on a GPU: several weights stacked in one tensor, which the weights become parts of, so
     that a model is held once while it is captured."""
 
-    __slots__ = ("_bias", "_weight", "_wide")
+    __slots__ = ("_kernels", "bias", "weight", "wide")
 
     is_native = is_ours = False
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor] | None, *, wide: bool = False) -> None:
         """See :class:`PackedLinear`."""
-        self._weight, self._wide = _joined(weights), wide
-        self._bias = None if biases is None else _joined(biases)
+        self.weight, self.wide = _joined(weights), wide
+        self.bias = None if biases is None else _joined(biases)
+        self._kernels: dict[int, Kernel] = {}
         first = 0
         for weight in weights if len(weights) > 1 else ():
-            weight.data = self._weight[first : first + len(weight)]
+            weight.data = self.weight[first : first + len(weight)]
             first += len(weight)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the results."""
+        return torch.float32 if self.wide else self.weight.dtype
+
+    def use(self, rows: int, kernel: Kernel | None) -> None:
+        """Compute up to ``rows`` of :data:`ROW_BUCKETS` by ``kernel``; None: by torch."""
+        self._kernels.pop(rows, None)
+        if kernel is not None:
+            self._kernels[rows] = kernel
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x [..., k]`` -> ``[..., n]``, of the dtype of ``x``, or float32 if ``wide``."""
-        if self._wide and x.dtype != torch.float32:
-            return wide_linear(x, self._weight, self._bias)
-        return torch.nn.functional.linear(x, self._weight, self._bias)
+        if self._kernels:
+            rows = x.numel() // self.weight.shape[1]
+            bucket = next((most for most in ROW_BUCKETS if 0 < rows <= most), 0)
+            kernel = self._kernels.get(bucket)
+            if kernel is not None:
+                return kernel(x, self.weight, self.bias, self.dtype)
+        return self.plain(x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """As :meth:`__call__`, by torch."""
+        if self.wide and x.dtype != torch.float32:
+            return wide_linear(x, self.weight, self.bias)
+        return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -31,7 +31,7 @@ def _driver(family: str = "llama", **options: Any) -> Any:
     from memserve.model.gpu_device import GpuDevice
     from tiny_models import CONTEXT_TOKENS, Driver, loaded, tiny_module
 
-    model, gpu = loaded(tiny_module(family)), FakeGpu()
+    model, gpu = loaded(tiny_module(family)), options.pop("gpu", None) or FakeGpu()
     page_bytes, layers = model.geometry.page_bytes, model.geometry.num_layers
 
     class Watched(TritonAttention):
@@ -382,7 +382,59 @@ def pulls_on_one_host() -> bool:
     return True
 
 
+def graphs_keep_what_they_read() -> bool:
+    """A graph reads its inputs by address: what only the function had that was captured must outlive it."""
+    import torch
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from fake_gpu import FakeGpu
+
+    class Reads(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[Any] = []
+            self.outside: list[StorageWeakRef] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            own = {id(one) for one in self.made}
+            found = (one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor))
+            tensors = [one for one in found if torch._C._has_storage(one) and id(one) not in own]
+            self.outside += [StorageWeakRef(one.untyped_storage()) for one in tensors]
+            made = function(*args, **(kwargs or {}))
+            self.made += [one for one in tree_leaves(made) if isinstance(one, torch.Tensor)]
+            return made
+
+    class OnlyReplays:
+        """As CUDA's: it holds neither the function nor any tensor."""
+
+        def replay(self) -> None: ...
+
+    class Strict(FakeGpu):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outside: list[StorageWeakRef] = []
+
+        def capture(self, run: Any) -> Any:
+            with Reads() as reads:
+                logits = run()
+            inner = {one.untyped_storage()._cdata for one in reads.made if torch._C._has_storage(one)}
+            outer = [one for one in reads.outside if one.cdata not in inner]
+            self.outside += outer
+            return OnlyReplays(), logits
+
+    driver = _driver(gpu=Strict())
+    driver.device.capture()
+    gc.collect()
+    lost = sum(one.expired() for one in driver.gpu.outside)
+    assert driver.device.graph_sizes and driver.gpu.outside
+    assert not lost, f"{lost} tensors that graphs read are gone"
+    return True
+
+
 SCENARIOS = {
+    "graphs keep what they read": graphs_keep_what_they_read,
     "chunks and decodes": chunks_and_decodes,
     "graphs": lambda: chunks_and_decodes(graphs=True),
     "graphs with windows and caps": lambda: chunks_and_decodes(graphs=True, family="gemma2"),

@@ -70,6 +70,18 @@ def run_of_blocks(
 
 
 @triton.jit
+def pages_from(
+    table, index, stop, layer, kv_head,
+    LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Of ``BLOCKS`` blocks from ``index`` on, key by key: where the head's page begins, and which entry it is. Entries
+    from ``stop`` on have the last one's page: they are masked."""
+    number = index + tl.arange(0, BLOCKS * BLOCK_PAD) // BLOCK_PAD
+    page = page_of_head(table, tl.minimum(number, stop - 1), layer, kv_head, LAYERS, KV_HEADS, HEAD)
+    return tl.max_constancy(page, [BLOCK_PAD]), number  # else the compiler loads each key by itself
+
+
+@triton.jit
 def block_scores(
     queries, places, keys, inside, positions, live, scale, window, softcap,
     DK: tl.constexpr, BLOCK: tl.constexpr, DK_PAD: tl.constexpr,
@@ -108,7 +120,8 @@ def attend_tile(
     layer, scale, window, softcap,
     LAYERS: tl.constexpr, KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     DK_PAD: tl.constexpr, DV_PAD: tl.constexpr, BLOCK_PAD: tl.constexpr, BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head, split). A tile is ``M // GROUP`` tokens of one row times the ``GROUP`` heads that share
     a KV head; a split is a run of that row's blocks. Keys are taken ``BLOCKS`` blocks at a time, whose pages are each
@@ -141,13 +154,9 @@ def attend_tile(
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     t = tl.arange(0, BLOCKS * BLOCK_PAD) % BLOCK_PAD
     for index in range(begin, stop, BLOCKS):
-        number = index + tl.arange(0, BLOCKS * BLOCK_PAD) // BLOCK_PAD
-        inside = (number < stop) & (t < BLOCK)
-        page = tl.max_constancy(
-            page_of_head(table, tl.minimum(number, stop - 1), layer, kv_head, LAYERS, KV_HEADS, BLOCK * (DK + DV)),
-            [BLOCK_PAD],
-        )
-        keys = number * BLOCK + t
+        page, number = pages_from(table, index, stop, layer, kv_head, LAYERS, KV_HEADS, BLOCK * (DK + DV),
+                                  BLOCK_PAD, BLOCKS)  # fmt: skip
+        inside, keys = (number < stop) & (t < BLOCK), number * BLOCK + t
         score, seen = block_scores(queries, arena + page + t, keys, inside, positions, live, scale, window, softcap,
                                    DK, BLOCK, DK_PAD, WINDOW, SOFTCAP, WIDE)  # fmt: skip
         higher = tl.maximum(top, tl.max(score, 1))

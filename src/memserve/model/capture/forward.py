@@ -8,6 +8,7 @@ module runs as it is (:class:`memserve.model.forward.EagerForward`), which is sl
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ class CapturedForward:
         self.source = program.source
         on_gpu = _is_on_gpu(graph)
         self.native = None if on_gpu else _native_step(graph, dtype)
-        linears = [node.args[1] for node in graph.nodes if node.target is fused.linear]
+        self._linears = linears = [node.args[1] for node in graph.nodes if node.target is fused.linear]
         #: up to this many tokens rows are not padded
         self.fills_up = _ANY_ROWS if on_gpu else ROWS_NATIVE_MAX if all(one.is_ours for one in linears) else 0
         self.operations = sum(node.op == "call_function" for node in graph.nodes)
@@ -72,6 +73,14 @@ class CapturedForward:
     def adapts(self) -> bool:
         """Whether steps may have rows with adapters."""
         return self._adapted is not None
+
+    def choose_kernels(self) -> None:
+        """On a GPU, find out by measuring what computes few rows quickest: see :mod:`memserve.model.gpu_linears`."""
+        from memserve.model.gpu_linears import choose_kernels, graph_seconds  # needs triton
+
+        began_s = time.monotonic()
+        chosen = choose_kernels(list(dict.fromkeys(self._linears)), graph_seconds)
+        log.info("%d linears of few rows by kernels of our own, found in %.1f s", chosen, time.monotonic() - began_s)
 
     def join(self, crew: Crew) -> None:
         """Take sums over the workers of ``crew`` from now on."""
@@ -127,6 +136,8 @@ def capture_forward(module: Any) -> CapturedForward | None:
             if captured.adapts:
                 with adapting(RowsOf()):
                     _compare(_logits(captured, trial), logits, module.dtype)
+        if device.type == "cuda":
+            captured.choose_kernels()
     except Exception as error:  # whatever fails here, the module itself still works
         log.warning("the model's forward is not captured, it runs module by module: %s", error)
         return None

@@ -31,11 +31,12 @@ def operations() -> None:
             return torch.randn(shape).to(dtype)
 
         gain, wide = draw(48, dtype=torch.float32), draw(5, 7 * 96)
+        dense = draw(5, 48)
         heads = wide.view(1, 5, 7, 96)[..., 16:64]  # of a wider row: strides on three levels
         tables = draw(1, 1, 5, 48), draw(1, 1, 5, 48)
         calls = {
             "rms_norm": [(heads, gain, 1e-5, first) for first in (True, False)],
-            "add_rms_norm": [(draw(5, 48), draw(5, 48), gain, 1e-5, True), (wide[:, 48:96], draw(5, 48), gain, 1e-5, False)],
+            "add_rms_norm": [(x, draw(5, 48), gain, 1e-5, x is dense) for x in (dense, wide[:, 48:96])],
             "gated": [(wide[:, :300], wide[:, 300:600], kind) for kind in fused.GATE_CODES],
             "rotary": [
                 (heads.transpose(1, 2), *tables, 2),
@@ -59,7 +60,6 @@ def operations() -> None:
 def forwards() -> None:
     """Print how far the logits of forwards captured as on a GPU are from the modules'."""
     import torch
-    from tiny_models import loaded, tiny_module
 
     from memserve.model.attention.context import attending
     from memserve.model.capture import forward as capture
@@ -67,6 +67,7 @@ def forwards() -> None:
     from memserve.model.forward import EagerForward
     from memserve.model.linears import JoinedLinear
     from memserve.model.loading.probe import DenseAttention
+    from tiny_models import loaded, tiny_module
 
     torch.Tensor.is_cuda = property(lambda _: True)  # what the passes ask
     for family in FAMILIES:
