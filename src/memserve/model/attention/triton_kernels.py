@@ -124,11 +124,9 @@ def attend_tile(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, kv head, split). A tile is ``M // GROUP`` tokens of one row times the ``GROUP`` heads that share
-    a KV head; a split is a run of that row's blocks. Keys are taken ``BLOCKS`` blocks at a time, whose pages are each
-    contiguous: one block alone has too few bytes on their way to hide how long memory takes."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    a KV head; a split is a run of that row's blocks. Keys are taken ``BLOCKS`` blocks at a time, each contiguous: one
+    alone has too few bytes on their way to hide how long memory takes."""
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(tile_rows + tile)
     first = tl.load(tile_firsts + tile)
     end = tl.load(q_starts + row + 1)
