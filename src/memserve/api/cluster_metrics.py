@@ -303,6 +303,7 @@ INSTANCE_COUNTERS: Table = [
         "Pieces of KV with another checksum than the sender's; they are not used",
         "checksum_mismatches",
     ),
+    ("instance_pulls_failed", COUNTER, "Reads of peers' KV that failed or stalled; its log says why", "pulls_failed"),
 ]
 
 

@@ -33,6 +33,7 @@ _COUNTS = (
     ("strangers", "router_strangers_total", "a process has another cluster secret, or is no member at all"),
     ("members lost", "router_members_died_total", "look for the kernel's out-of-memory killer, and for the network"),
     ("damaged KV", "instance_checksum_mismatches_total", "check the network cards and the memory of these hosts"),
+    ("failed reads of KV", "instance_pulls_failed_total", "its instance's log names the member and the cause"),
     ("failed transfers", "instance_transfers_failed_total", "hosts cannot read each other's KV: open NIXL's ports"),
     ("lost store reads", "instance_store_fetches_failed_total", "a store is away or slow: look at its log and disks"),
     ("disk errors", "store_disk_errors_total", "replace the disk; the store does without it"),

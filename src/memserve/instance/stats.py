@@ -98,6 +98,8 @@ class InstanceStats:
     transfers_failed: int = 0
     """Imports that failed: withdrawn, out of time, peer gone, or damaged."""
     checksum_mismatches: int = 0
+    pulls_failed: int = 0
+    """Reads of a peer's pages: peer or link gone or stalled, or a checksum that differed."""
     pins: int = 0
     """Named prefixes."""
     store_tokens: int = 0
@@ -196,6 +198,7 @@ def _with_cluster(stats: InstanceStats, link: ClusterLink) -> InstanceStats:
         transfers_open=link.exchange.transfers_open,
         transfers_failed=counters.imports_failed,
         checksum_mismatches=counters.mismatches,
+        pulls_failed=counters.pulls_failed,
         pins=link.pins_held,
         store_tokens=link.fetches.fetched_store_tokens,
         store_ssd_tokens=link.fetches.fetched_ssd_tokens,

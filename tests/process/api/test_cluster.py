@@ -42,6 +42,7 @@ def router_stats() -> RouterStats:
     counters.finished["stop"] = 5
     p1 = InstanceStats(
         prompt_tokens=200, cached_tokens=50, fetched_tokens=30, bytes_received=4096, checksum_mismatches=1,
+        pulls_failed=3,
         hbm=TierReport(100, 60, 30), dram=TierReport(10, 4, 6), requests_arrived=9, preemptions_swap=5, steps_failed=8,
         objectives=ObjectiveReport(ttft_met=3),
         layers=LayerReport(kept_pages=12, parkings=2, link=LinkUse(4096, 8192, 4 * NS_PER_S, 1 * NS_PER_S)),
@@ -120,6 +121,7 @@ def test_each_instance_has_its_gauges_by_name_and_role(world: World) -> None:
     assert of("memserve_instance_output_length_classes_total", "d1", "decode", percentiles="10-25") == 4
     assert found["memserve_objectives_total", frozenset({("objective", "ttft"), ("result", "met")})] == 3, "of all"
     assert of("memserve_instance_checksum_mismatches_total", "p1", "prefill") == 1
+    assert of("memserve_instance_pulls_failed_total", "p1", "prefill") == 3
     assert of("memserve_instance_received_bytes_total", "p1", "prefill") == 4096
     assert of("memserve_instance_preemptions_total", "p1", "prefill", kind="swap") == 5
     assert of("memserve_instance_preemptions_total", "d1", "decode", kind="recompute") == 6

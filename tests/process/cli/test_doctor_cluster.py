@@ -130,6 +130,7 @@ def member(at: int, **what: str) -> Change:
         ("strangers", "warn", put("router_strangers_total", 2.0)),
         ("members lost", "warn", put("router_members_died_total", 1.0)),
         ("damaged KV", "warn", put("instance_checksum_mismatches_total", 1.0)),
+        ("failed reads of KV", "warn", put("instance_pulls_failed_total", 1.0)),
         ("failed transfers", "warn", put("instance_transfers_failed_total", 1.0)),
         ("lost store reads", "warn", put("instance_store_fetches_failed_total", 1.0)),
         ("disk errors", "warn", put("store_disk_errors_total", 1.0)),

@@ -19,6 +19,7 @@ from memserve.runtime.links.curve import (
     CurveKeys,
     Doorkeeper,
     Socket,
+    limit_frames,
     listen_anew,
     turned_away,
     unwatch,
@@ -66,7 +67,7 @@ class Answering:
         self._doorkeeper = Doorkeeper(self._context, self._listens_with)
         self._socket: Socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, with_port(where.host, 0))
-        self._socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
+        limit_frames(self._socket, bytes_max)
         self._socket.set_hwm(queued_max)
         self._listens_with.listen(self._socket)
         try:
@@ -133,7 +134,7 @@ class Line:
         self.keys = keys
         self.socket: Socket = context.socket(zmq.DEALER)
         configure(self.socket, address)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
+        limit_frames(self.socket, bytes_max)
         keys[key].speak(self.socket)
         self._monitor = watch(self.socket) if len(keys) > 1 else None
         self.socket.connect(address)

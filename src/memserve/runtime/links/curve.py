@@ -29,6 +29,8 @@ LOOK_MS = 500
 """How often a thread that listens looks whether the secret has changed."""
 CHANGE_LOOK_MS = 20
 """And while it changes: how often, whether peers have followed."""
+_CIPHER_BYTES = 33
+"""What CURVE adds to each frame (RFC 26: the command's name 8, nonce 8, authenticator 16, flags 1)."""
 _CAN_BE_READ = int(zmq.POLLIN)  # a flag of zmq's makes another one of every number that it meets
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
@@ -39,6 +41,14 @@ Context = zmq.Context[Socket]
 def can_be_read(socket: Socket) -> bool:
     """Whether ``socket`` has something. Where it had, its descriptor tells of nothing more until it has not."""
     return bool(int(cast(int, socket.get(zmq.EVENTS))) & _CAN_BE_READ)
+
+
+def limit_frames(socket: Socket, frame_bytes_max: int) -> None:
+    """Let ``socket`` receive frames of up to ``frame_bytes_max`` bytes; a peer that sends a longer one is disconnected.
+
+    ZeroMQ compares its limit with the frame as it travels, encrypted: without room for that, a full frame ends the
+    connection without a word."""
+    socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max + _CIPHER_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

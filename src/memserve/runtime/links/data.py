@@ -33,7 +33,9 @@ from memserve.runtime.links.nixl_agent import nixl_is_installed
 from memserve.runtime.links.ranges import Ranges, block_ranges, fits, layer_offsets
 from memserve.runtime.links.shm import ShmLink, this_host
 from memserve.runtime.ports import OnPages
+from memserve.runtime.rated import RatedLog
 from memserve.types import KVGeometry, check_link
+from memserve.units import NS_PER_S
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +109,7 @@ class PagePort:
         self._routes: dict[Peer, _Route] = {}
         self._pulls = 0
         self._closing = False
+        self._warnings = RatedLog(log)
         self._sealing = Lanes("seal pages", 1)
         self._lanes = {link.name: Lanes(f"pull pages {link.name}", link.workers) for link in links}
 
@@ -206,7 +209,8 @@ class PagePort:
         begin_ns, pulled_bytes, error, mismatches = time.monotonic_ns(), 0, "", 0
         try:
             if self._closing or pull.number < route.cancelled_before:
-                raise LinkError("not begun: cancelled")
+                self._answer(PagesPulled(pull.job.job_id, "not begun: cancelled", 0, link.name))
+                return
             pulled_bytes = self._read(pull.job, link)
         except UnreachableError as reason:
             self._give_up(link, route, pull.job.peer, str(reason))
@@ -220,7 +224,17 @@ class PagePort:
             log.exception("pull %s failed", pull.job.job_id)
             error = f"{type(reason).__name__}: {reason}"
         spent_ns = time.monotonic_ns() - begin_ns
+        if error and not self._closing:
+            self._warn(pull.job, link, error, spent_ns)
         self._answer(PagesPulled(pull.job.job_id, error, pulled_bytes, link.name, spent_ns, mismatches))
+
+    def _warn(self, job: PullPages, link: PageLink, error: str, spent_ns: int) -> None:
+        """Each peer's failures are one line in a while: what was not read is computed instead, so nothing else shows
+        them."""
+        about = job.peer.name, len(job.src_blocks), link.name, spent_ns / NS_PER_S, error
+        self._warnings.say(
+            logging.WARNING, job.peer, "KV of %s (%d blocks, over %s) was not read in %.2f s: %s", *about
+        )
 
     def _read(self, job: PullPages, link: PageLink) -> int:
         """Bytes pulled; every block has the checksum that its owner gave."""

@@ -15,7 +15,7 @@ import zmq
 from memserve.errors import check
 from memserve.messages import Peer
 from memserve.runtime.links import wire
-from memserve.runtime.links.curve import Context, CurveKeys, Socket, turned_away, unwatch, watch
+from memserve.runtime.links.curve import Context, CurveKeys, Socket, limit_frames, turned_away, unwatch, watch
 from memserve.units import MIB, NS_PER_S
 
 LETTERS_QUEUED_MAX = 2048
@@ -104,7 +104,7 @@ def configure(socket: Socket, address: str = "", own: str = "") -> None:
     socket.ipv6 = "[" in address or "[" in own
     socket.linger = 0
     socket.set_hwm(LETTERS_QUEUED_MAX)
-    socket.setsockopt(zmq.MAXMSGSIZE, wire.LETTER_BYTES_MAX)
+    limit_frames(socket, wire.LETTER_BYTES_MAX)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
     socket.setsockopt(zmq.HEARTBEAT_IVL, 3000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
