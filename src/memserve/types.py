@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -150,12 +151,39 @@ class StopParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()  # includes the model's end-of-sequence ids unless they are ignored
 
 
+class PositionRegimes(msgspec.Struct, frozen=True):
+    """Of a model with positions that depend on a sequence's length (longrope, dynamic NTK): what decides for a token.
+
+    Prompts of up to ``original_tokens`` are computed with the positions of pretraining, longer ones with others. The
+    prompt decides, and an answer keeps its prompt's regime; with ``by_length`` each length has positions of its own,
+    and tokens of the answer beyond ``original_tokens`` those of the length at which they come, as in transformers'
+    ``generate``. KV of different regimes is never shared: the regime is a part of the request's salt."""
+
+    original_tokens: int = 0
+    """0: positions are what they are at any length."""
+    by_length: bool = False
+
+    def of(self, prompt_tokens: int) -> str:
+        """The regime of a prompt; empty: that of pretraining."""
+        if not self.original_tokens or prompt_tokens <= self.original_tokens:
+            return ""
+        return f"length{prompt_tokens}" if self.by_length else "long"
+
+    def lengths(self, prompt_tokens: Any, positions: Any) -> Any:
+        """Which length decides for tokens at ``positions [T]`` of sequences with ``prompt_tokens [T]``: ``[T]``."""
+        return np.maximum(prompt_tokens, positions + 1) if self.by_length else prompt_tokens
+
+
+NO_REGIMES = PositionRegimes()
+"""Of nearly every model."""
+
 _ADAPTER = "lora-"
 
 
-def salt_of(salt: str, adapter: str) -> str:
-    """``Request.salt`` for the digests of a client's own salt and of an adapter; each may be empty."""
-    return "-".join(part for part in (_ADAPTER + adapter, salt) if part) if adapter else salt
+def salt_of(salt: str, adapter: str, regime: str = "") -> str:
+    """``Request.salt`` for the digests of a client's own salt and of an adapter, and for a regime of positions
+    (:class:`PositionRegimes`); each may be empty."""
+    return "-".join(part for part in (adapter and _ADAPTER + adapter, regime, salt) if part)
 
 
 def adapter_of(salt: str) -> str:

@@ -17,6 +17,7 @@ from fake_engine import FakeEngine, Script
 from memserve.api.app import create_app
 from memserve.api.server import Server, bind
 from memserve.api.tls import Tls
+from memserve.types import NO_REGIMES, PositionRegimes
 
 MODEL = "tiny/test-model"
 CONTEXT_TOKENS = 256
@@ -83,6 +84,7 @@ class TinyModel:
     default_max_tokens: int | None = None
     kv_tokens: int = 4 * CONTEXT_TOKENS
     kv_lower_dtype: str = "auto"
+    position_regimes: PositionRegimes = NO_REGIMES
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerFast:

@@ -44,6 +44,15 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
             return t.MixtralConfig(**gated, num_local_experts=4, num_experts_per_tok=2)
         case "phi3":  # q, k, v in one linear, gate and up in another
             return t.Phi3Config(**gated)
+        case "longrope":  # positions that change for prompts of more than 64 tokens
+            rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+            return t.Phi3Config(**gated, original_max_position_embeddings=64, rope_scaling=rope)
+        case "dynamic":  # other positions with each length beyond 64
+            gated["max_position_embeddings"] = 64
+            return t.LlamaConfig(**gated, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+        case "falcon_h1":  # a state beside the attention of each layer
+            sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "head_dim": 8}
+            return t.FalconH1Config(**gated, **sizes)
         case "opt":
             return t.OPTConfig(**common, ffn_dim=48, word_embed_proj_dim=32)
         case "gpt_neox":

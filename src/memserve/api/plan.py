@@ -171,7 +171,7 @@ def _plan(
     )  # fmt: skip
     stops = [_stop(body, model, _answer_tokens(body, prompt, max_tokens, model)) for prompt in prompts]
     requests = _requests(
-        body, prompts, stops, sampling, caller, request_id, drawn=drawn, beam_width=_beam_width(body, n)
+        body, prompts, stops, sampling, caller, request_id, model, drawn=drawn, beam_width=_beam_width(body, n)
     )
     for request in requests:
         _check(request, model)
@@ -204,10 +204,11 @@ def _plan(
 
 def _requests(
     body: GenerationBody, prompts: list[Prompt], stops: list[StopParams], sampling: SamplingParams, caller: Caller,
-    request_id: str, *, drawn: int, beam_width: int,
+    request_id: str, model: ServedModel, *, drawn: int, beam_width: int,
 ) -> list[Request]:  # fmt: skip
     """One for each prompt."""
-    salt = salt_of(_salt(body), caller.adapter.digest if caller.adapter is not None else "")
+    own, adapter = _salt(body), caller.adapter.digest if caller.adapter is not None else ""
+    salts = [salt_of(own, adapter, model.position_regimes.of(len(prompt.tokens))) for prompt in prompts]
     deadline_ns = time.monotonic_ns() + ns_from_s(body.timeout_s) if body.timeout_s else None
     return [
         Request(
@@ -227,7 +228,7 @@ def _requests(
             slo_ttft_ns=_ns_of_ms(body.slo_ttft_ms),
             slo_tpot_ns=_ns_of_ms(body.slo_tpot_ms),
         )
-        for at, (prompt, stop) in enumerate(zip(prompts, stops, strict=True))
+        for at, (prompt, stop, salt) in enumerate(zip(prompts, stops, salts, strict=True))
     ]
 
 

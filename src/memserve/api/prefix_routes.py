@@ -26,7 +26,7 @@ from memserve.api.schema import DocumentBody, parse_body
 from memserve.api.served import PinningEngine, ServingEngine
 from memserve.runtime.engine import Rejected
 from memserve.runtime.loop import EngineStopped
-from memserve.types import NamedPrefix, Request, SamplingParams, StopParams
+from memserve.types import NamedPrefix, Request, SamplingParams, StopParams, salt_of
 from memserve.units import NS_PER_S, ns_from_s
 
 PIN_ANSWER_S = 2.0
@@ -104,6 +104,7 @@ class DocumentRoutes:
             stop=StopParams(max_tokens=1),
             tenant=tenant,
             session=document.handle,
+            salt=self._salt(document),
         )
         call = self._shared.hub.open([request])
         watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
@@ -125,7 +126,12 @@ class DocumentRoutes:
     def _pin(self, document: Document, tenant: str) -> None:
         engine = self._shared.hub.engine
         if isinstance(engine, PinningEngine):
-            engine.pin(document.handle, tenant, document.tokens, ns_from_s(document.ttl_s + PIN_ANSWER_S))
+            ttl_ns = ns_from_s(document.ttl_s + PIN_ANSWER_S)
+            engine.pin(document.handle, tenant, document.tokens, ttl_ns, self._salt(document))
+
+    def _salt(self, document: Document) -> str:
+        """A document's KV serves prompts of its own regime of positions."""
+        return salt_of("", "", self._shared.model.position_regimes.of(len(document.tokens)))
 
     async def _pinned_soon(self, document: Document, tenant: str) -> int | None:
         """As :meth:`_pinned`, but waits up to ``PIN_ANSWER_S`` for an engine that does not know yet."""

@@ -17,7 +17,7 @@ from memserve.errors import UserError
 from memserve.metadata import DocumentDropped, DocumentPut
 from memserve.model.loading.adapter import Adapter
 from memserve.runtime.engine import Rejected
-from memserve.types import NamedPrefix, Request, SamplingParams, TokenArray, TokenOutput
+from memserve.types import NamedPrefix, PositionRegimes, Request, SamplingParams, TokenArray, TokenOutput
 
 
 class ServedModel(Protocol):
@@ -42,6 +42,10 @@ class ServedModel(Protocol):
     @property
     def kv_lower_dtype(self) -> str:
         """How KV lies in the second tier (:data:`memserve.tiers.LOWER_DTYPES`)."""
+
+    @property
+    def position_regimes(self) -> PositionRegimes:
+        """What decides how positions are computed."""
 
     @property
     def vocab_size(self) -> int:

@@ -133,6 +133,9 @@ def check_model(model: str) -> Iterator[Finding]:
 
     if model.lower() not in ("default", DEFAULT_MODEL.lower()):
         yield _local_model(model)
+        path = Path(model).expanduser()
+        if (path / "config.json").is_file():
+            yield from _compared(path)
         return
     try:
         gguf = bundled_gguf()
@@ -141,8 +144,10 @@ def check_model(model: str) -> Iterator[Finding]:
         return
     yield Finding("model", Status.OK, f"{model}: {gguf.name}, {human_bytes(gguf.stat().st_size)}")
     root = cache_root()
-    if any(root.glob(f"{gguf.stem}-*/*/config.json")):
+    if converted := sorted(root.glob(f"{gguf.stem}-*/*/config.json")):
         yield Finding("converted model", Status.OK, str(root))
+        for file in converted:
+            yield from _compared(file.parent)
     else:
         yield Finding("converted model", Status.WARN, "not yet", "the first start converts it: about a minute, once")
     yield _disk(root)
@@ -177,6 +182,18 @@ def _folder(path: Path) -> Finding:
     if not any(path.glob("*.safetensors")):
         return Finding("model", Status.FAIL, f"folder {path} has no *.safetensors", "save the weights as safetensors")
     return Finding("model", Status.OK, f"folder {path}")
+
+
+def _compared(folder: Path) -> Iterator[Finding]:
+    """Whether the model was found to be itself in pieces, when it was first loaded in each dtype."""
+    from memserve.model.loading.comparison import verdicts_on
+
+    for dtype, refused in verdicts_on(folder).items():
+        name = f"exact in {dtype}"
+        if refused:
+            yield Finding(name, Status.FAIL, refused, "serve another model")
+        else:
+            yield Finding(name, Status.OK, "in pieces it computes what transformers computes at once")
 
 
 def unservable(path: Path) -> str | None:

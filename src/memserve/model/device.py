@@ -64,10 +64,9 @@ class ModelDevice:
         puts the KV where other processes of this host can read it. ``link_bytes_s``: emulate a link of this rate for
         KV that lies by layer. ``crew``: the other workers of the instance; on a CPU they share the memory ``hbm``."""
         geometry, scheduler, pool = model.geometry, config.scheduler, config.pool
-        self._device = model.device
+        self._device, self._crew = model.device, crew
         lower = lower_pages(geometry, pool.lower_dtype)
         sizes = geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks
-        self._crew = crew
         self._arenas = self._make_arenas(sizes, shared=shared, lower=lower, hbm=hbm)
         self._drawn: Drawing = []
         # a step under way may sample one token beyond the last that the machine will use
@@ -79,7 +78,7 @@ class ModelDevice:
         if self._adapters is not None:
             self._adapters.pack()
         sizes_of_slots = scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size
-        self._slots = SlotTable(*sizes_of_slots, self.grammars, config.adapters)
+        self._slots = SlotTable(*sizes_of_slots, self.grammars, config.adapters, model.position_regimes)
         self._forward = forward or EagerForward(model.module)
         self._attention = attention or choose_attention(self._arenas.hbm, geometry, crew)
         #: of pages, as blocks of a model with one layer
@@ -341,8 +340,9 @@ class ModelDevice:
         return self._gather(owners, np.arange(q_starts[-1]) + np.repeat(starts - q_starts[:-1], counts))
 
     def _gather(self, owners: Int64s, positions: Int64s) -> tuple[Tensor, Tensor]:
-        """The tokens at ``positions [T]`` of the slots ``owners [T]``, and the positions."""
-        return self._send(self._slots.tokens[owners, positions].astype(np.int64)), self._send(positions)
+        """The tokens at ``positions [T]`` of the slots ``owners [T]``, and the positions as the forward takes them."""
+        tokens = self._slots.tokens[owners, positions].astype(np.int64)
+        return self._send(tokens), self._send(self._slots.given_positions(owners, positions))
 
     def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Drawn:
         """Sample, and append each token to its slot; a slot that ``failed`` gets one too, because later plans may

@@ -55,7 +55,12 @@ class SlotMirror:
         """Put ``drawn [n]`` at ``positions [n]`` of ``slots [n]``, all int64 on the device."""
         self.tokens[slots, positions] = drawn.int()
 
+    def given_positions(self, slots: Int64s, positions: Int64s) -> Int64s:
+        """See :meth:`SlotTable.given_positions`."""
+        return self._slots.given_positions(slots, positions)
+
     def inputs(self, owners: Int64s, positions: Int64s) -> tuple[Tensor, Tensor]:
-        """Token ids and positions of a batch, both ``[T]`` int64 on the device."""
-        both = self._gpu.send(torch.from_numpy(np.stack((owners, positions))))
-        return self.tokens[both[0], both[1]].long(), both[1]
+        """Token ids and positions of a batch as the forward takes them, both ``[T]`` int64 on the device."""
+        given = self._slots.given_positions(owners, positions)
+        rows = self._gpu.send(torch.from_numpy(np.stack((owners, positions, given))))
+        return self.tokens[rows[0], rows[1]].long(), rows[2]

@@ -40,7 +40,7 @@ def graph_sizes(rows_max: int) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     rows: Tensor
-    """``[2, n]`` int64: slots, positions."""
+    """``[3, n]`` int64: slots, positions, positions as the forward takes them."""
     numbers: Tensor
     """``[n]`` int64, which the graph reads at each replay: a graph keeps no tensor alive."""
     graph: Graph
@@ -88,16 +88,16 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> _Captured:
         gpu, mirror = self._gpu, self._mirror
-        rows = gpu.zeros(2, size, dtype=torch.int64)
+        rows = gpu.zeros(3, size, dtype=torch.int64)
         with gpu.compute.use():
             rows[0] = mirror.padding
             numbers = torch.arange(size, device=rows.device)
 
         def run() -> Tensor:
-            slots, positions = rows[0], rows[1]
+            slots, positions, given = rows[0], rows[1], rows[2]
             attention = self._attention(slots.int(), positions.int() + 1)
             with torch.inference_mode(), attending(attention), exchanging(self._crew):
-                logits = self._forward(mirror.tokens[slots, positions].long(), positions, numbers)
+                logits = self._forward(mirror.tokens[slots, positions].long(), given, numbers)
                 return logits if self._crew is None else self._crew.gather(logits)
 
         graph, logits = gpu.capture(run)
@@ -110,9 +110,9 @@ class DecodeGraphs:
         if not size:
             return None
         captured = self._captured[size]
-        padded = np.zeros((2, size), np.int64)
+        padded = np.zeros((3, size), np.int64)
         padded[0] = self._mirror.padding
-        padded[0, : len(slots)], padded[1, : len(slots)] = slots, positions
+        padded[:, : len(slots)] = slots, positions, self._mirror.given_positions(slots, positions)
         captured.rows.copy_(self._gpu.send(torch.from_numpy(padded)))
         captured.graph.replay()
         return captured.logits[: len(slots)]

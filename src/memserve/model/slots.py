@@ -22,7 +22,8 @@ from memserve.errors import InvariantError, check
 from memserve.instance.events import NO_TOKEN_LEFT, Before, OpenSequence, RowFailed
 from memserve.model.attention.layered import PlacedRange
 from memserve.model.grammars import Grammars
-from memserve.types import VOCAB_MAX, SamplingParams, StopParams
+from memserve.model.rotary import LENGTH_SHIFT
+from memserve.types import NO_REGIMES, VOCAB_MAX, PositionRegimes, SamplingParams, StopParams
 from memserve.units import ceil_div
 
 log = logging.getLogger(__name__)
@@ -59,8 +60,9 @@ class SlotTable:
         vocab_size: int = VOCAB_MAX,
         grammars: Grammars | None = None,
         adapters: Container[str] = (),
+        regimes: PositionRegimes = NO_REGIMES,
     ) -> None:
-        """``adapters``: digests of those that there are."""
+        """``adapters``: digests of those that there are. ``regimes``: of the model's positions."""
         self.block_tokens, self.vocab_size = block_tokens, vocab_size
         self.tokens: Int32s = np.zeros((slots, max_tokens), np.int32)
         self.lengths: Int64s = np.zeros(slots, np.int64)
@@ -92,7 +94,7 @@ class SlotTable:
         self.failed: Failures = {}
         #: digests of the adapters that rows of the slots are computed with, by slot
         self.adapters: dict[int, str] = {}
-        self._known_adapters = adapters
+        self._known_adapters, self._regimes = adapters, regimes
         self._sampling: list[SamplingParams] = [SamplingParams()] * slots
         self._stop: list[StopParams] = [StopParams()] * slots
 
@@ -131,6 +133,14 @@ class SlotTable:
         if slot in self.failed:
             self.beam_candidates[slot] = 0
             self._set_sampling(slot, _HARMLESS, StopParams())
+
+    def given_positions(self, owners: Int64s, positions: Int64s) -> Int64s:
+        """What the forward is given for ``positions [T]`` of the slots ``owners [T]``: where positions depend on
+        lengths, with the length that decides for each token above them (:mod:`memserve.model.rotary`)."""
+        if not self._regimes.original_tokens:
+            return positions
+        lengths: Int64s = self._regimes.lengths(self.prompt_tokens[owners], positions)
+        return positions + (lengths << LENGTH_SHIFT)
 
     def _set_sampling(self, slot: int, sampling: SamplingParams, stop: StopParams) -> None:
         biased = [token for token, _ in sampling.logit_bias]

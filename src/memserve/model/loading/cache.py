@@ -102,10 +102,28 @@ def _locked(path: Path) -> Iterator[None]:
 
 def fingerprint(folder: Path) -> str:
     """32 hex digits: a hash of every byte of a model folder's config and weights."""
+    return _fingerprint(folder, {file: whole_digest(file) for file in folder.glob("*.safetensors")})
+
+
+def known_fingerprint(folder: Path) -> str | None:
+    """As :func:`fingerprint`, without reading weights; None: they were not read since they changed."""
+    digests = {file: _kept_digest(*_place_of(file.resolve())) for file in folder.glob("*.safetensors")}
+    known = {file: digest for file, digest in digests.items() if digest is not None}
+    return _fingerprint(folder, known) if len(known) == len(digests) else None
+
+
+def _fingerprint(folder: Path, digests: dict[Path, bytes]) -> str:
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(os.fsencode(file.name) + whole_digest(file))
+    for file in sorted(digests):
+        digest.update(os.fsencode(file.name) + digests[file])
     return digest.hexdigest()
+
+
+def _place_of(path: Path) -> tuple[Path, list[str | int]]:
+    """Where the digest of a file is kept, and what of the file must be as it was."""
+    now = path.stat()
+    known = cache_root() / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
+    return known, [str(path), now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 def whole_digest(path: Path) -> bytes:
@@ -117,15 +135,7 @@ def whole_digest(path: Path) -> bytes:
     """
     path = path.resolve()
     before = path.stat()
-    known = cache_root() / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
-    seen: list[str | int] = [
-        str(path),
-        before.st_dev,
-        before.st_ino,
-        before.st_size,
-        before.st_mtime_ns,
-        before.st_ctime_ns,
-    ]
+    known, seen = _place_of(path)
     kept = _kept_digest(known, seen)
     if kept is not None:
         return kept

@@ -16,6 +16,7 @@ from memserve.config import DEFAULT_MAX_TOKENS
 from memserve.errors import UserError
 from memserve.model.loading.sources import ModelFolder
 from memserve.tiers import AS_COMPUTED
+from memserve.types import NO_REGIMES, PositionRegimes
 
 if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
@@ -40,6 +41,7 @@ class ModelCard:
     """Why ``max_model_tokens`` is less than the model's own; empty: it is not."""
     kv_lower_dtype: str = AS_COMPUTED
     """How KV lies in the second tier (:data:`memserve.tiers.LOWER_DTYPES`)."""
+    position_regimes: PositionRegimes = NO_REGIMES
 
     @classmethod
     def of(cls, model: LoadedModel) -> ModelCard:
@@ -53,6 +55,7 @@ class ModelCard:
             type(model.tokenizer).__name__,
             model.context_note,
             model.kv_lower_dtype,
+            model.position_regimes,
         )
 
     def encode(self) -> bytes:
@@ -95,6 +98,7 @@ class RemoteModel:
     generation_defaults: dict[str, float] = dataclasses.field(default_factory=dict)
     default_max_tokens: int | None = DEFAULT_MAX_TOKENS
     kv_lower_dtype: str = AS_COMPUTED
+    position_regimes: PositionRegimes = NO_REGIMES
 
     @property
     def max_model_tokens(self) -> int:
@@ -129,6 +133,7 @@ def remote_model(card: ModelCard, folder: ModelFolder, early: Any = None) -> Rem
         card.eos_token_ids,
         card.generation_defaults,
         kv_lower_dtype=card.kv_lower_dtype,
+        position_regimes=card.position_regimes,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from memserve.model.loading.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING
 from memserve.runtime.gpus import device_here
 from memserve.runtime.memory import ModelSizes
 from memserve.tiers import AS_COMPUTED
-from memserve.types import KVGeometry
+from memserve.types import NO_REGIMES, KVGeometry, PositionRegimes
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,7 @@ class LoadedModel:
     kv_lower_dtype: str = AS_COMPUTED  # once its tiers are known
     attends_plainly: bool = True  # no layer has a window or sinks
     adapters: Adapters | None = None  # LoRA adapters; None: none
+    position_regimes: PositionRegimes = NO_REGIMES  # what decides how positions are computed
     query_heads: int = 0  # of every layer; 0: not known, or not alike
 
 
@@ -115,21 +117,27 @@ def load_model(
     folder = resolve_source(source, dtype_name)
     import torch
 
+    from memserve.model.loading.comparison import compare_once
     from memserve.model.loading.probe import probe_model
+    from memserve.model.rotary import install_length_rotaries
 
     if threads is not None:
         torch.set_num_threads(threads)
     module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
     geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
     tokenizer = load_tokenizer(folder)
+    identity, original = fingerprint(folder.path), _original_tokens(module)
     with errors_named(f"cannot use config.json of {folder.name}", "restore it: download it again"):
-        max_model_tokens = _max_model_tokens(module.config, layers)
+        plain_tokens = _max_model_tokens(module.config, layers, original)
+    compare_once(module, layers, dtype_name, identity, plain_tokens)
+    regimes = install_length_rotaries(module) if original else NO_REGIMES
+    max_model_tokens = _max_model_tokens(module.config, layers, original, regimes)
     vocab_size = _vocab_size(module)
     return LoadedModel(
         module=module,
         tokenizer=tokenizer,
         geometry=geometry,
-        fingerprint=fingerprint(folder.path),
+        fingerprint=_with_regimes(identity, regimes),
         name=folder.name,
         max_model_tokens=max_model_tokens,
         vocab_size=vocab_size,
@@ -138,7 +146,8 @@ def load_model(
         device=place,
         dtype=getattr(torch, dtype_name),
         generation_defaults=_generation_defaults(folder),
-        attends_plainly=not any(layer.window or layer.sinks for layer in layers),
+        attends_plainly=not original and not any(layer.window or layer.sinks for layer in layers),
+        position_regimes=regimes or NO_REGIMES,
         adapters=_adapters(module, adapters),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
     )
@@ -192,14 +201,37 @@ def load_tokenizer(folder: ModelFolder) -> Any:
         return AutoTokenizer.from_pretrained(folder.path, local_files_only=True, trust_remote_code=False)
 
 
-def _max_model_tokens(config: Any, layers: list[ProbedLayer]) -> int:
+def _original_tokens(module: Any) -> int:
+    """Up to so many tokens the model's positions do not depend on a sequence's length; 0: they never do."""
+    from memserve.model.rotary import length_rotaries, original_tokens
+
+    return min(
+        (original_tokens(rotary.config, str(rotary.rope_type)) for *_, rotary in length_rotaries(module)), default=0
+    )
+
+
+def _with_regimes(fingerprint: str, regimes: PositionRegimes | None) -> str:
+    """A model's fingerprint: another one where earlier versions mixed KV of several regimes."""
+    if regimes is not None and not regimes.original_tokens:
+        return fingerprint
+    return hashlib.blake2b(f"{fingerprint} by regime".encode(), digest_size=16).hexdigest()
+
+
+def _max_model_tokens(
+    config: Any, layers: list[ProbedLayer], original: int = 0, regimes: PositionRegimes | None = None
+) -> int:
     """The longest sequence for which our attention is certainly the model's.
 
     Windows that a family applies through its mask instead of telling its attention function (chunked attention, for
-    one) are invisible to us: up to their size they change nothing, so such a model is served up to that length.
+    one) are invisible to us: up to their size they change nothing, so such a model is served up to that length. So is
+    one with positions that depend on lengths in a way that is not known (``original`` tokens, no ``regimes``).
     """
     text = config.get_text_config()
     limits = [int(getattr(text, "max_position_embeddings", None) or _CONTEXT_FALLBACK_TOKENS)]
+    if original and regimes is None:
+        limits.append(original)
+    elif regimes is not None and regimes.by_length:  # the factor says how far it goes
+        limits = [int(limits[0] * float(text.rope_parameters["factor"]))]
     kinds = getattr(text, "layer_types", None) or []
     for layer, kind in zip(layers, kinds, strict=False):
         size = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PROBE_TOKENS = 6
-_HINT = "serve a model that attends through transformers' attention interface (Llama, Qwen, Gemma, OPT, ...)"
+HINT = "serve a model that attends through transformers' attention interface (Llama, Qwen, Gemma, OPT, ...)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def probe_model(module: Any, dtype: str, block_tokens: int) -> tuple[KVGeometry,
 def _last_logits(module: Any, ids: Tensor, family: str) -> Tensor:
     positions = torch.arange(len(ids), device=ids.device)
     what = f"a {family} model cannot be served: its forward refused a plain step"
-    with errors_named(what, _HINT), torch.inference_mode():
+    with errors_named(what, HINT), torch.inference_mode():
         out = module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
     last: Tensor = out.logits[0, -1].float()
     return last
@@ -98,17 +98,17 @@ def _check_layers(layers: list[ProbedLayer], expected: int, family: str) -> None
     seen = [layer.layer for layer in layers]
     if not seen:
         raise UserError(
-            f"a {family} model cannot be served: its attention does not use transformers' interface", hint=_HINT
+            f"a {family} model cannot be served: its attention does not use transformers' interface", hint=HINT
         )
     if seen != list(range(expected)):
         missing = sorted(set(range(expected)) - set(seen))
         story = f"layers {missing} have no attention of this kind" if missing else f"its layers attend in order {seen}"
-        raise UserError(f"a {family} model cannot be served: {story}", hint=_HINT)
+        raise UserError(f"a {family} model cannot be served: {story}", hint=HINT)
     shapes = sorted({(layer.kv_heads, layer.head_dim_k, layer.head_dim_v) for layer in layers})
     if len(shapes) > 1:
         raise UserError(
             f"a {family} model cannot be served: its layers differ in KV shape (heads, K size, V size): {shapes}",
-            hint=_HINT,
+            hint=HINT,
         )
 
 
@@ -118,5 +118,5 @@ def _check_logits(logits: Tensor, expected: Tensor, dtype: str, family: str) -> 
     if not error <= (1e-3 if dtype == "float32" else 0.2):
         raise UserError(
             f"a {family} model cannot be served: its logits change by {error:.0%} with the attention that it describes",
-            hint=_HINT,
+            hint=HINT,
         )

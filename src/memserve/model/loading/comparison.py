@@ -1,0 +1,229 @@
+"""The comparison at load: is the model still itself when a prompt comes in pieces, with KV alone between them?
+
+The probe sees one forward. A family that carries anything else from one forward to the next (a recurrent state, the
+tail of a convolution, compressed keys) passes it, and would be wrong from the second step on. So the module is run once
+as it is, without a cache, and once in chunks and single tokens with keys and values alone. Their logits must agree, up
+to a few times what rounding makes of them: that is measured by a third run, in one piece with our attention. The
+verdict is remembered by fingerprint, so that later starts pay nothing.
+
+Where a few positions differ and most do not, the pieces are right and a sum was rounded across a threshold (a router
+that masks experts, for one): what is carried wrongly differs everywhere behind the first piece.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memserve import __version__
+from memserve.errors import UserError
+from memserve.model.attention.context import ATTENTION_NAME, attending
+from memserve.model.attention.reference import attend_dense
+from memserve.model.loading.cache import cache_root, known_fingerprint
+from memserve.model.loading.checkpoint import errors_named
+from memserve.model.loading.probe import HINT, ProbedLayer
+from memserve.units import MIB
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+"""Of what is compared, and how: verdicts of others are not used."""
+
+TOKENS_LEAST, TOKENS_USUAL = 24, 80
+BEYOND_WINDOW_TOKENS = 16
+OPERATIONS_MAX = 2e12
+"""Of one of the two forwards: some ten seconds of a laptop. A model that would need more is compared with a shorter
+prompt, which may end before its window does."""
+FLOAT32_BYTES_MAX = 600 * MIB
+"""A model of 16 bits that takes no more in float32 is compared in that."""
+POSITIONS_MAX = 48
+"""Whose logits are compared."""
+TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (0.02, 0.2), "float16": (5e-3, 0.05)}
+"""Root mean square of a position's difference, as a share of the logits' spread: what is always right, and always
+wrong. Between them :data:`ROUNDINGS` decides."""
+ROUNDINGS = 6.0
+"""How many times as much as in one piece, at the median, logits in pieces may differ."""
+DIFFERING_SHARE = 0.25
+"""Of the positions that come after the first piece, how many may differ by more."""
+
+
+class _CarriedAttention:
+    """A ``StepAttention`` for one sequence that comes in pieces: keys and values are all that it keeps."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See :meth:`memserve.model.attention.context.StepAttention.attend`."""
+        if layer in self._kept:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self._kept[layer], (k, v), strict=True))
+        self._kept[layer] = k, v
+        return attend_dense(q[0], k[0], v[0], scale, window, softcap, sinks).transpose(0, 1)[None].contiguous()
+
+
+def compare_in_pieces(module: Any, layers: list[ProbedLayer], dtype: str, longest: int | None = None) -> None:
+    """Raise :class:`UserError` where ``module``, switched to our attention, computes another thing in pieces than it
+    does without a cache and with its own attention.
+
+    ``layers``: what the probe found. ``longest``: of a prompt that may be tried; None: any."""
+    family, vocab = module.config.model_type, module.config.get_text_config().vocab_size
+    tokens = _tokens(module, layers, longest)
+    if tokens < 4:
+        return
+    if dtype != "float32" and _goes_in_float32(module):  # in 16 bits a weak state passes for rounding
+        with _in_float32(module):
+            compare_in_pieces(module, layers, "float32", longest)
+        return
+    if getattr(module, "_is_stateful", False):  # in 16 bits a weak state could pass for rounding
+        raise UserError(
+            f"a {family} model cannot be served: it keeps a state beside keys and values, which would be lost",
+            hint=HINT,
+        )
+    ids = (torch.arange(tokens, device=module.device) * 7919 + 13) % vocab
+    first = max(1, tokens // 3)
+    pieces = [0, first, first + 1, first + 2, first + 2 + (tokens - first - 2) // 2, tokens]
+    kept = _spread(first, tokens)
+    what = f"a {family} model cannot be served: its forward refused a plain step"
+    with errors_named(what, HINT), torch.inference_mode():
+        module.set_attn_implementation("eager")
+        try:
+            expected = _logits(module, ids, 0, kept)
+        finally:
+            module.set_attn_implementation(ATTENTION_NAME)
+        with attending(_CarriedAttention()):
+            whole = _logits(module, ids, 0, kept)
+        got = []
+        with attending(_CarriedAttention()):
+            for begin, end in itertools.pairwise(pieces):
+                if begin < end:
+                    got.append(_logits(module, ids[begin:end], begin, [at for at in kept if begin <= at < end]))
+    errors, rounding = (_errors(logits, expected) for logits in (torch.cat(got), whole))
+    right, wrong_from = TOLERANCE[dtype]
+    allowed = min(max(right, ROUNDINGS * float(rounding.median())), wrong_from)
+    wrong = float((~(errors <= allowed)).float().mean())
+    if wrong > DIFFERING_SHARE:
+        by = float(errors.median())
+        raise UserError(
+            f"a {family} model cannot be served: in pieces it computes other logits at {wrong:.0%} of the positions of "
+            f"a prompt of {tokens} tokens, by {by:.0%} at the median; it carries more from one step to the next than "
+            "keys and values",
+            hint=HINT,
+        )
+
+
+def _goes_in_float32(module: Any) -> bool:
+    """Whether there is room for float32, or a reason to look closely: convolutions over tokens carry their tail."""
+    weights = sum(parameter.numel() for parameter in module.parameters())
+    return 4 * weights <= FLOAT32_BYTES_MAX or any(isinstance(part, torch.nn.Conv1d) for part in module.modules())
+
+
+@contextmanager
+def _in_float32(module: Any) -> Iterator[None]:
+    """Widen what has 16 bits, and nothing else: some buffers are in float32 for a reason."""
+    narrow = [one for one in (*module.parameters(), *module.buffers()) if one.dtype in (torch.bfloat16, torch.float16)]
+    own = [one.dtype for one in narrow]
+    for one in narrow:
+        one.data = one.data.float()
+    try:
+        yield
+    finally:
+        for one, dtype in zip(narrow, own, strict=True):
+            one.data = one.data.to(dtype)
+
+
+def _errors(logits: Tensor, expected: Tensor) -> Tensor:
+    """Of each position, as a share of its logits' spread."""
+    return (logits - expected).square().mean(-1).sqrt() / expected.std(-1)
+
+
+def _tokens(module: Any, layers: list[ProbedLayer], longest: int | None) -> int:
+    """How many to try: past every window, as far as that is affordable."""
+    weights = sum(parameter.numel() for parameter in module.parameters())
+    affordable = int(OPERATIONS_MAX / max(1, 2 * weights))
+    wanted = max([TOKENS_USUAL, *(layer.window + BEYOND_WINDOW_TOKENS for layer in layers if layer.window)])
+    limits = [wanted, max(TOKENS_LEAST, affordable)]
+    text = module.config.get_text_config()
+    limits += [size for size in (longest, getattr(text, "max_position_embeddings", None)) if size]
+    return int(min(limits))
+
+
+def _spread(first: int, tokens: int) -> list[int]:
+    """Positions from ``first`` on whose logits are compared."""
+    step = max(1, -(-(tokens - first) // POSITIONS_MAX))
+    return sorted({*range(first, tokens, step), tokens - 1})
+
+
+def _logits(module: Any, ids: Tensor, begin: int, kept: list[int]) -> Tensor:
+    """Float32 logits ``[kept, vocab]`` of tokens that begin at position ``begin``."""
+    positions = torch.arange(begin, begin + len(ids), device=ids.device)
+    out = module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+    logits: Tensor = out.logits[0, [at - begin for at in kept]].float()
+    return logits
+
+
+# -- the verdict
+
+
+def verdict_file(fingerprint: str, dtype: str) -> Path:
+    """Where the verdict on a model is kept: for this version of memserve and of transformers."""
+    import transformers
+
+    return cache_root() / "verdicts" / f"{fingerprint}-{dtype}-{_VERSION}-{__version__}-{transformers.__version__}.json"
+
+
+def verdicts_on(folder: Path) -> dict[str, str]:
+    """The verdicts on a model folder by dtype, as far as there are any (:func:`read_verdict`); reads no weights."""
+    identity = known_fingerprint(folder)
+    files = {dtype: verdict_file(identity, dtype) for dtype in TOLERANCE} if identity is not None else {}
+    read = {dtype: read_verdict(file) for dtype, file in files.items()}
+    return {dtype: refused for dtype, refused in read.items() if refused is not None}
+
+
+def read_verdict(file: Path) -> str | None:
+    """Why the model is refused; empty: it is served; None: it was not compared yet."""
+    try:
+        verdict = json.loads(file.read_text())["refused"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return verdict if isinstance(verdict, str) else None
+
+
+def compare_once(
+    module: Any, layers: list[ProbedLayer], dtype: str, fingerprint: str, longest: int | None = None
+) -> None:
+    """As :func:`compare_in_pieces`, unless the verdict is known. Raises :class:`UserError`."""
+    file = verdict_file(fingerprint, dtype)
+    refused = read_verdict(file)
+    if refused is None:
+        try:
+            compare_in_pieces(module, layers, dtype, longest)
+            refused = ""
+        except UserError as error:
+            refused = error.message
+        _keep_verdict(file, refused)
+    if refused:
+        raise UserError(refused, hint=HINT)
+
+
+def _keep_verdict(file: Path, refused: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps({"refused": refused}))
+        fresh.rename(file)
+    except OSError as error:
+        log.info("the model is compared with its own forward at each start: %s", error)
