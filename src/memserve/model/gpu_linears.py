@@ -129,6 +129,7 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype,
 def graph_seconds(calls: list[Callable[[], object]], rounds: int = 5) -> float:
     """Time of all ``calls`` on the device, one after the other, without the host's part: the median."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())  # which may be still filling what the calls read
     with torch.cuda.stream(stream):
         for call in calls:  # kernels are compiled, workspaces allocated
             call()
