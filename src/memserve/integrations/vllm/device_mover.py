@@ -1,0 +1,158 @@
+"""How blocks come out of a device's memory and into it: by slots of pinned memory, layer by layer, in order by events."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from memserve.integrations.block_pool import BlockPool
+from memserve.integrations.jobs import Jobs
+from memserve.integrations.values import Value
+from memserve.integrations.vllm.device_memory import DeviceMemory
+from memserve.integrations.vllm.lookups import RankNames
+from memserve.integrations.vllm.worker_side import Block
+from memserve.model.gpu import Mark
+
+
+class DeviceMover:
+    """See :class:`memserve.integrations.vllm.worker_side.Mover`."""
+
+    def __init__(
+        self, pool: BlockPool, memories: Sequence[DeviceMemory], names: Sequence[RankNames], *, by_layer: bool
+    ) -> None:
+        """``by_layer``: vLLM says in every forward when a layer begins. False: it may replay whole forwards, which wait
+        for all layers at once."""
+        self._pool, self._memories, self._names = pool, memories, names
+        self._by_layer = by_layer
+        self._seen: set[str] = set()
+        self._landing = threading.Lock()
+        self._behind: Mark | None = None
+        self._coming = list[dict[str, Mark]]()
+
+    # -- saves
+
+    def begin_saves(self, blocks: Sequence[Block]) -> _DeviceSaving | None:
+        """See :class:`~memserve.integrations.vllm.worker_side.Mover`. What finds no free slot is not saved."""
+        if not self._pool.is_up:
+            return None
+        some = list[tuple[DeviceMemory, list[Block], list[int]]]()
+        for group, memory in enumerate(self._memories):
+            of_group = [block for block in blocks if block[0] == group]
+            slots = memory.saving.take(len(of_group)) if of_group else []
+            self._pool.counts["refused"] += len(of_group) - len(slots)
+            if slots:
+                some.append((memory, of_group[: len(slots)], slots))
+        return _DeviceSaving(self, some) if some else None
+
+    def put(self, saved: Sequence[tuple[DeviceMemory, list[Block], list[int]]], marks: Sequence[Mark]) -> None:
+        """Give to the store what is in the slots once ``marks`` are past. In a thread that may wait."""
+        collected = []
+        try:
+            for (memory, blocks, slots), mark in zip(saved, marks, strict=True):
+                mark.wait()
+                collected += self._pool.collect(self._values(memory, blocks, slots))
+        finally:
+            self.give_back(saved)
+        if collected:
+            self._pool.put_collected(collected)
+
+    @staticmethod
+    def give_back(saved: Sequence[tuple[DeviceMemory, list[Block], list[int]]]) -> None:
+        """The slots are free: no copy uses them."""
+        for memory, _, slots in saved:
+            memory.saving.give_back(slots)
+
+    def _values(self, memory: DeviceMemory, blocks: Sequence[Block], slots: Sequence[int]) -> list[Value]:
+        return [
+            self._names[group].value(block_hash, memory.slot_pieces(slot))
+            for (group, block_hash, _), slot in zip(blocks, slots, strict=True)
+        ]
+
+    # -- loads
+
+    def before_loads(self) -> None:
+        """See :class:`~memserve.integrations.vllm.worker_side.Mover`. All that vLLM has enqueued so far may concern
+        earlier owners of the blocks."""
+        self._behind = self._memories[0].gpu.current().mark()
+
+    def load(self, blocks: Sequence[Block], end_s: float) -> list[bool]:
+        """See :class:`~memserve.integrations.vllm.worker_side.Mover`. The copies to the device may still run: each
+        layer waits for its own."""
+        behind, found = self._behind, [False] * len(blocks)
+        assert behind is not None
+        for group, memory in enumerate(self._memories):
+            left = [at for at, block in enumerate(blocks) if block[0] == group]
+            while left:
+                slots = memory.loading.take(len(left), end_s)
+                if not slots or time.monotonic() >= end_s:
+                    memory.loading.give_back(slots)
+                    return found
+                some, left = left[: len(slots)], left[len(slots) :]
+                self._load_some(memory, [blocks[at] for at in some], slots, some, found, behind)
+        return found
+
+    def _load_some(
+        self,
+        memory: DeviceMemory,
+        blocks: Sequence[Block],
+        slots: Sequence[int],
+        at: Sequence[int],
+        found: list[bool],
+        behind: Mark,
+    ) -> None:
+        try:
+            got = self._pool.get(self._values(memory, blocks, slots))
+            right = [one for one, ok in enumerate(got) if ok]
+            if right:
+                with self._landing:
+                    marks = memory.land([slots[one] for one in right], [blocks[one][2] for one in right], behind)
+                    self._coming.append(marks)
+                marks[""].wait()
+        finally:
+            memory.loading.give_back(slots)
+        for one in right:
+            found[at[one]] = True
+
+    # -- the order
+
+    def before_step(self) -> None:
+        """See :class:`~memserve.integrations.vllm.worker_side.Mover`."""
+        with self._landing:
+            coming, self._coming = self._coming, []
+        stream = self._memories[0].gpu.current()
+        for marks in coming:
+            stream.after(marks[""])
+
+    def wait_for_layer(self, layer: str) -> None:
+        """See :class:`~memserve.integrations.vllm.worker_side.Mover`."""
+
+    def after_step(self) -> None:
+        """See :class:`~memserve.integrations.vllm.worker_side.Mover`."""
+
+
+class _DeviceSaving:
+    def __init__(self, mover: DeviceMover, saved: list[tuple[DeviceMemory, list[Block], list[int]]]) -> None:
+        self._mover, self._saved = mover, saved
+        self._left = [set(range(len(memory.layout.piece_bytes))) for memory, _, _ in saved]
+
+    def save_layer(self, layer: str) -> None:
+        for at, (memory, _, _) in enumerate(self._saved):
+            self._stage(at, memory.layers.get(layer, ()))
+
+    def _stage(self, at: int, numbers: Sequence[int]) -> None:
+        memory, blocks, slots = self._saved[at]
+        wanted = [number for number in numbers if number in self._left[at]]
+        if wanted:
+            memory.stage(wanted, slots, [block_id for _, _, block_id in blocks])
+            self._left[at] -= set(wanted)
+
+    def finish(self, savers: Jobs) -> None:
+        for at, left in enumerate(self._left):
+            self._stage(at, sorted(left))
+        marks = [memory.staged() for memory, _, _ in self._saved]
+        if not savers.start(partial(self._mover.put, self._saved, marks)):
+            for mark in marks:
+                mark.wait()
+            self._mover.give_back(self._saved)
