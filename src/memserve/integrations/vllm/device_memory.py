@@ -16,15 +16,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memserve.errors import UserError
 from memserve.integrations.values import Piece
-from memserve.integrations.vllm.memory import BlockMemory
+from memserve.integrations.vllm.memory import BlockMemory, runs_of
 from memserve.units import human_bytes
 
 if TYPE_CHECKING:
     from memserve.model.gpu import Gpu, Mark
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Places in the loading stream: blocks are there when they are past."""
+
+    shared: Mark
+    """Behind what belongs to several layers."""
+    layers: Mapping[str, Mark]
+    last: Mark
 
 
 class Slots:
@@ -104,18 +115,16 @@ class DeviceMemory(BlockMemory):
 
     # -- to the device
 
-    def land(self, slots: Sequence[int], block_ids: Sequence[int], behind: Mark) -> dict[str, Mark]:
-        """Copy the slots into the blocks, behind ``behind``: layer by layer, and the mark behind each; of the last one
-        under an empty name. Called in any thread, by one at a time."""
+    def land(self, slots: Sequence[int], block_ids: Sequence[int], behind: Mark) -> Landing:
+        """Copy the slots into the blocks, behind ``behind``, layer by layer. Called in any thread, by one at a time."""
         self._load_stream.after(behind)
-        marks, left = dict[str, Mark](), set(range(len(self._regions)))
+        of_layers = {number for numbers in self.layers.values() for number in numbers}
+        self._land([number for number in range(len(self._regions)) if number not in of_layers], slots, block_ids)
+        shared, layers = self._load_stream.mark(), dict[str, Mark]()
         for layer, numbers in self.layers.items():
             self._land(numbers, slots, block_ids)
-            marks[layer] = self._load_stream.mark()
-            left -= set(numbers)
-        self._land(sorted(left), slots, block_ids)
-        marks[""] = self._load_stream.mark()
-        return marks
+            layers[layer] = self._load_stream.mark()
+        return Landing(shared, layers, self._load_stream.mark())
 
     def _land(self, numbers: Sequence[int], slots: Sequence[int], block_ids: Sequence[int]) -> None:
         for number in numbers:
@@ -125,8 +134,6 @@ class DeviceMemory(BlockMemory):
 def _rows(tensor: Any, num_blocks: int) -> list[Any]:
     """Each piece of all blocks as bytes ``[blocks, bytes]``, in the order of :attr:`BlockLayout.piece_bytes`."""
     import torch
-
-    from memserve.integrations.vllm.memory import runs_of
 
     item, kernel_blocks = tensor.element_size(), tensor.shape[0] // num_blocks
     offsets, run = runs_of(tensor)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from memserve.integrations.block_pool import BlockPool
 from memserve.integrations.jobs import Jobs
 from memserve.integrations.values import Value
-from memserve.integrations.vllm.device_memory import DeviceMemory
+from memserve.integrations.vllm.device_memory import DeviceMemory, Landing
 from memserve.integrations.vllm.lookups import RankNames
 from memserve.integrations.vllm.worker_side import Block
 from memserve.model.gpu import Mark
@@ -29,7 +29,10 @@ class DeviceMover:
         self._seen: set[str] = set()
         self._landing = threading.Lock()
         self._behind: Mark | None = None
-        self._coming = list[dict[str, Mark]]()
+        self._coming: dict[str, list[Landing]] = {}
+        """By request: loads whose copies were enqueued since the last step."""
+        self._outstanding: list[Landing] = []
+        """Those that the layers of this forward wait for, each for its own."""
 
     # -- saves
 
@@ -77,59 +80,95 @@ class DeviceMover:
         earlier owners of the blocks."""
         self._behind = self._memories[0].gpu.current().mark()
 
-    def load(self, blocks: Sequence[Block], end_s: float) -> list[bool]:
-        """See :class:`~memserve.integrations.vllm.worker_side.Mover`. The copies to the device may still run: each
-        layer waits for its own."""
+    def load(
+        self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]
+    ) -> None:
+        """See :class:`~memserve.integrations.vllm.worker_side.Mover`. ``over`` is told when all copies are enqueued:
+        each layer of the request's first forward waits for its own."""
         behind, found = self._behind, [False] * len(blocks)
-        assert behind is not None
-        for group, memory in enumerate(self._memories):
-            left = [at for at, block in enumerate(blocks) if block[0] == group]
-            while left:
-                slots = memory.loading.take(len(left), end_s)
-                if not slots or time.monotonic() >= end_s:
-                    memory.loading.give_back(slots)
-                    return found
-                some, left = left[: len(slots)], left[len(slots) :]
-                self._load_some(memory, [blocks[at] for at in some], slots, some, found, behind)
-        return found
+        under_way: tuple[DeviceMemory, list[int], Mark] | None = None
+        try:
+            for group, memory in enumerate(self._memories):
+                left = [at for at, block in enumerate(blocks) if block[0] == group]
+                while left:
+                    _waited(under_way)
+                    under_way = None
+                    slots = memory.loading.take(len(left), end_s)
+                    if not slots or time.monotonic() >= end_s:
+                        memory.loading.give_back(slots)
+                        break
+                    some, left = left[: len(slots)], left[len(slots) :]
+                    under_way = self._load_some(memory, request_id, blocks, slots, some, found, behind)
+            over(found)
+        finally:
+            _waited(under_way)
 
     def _load_some(
         self,
         memory: DeviceMemory,
+        request_id: str,
         blocks: Sequence[Block],
-        slots: Sequence[int],
+        slots: list[int],
         at: Sequence[int],
         found: list[bool],
-        behind: Mark,
-    ) -> None:
+        behind: Mark | None,
+    ) -> tuple[DeviceMemory, list[int], Mark] | None:
+        """Bring the blocks ``at`` into slots, and enqueue the copies of those that are right."""
         try:
-            got = self._pool.get(self._values(memory, blocks, slots))
-            right = [one for one, ok in enumerate(got) if ok]
-            if right:
-                with self._landing:
-                    marks = memory.land([slots[one] for one in right], [blocks[one][2] for one in right], behind)
-                    self._coming.append(marks)
-                marks[""].wait()
-        finally:
+            got = self._pool.get(self._values(memory, [blocks[one] for one in at], slots))
+            right = [(slot, one) for slot, one, ok in zip(slots, at, got, strict=False) if ok]
+            if not right or behind is None:
+                memory.loading.give_back(slots)
+                return None
+            with self._landing:
+                marks = memory.land([slot for slot, _ in right], [blocks[one][2] for _, one in right], behind)
+                self._coming.setdefault(request_id, []).append(marks)
+        except BaseException:
             memory.loading.give_back(slots)
-        for one in right:
-            found[at[one]] = True
+            raise
+        for _, one in right:
+            found[one] = True
+        return memory, slots, marks.last
 
     # -- the order
 
-    def before_step(self) -> None:
-        """See :class:`~memserve.integrations.vllm.worker_side.Mover`."""
+    def before_step(self, begun: Sequence[str]) -> None:
+        """See :class:`~memserve.integrations.vllm.worker_side.Mover`. A request that does not run may have lost its
+        blocks to one that writes into them at once: what comes for it is waited for as a whole."""
         with self._landing:
-            coming, self._coming = self._coming, []
-        stream = self._memories[0].gpu.current()
-        for marks in coming:
-            stream.after(marks[""])
+            coming, self._coming = self._coming, {}
+        stream, by_layer = self._memories[0].gpu.current(), set(begun) if self._by_layer else set()
+        for request_id, loads in coming.items():
+            for marks in loads:
+                if request_id not in by_layer:
+                    stream.after(marks.last)
+                    continue
+                self._outstanding.append(marks)
+                stream.after(marks.shared)
+                for layer, mark in marks.layers.items():
+                    if layer not in self._seen:
+                        stream.after(mark)
 
     def wait_for_layer(self, layer: str) -> None:
         """See :class:`~memserve.integrations.vllm.worker_side.Mover`."""
+        self._seen.add(layer)
+        for marks in self._outstanding:
+            if layer in marks.layers:
+                self._memories[0].gpu.current().after(marks.layers[layer])
 
     def after_step(self) -> None:
         """See :class:`~memserve.integrations.vllm.worker_side.Mover`."""
+        for marks in self._outstanding:
+            self._memories[0].gpu.current().after(marks.last)
+        self._outstanding.clear()
+
+
+def _waited(under_way: tuple[DeviceMemory, list[int], Mark] | None) -> None:
+    """The copies out of these slots are done: the slots are free."""
+    if under_way is not None:
+        memory, slots, mark = under_way
+        mark.wait()
+        memory.loading.give_back(slots)
 
 
 class _DeviceSaving:

@@ -33,3 +33,5 @@ class Orders:
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
+    begun: tuple[str, ...] = ()
+    """Requests that run in this step for the first time since their blocks were loaded: the blocks are theirs."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -35,14 +35,17 @@ class Mover(Protocol):
     def begin_saves(self, blocks: Sequence[Block]) -> Saving | None:
         """Copies of a step's blocks, none of which is complete yet. None: there is room for none."""
 
-    def load(self, blocks: Sequence[Block], end_s: float) -> list[bool]:
-        """Whether each block was found; those that were are in place when this returns. In any thread."""
+    def load(
+        self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]
+    ) -> None:
+        """Tell ``over`` whether each block was found: those that were are in place for what a later step computes. It
+        is told once, unless this raises. In any thread."""
 
     def before_loads(self) -> None:
         """The step's loads are about to begin. In vLLM's thread."""
 
-    def before_step(self) -> None:
-        """A forward is about to begin. In vLLM's thread."""
+    def before_step(self, begun: Sequence[str]) -> None:
+        """A forward is about to begin. ``begun``: as in :class:`Orders`. In vLLM's thread."""
 
     def wait_for_layer(self, layer: str) -> None:
         """What is loaded into this layer is there for what vLLM does next in its thread."""
@@ -75,14 +78,16 @@ class HostMover:
         """See :class:`Mover`."""
         return _HostSaving(self._pool, self._memories, blocks, self.values(blocks))
 
-    def load(self, blocks: Sequence[Block], end_s: float) -> list[bool]:
+    def load(
+        self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]
+    ) -> None:
         """See :class:`Mover`."""
-        return self._pool.get(self.values(blocks))
+        over(self._pool.get(self.values(blocks)))
 
     def before_loads(self) -> None:
         """Nothing to do: a block is whole before its load is reported."""
 
-    def before_step(self) -> None:
+    def before_step(self, begun: Sequence[str]) -> None:
         """As :meth:`before_loads`."""
 
     def wait_for_layer(self, layer: str) -> None:
@@ -142,12 +147,18 @@ class WorkerSide:
                 self._over(load, [False] * len(load.hashes))
 
     def _load(self, load: Load, end_s: float) -> None:
-        found = [False] * len(load.hashes)
+        told = list[list[bool]]()
+
+        def over(found: list[bool]) -> None:
+            told.append(found)
+            self._over(load, found)
+
         try:
             if time.monotonic() < end_s:
-                found = self._mover.load(_blocks(load), end_s)
+                self._mover.load(load.request_id, _blocks(load), end_s, over)
         finally:
-            self._over(load, found)
+            if not told:
+                over([False] * len(load.hashes))
 
     def _over(self, load: Load, found: Iterable[bool]) -> None:
         with self._changed:
@@ -185,7 +196,7 @@ class WorkerSide:
 
     def begin_step(self, orders: Orders) -> None:
         """A step begins that fills blocks to be saved."""
-        self._mover.before_step()
+        self._mover.before_step(orders.begun)
         blocks = [block for save in orders.saves for block in _blocks(save)]
         self._saving = self._mover.begin_saves(blocks) if blocks else None
 
