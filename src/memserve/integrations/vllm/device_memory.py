@@ -3,8 +3,8 @@
     device -- saving stream --> slots -- a thread, sealed --> memory out of which the store takes values
     device <-- loading stream -- slots <-- a thread, compared -- the store's memory
 
-A slot has room for one block. Its pieces lie by piece, not by block: ``[pieces][slots][bytes]``, so that blocks that lie
-side by side on the device are one copy of a copy engine, and no kernel of the device runs for it.
+A slot has room for one block. It lies by piece, not by block: ``[pieces][slots][bytes]``, so that blocks that lie side
+by side on the device are one copy of a copy engine, and no kernel of the device runs for it.
 
 The order, by events alone. What is saved is copied behind the work that computed it; what vLLM enqueues after the step
 comes behind these copies, since it may write into the blocks. What is loaded is copied behind everything that vLLM had
@@ -73,8 +73,9 @@ class DeviceMemory(BlockMemory):
         self.gpu = gpu
         half = min(staging_bytes // 2 // self.layout.nbytes, num_blocks)
         if half < 1:
-            hint = f"staging_bytes of {2 * self.layout.nbytes} and more"
-            raise UserError(f"two blocks have no room in {human_bytes(staging_bytes)}", hint=hint, param="staging_bytes")
+            message = f"two blocks have no room in {human_bytes(staging_bytes)}"
+            hint = f"staging_bytes of {2 * self.layout.nbytes} and more, times the groups of KV"
+            raise UserError(message, hint=hint, param="staging_bytes")
         self.saving, self.loading = Slots(range(half)), Slots(range(half, 2 * half))
         self._save_stream, self._load_stream = gpu.stream(), gpu.stream()
         self._rows = [row for tensor in self._own(caches) for row in _rows(tensor, num_blocks)]

@@ -1,4 +1,4 @@
-"""How blocks come out of a device's memory and into it: by slots of pinned memory, layer by layer, in order by events."""
+"""Blocks come out of a device's memory and into it by slots of pinned memory, layer by layer, ordered by events."""
 
 from __future__ import annotations
 
@@ -80,9 +80,7 @@ class DeviceMover:
         earlier owners of the blocks."""
         self._behind = self._memories[0].gpu.current().mark()
 
-    def load(
-        self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]
-    ) -> None:
+    def load(self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]) -> None:
         """See :class:`~memserve.integrations.vllm.worker_side.Mover`. ``over`` is told when all copies are enqueued:
         each layer of the request's first forward waits for its own."""
         behind, found = self._behind, [False] * len(blocks)

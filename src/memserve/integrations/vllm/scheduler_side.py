@@ -190,8 +190,8 @@ class SchedulerSide:
     # -- blocks
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """The request has blocks: ``tables`` of all groups of KV. ``external_tokens``: it waits for that many to be loaded; 0: for none, whatever it
-        was promised, or the load is over."""
+        """The request has blocks: ``tables`` of all groups of KV. ``external_tokens``: it waits for that many to be
+        loaded; 0: for none, whatever it was promised, or the load is over."""
         request_id = request.request_id
         self._requests[request_id] = request
         promise = self._promises.get(request_id)
@@ -271,8 +271,8 @@ class SchedulerSide:
     def received(
         self, request_ids: Iterable[str], failed_block_ids: Collection[int], failed_ids: Collection[str] = ()
     ) -> None:
-        """Loads are over; ``failed_ids``: of requests of which vLLM computes all. A request whose load failed computes, also what could be loaded at a second try: it shall
-        not try again and again."""
+        """Loads are over; ``failed_ids``: of these requests vLLM computes all. A request whose load failed computes,
+        also what could be loaded at a second try: it shall not try again and again."""
         if failed_block_ids:
             for promise in self._promises.values():
                 if promise.phase is _Phase.LOADING and not promise.block_ids.isdisjoint(failed_block_ids):
@@ -281,7 +281,7 @@ class SchedulerSide:
             self._let_go(request_id)
             over = self._promises.pop(request_id, None)
             has_failed = over is not None and (over.has_failed or request_id in failed_ids)
-            if over is not None and request_id in self._requests:
+            if over is not None and not has_failed and request_id in self._requests:
                 self._loaded.add(request_id)
             if has_failed and request_id in self._requests:
                 self._promises[request_id] = _Promise(0, 0, _Phase.NOTHING)

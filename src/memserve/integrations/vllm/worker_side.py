@@ -35,9 +35,7 @@ class Mover(Protocol):
     def begin_saves(self, blocks: Sequence[Block]) -> Saving | None:
         """Copies of a step's blocks, none of which is complete yet. None: there is room for none."""
 
-    def load(
-        self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]
-    ) -> None:
+    def load(self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]) -> None:
         """Tell ``over`` whether each block was found: those that were are in place for what a later step computes. It
         is told once, unless this raises. In any thread."""
 
@@ -78,9 +76,7 @@ class HostMover:
         """See :class:`Mover`."""
         return _HostSaving(self._pool, self._memories, blocks, self.values(blocks))
 
-    def load(
-        self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]
-    ) -> None:
+    def load(self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]) -> None:
         """See :class:`Mover`."""
         over(self._pool.get(self.values(blocks)))
 
