@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,24 +82,35 @@ def test_what_is_said_between_processes_can_be_sent() -> None:
         assert pickle.loads(pickle.dumps(said)) == said
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model with random weights."""
+def saved_model(folder: Path, kind: str) -> str:
+    """A tiny model with random weights, as a folder."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.4,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    given: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.4,
+    }  # fmt: skip
+    if kind == "llama":
+        made: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=3, **given))
+    else:
+        window = "sliding_attention"
+        config = transformers.Gemma3TextConfig(
+            num_hidden_layers=6, head_dim=64, sliding_window=40, layer_types=[*[window] * 2, "full_attention"] * 2,
+            query_pre_attn_scalar=64, **given,
+        )  # fmt: skip
+        made = transformers.Gemma3ForCausalLM(config)
+    made.save_pretrained(folder)
     return str(folder)
 
 
-def test_a_whole_engine(store: ServedStore, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it computed comes from the store once its own cache is empty; damage and a dead store change nothing."""
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_whole_engine(store: ServedStore, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it computed comes from the store once its own cache is empty; damage and a dead store change nothing. Also
+    where most layers have a window that prompts are longer than, and a block table of their own."""
+    model = saved_model(tmp_path / "model", kind)
+    groups = 1 if kind == "llama" else 2
     for name, value in (
         ("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
         ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
@@ -108,7 +120,7 @@ def test_a_whole_engine(store: ServedStore, model: str, monkeypatch: pytest.Monk
 
     llm = vllm.LLM(
         model, dtype="float32", block_size=32, max_model_len=512, max_num_seqs=4, enforce_eager=True, seed=0,
-        enable_prefix_caching=True, skip_tokenizer_init=True, num_gpu_blocks_override=40,
+        enable_prefix_caching=True, skip_tokenizer_init=True, num_gpu_blocks_override=60 * groups,
         kv_transfer_config=transfer_of(store),
     )  # fmt: skip
     prompts = [[(7 * number + at * (number + 3)) % 512 for at in range(130 + number)] for number in range(8)]
@@ -119,10 +131,12 @@ def test_a_whole_engine(store: ServedStore, model: str, monkeypatch: pytest.Monk
         done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
         return [list(one.outputs[0].token_ids) for one in done], sum(one.num_cached_tokens or 0 for one in done)
 
+    with store.client() as client:
+        before = client.statistics()["dram_values"]
     right, cached = answers()
     assert cached == 0 and len({tuple(one) for one in right}) > 1
     with store.client() as client:
-        eventually(lambda: client.statistics()["dram_values"] >= 8 * 4)
+        eventually(lambda: client.statistics()["dram_values"] >= before + 8 * 4 * groups)
     assert answers() == (right, 8 * 128)
     damaged = flip_byte(store, b"MSE1")  # behind the mark of a tail: the number of its pieces
     found, cached = answers()

@@ -17,15 +17,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from memserve.errors import UserError
 from memserve.integrations.values import Piece
 from memserve.integrations.vllm.memory import BlockMemory, runs_of
+from memserve.model.gpu import Gpu, Mark
 from memserve.units import human_bytes
-
-if TYPE_CHECKING:
-    from memserve.model.gpu import Gpu, Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,6 @@ class DeviceMemory(BlockMemory):
         all blocks. Raises :class:`UserError` for memory that this class does not understand, and where no two blocks
         have room or the system does not pin."""
         super().__init__(caches, num_blocks)
-        import torch
-
         self.gpu = gpu
         half = min(staging_bytes // 2 // self.layout.nbytes, num_blocks)
         if half < 1:
@@ -134,8 +132,6 @@ class DeviceMemory(BlockMemory):
 
 def _rows(tensor: Any, num_blocks: int) -> list[Any]:
     """Each piece of all blocks as bytes ``[blocks, bytes]``, in the order of :attr:`BlockLayout.piece_bytes`."""
-    import torch
-
     item, kernel_blocks = tensor.element_size(), tensor.shape[0] // num_blocks
     offsets, run = runs_of(tensor)
     storage, first, step = tensor.untyped_storage(), tensor.storage_offset() * item, tensor.stride()[0] * item
