@@ -74,7 +74,7 @@ class Gpu(Protocol):
         """A further stream. ``urgent``: its work goes before that of others."""
 
     def current(self) -> Stream:
-        """The stream in use in this thread, whoever made it."""
+        """The stream in use in this thread, also one of another library."""
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory of the device."""

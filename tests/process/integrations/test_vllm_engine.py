@@ -77,7 +77,8 @@ def test_what_is_said_between_processes_can_be_sent() -> None:
     from memserve.integrations.vllm.orders import Load, Orders, Save
 
     orders = Orders((Load("r", (b"h",), (1,)),), (Save((b"i",), (2,)),))
-    names = RankNames(b"prefix", BlockLayout((8,), b"digest")), KvNames(b"", BlockLayout((8,), b"digest"))
+    layout = BlockLayout((8,), b"digest")
+    names = (RankNames(b"prefix", layout), RankNames(b"other", layout)), (KvNames(b"", layout),)
     for said in (MemserveMetadata((orders, orders)), MemserveHandshake(names)):
         assert pickle.loads(pickle.dumps(said)) == said
 
@@ -103,6 +104,27 @@ def saved_model(folder: Path, kind: str) -> str:
         made = transformers.Gemma3ForCausalLM(config)
     made.save_pretrained(folder)
     return str(folder)
+
+
+def fail_loads(patched: pytest.MonkeyPatch) -> list[int]:
+    """From now on one value of every second load is lost, and rubbish lies in its place; the losses."""
+    import ctypes
+
+    from memserve.integrations.block_pool import BlockPool
+
+    get, failures, calls = BlockPool.get, list[int](), iter(range(1 << 30))
+
+    def lossy(pool: BlockPool, values: Any) -> list[bool]:
+        found = get(pool, values)
+        if next(calls) % 2 == 0:
+            failures.append(len(values) // 2)
+            for at, nbytes in values[failures[-1]].pieces:
+                ctypes.memset(at, 0x40, nbytes)
+            found[failures[-1]] = False
+        return found
+
+    patched.setattr(BlockPool, "get", lossy)
+    return failures
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -138,6 +160,9 @@ def test_a_whole_engine(store: ServedStore, kind: str, tmp_path: Path, monkeypat
     with store.client() as client:
         eventually(lambda: client.statistics()["dram_values"] >= before + 8 * 4 * groups)
     assert answers() == (right, 8 * 128)
+    with monkeypatch.context() as patched:
+        failures = fail_loads(patched)
+        assert answers()[0] == right and len(failures) >= 4
     damaged = flip_byte(store, b"MSE1")  # behind the mark of a tail: the number of its pieces
     found, cached = answers()
     assert damaged >= 8 * 4 and found == right and cached < 8 * 128

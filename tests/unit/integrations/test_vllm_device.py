@@ -166,15 +166,23 @@ def test_each_event_is_needed(removed: str, monkeypatch: pytest.MonkeyPatch) -> 
     device.worker.close()
 
 
-def test_a_layer_is_copied_before_the_next_one_is_computed() -> None:
+def test_a_layer_is_copied_before_the_next_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     order: list[str] = []
-    stage = device.memory.stage
-    device.memory.stage = lambda numbers, *more: (order.append(f"copy {min(numbers)}"), stage(numbers, *more))[1]  # type: ignore[method-assign]
-    compute = device.compute
-    device.compute = lambda layer, ids, value: (order.append(layer), compute(layer, ids, value))[1]  # type: ignore[method-assign]
-    orders = Orders(saves=(Save((b"h1",), (1,)),))
-    device.forward(orders, lambda layer: {1: 1.0})
+    stage, compute = device.memory.stage, device.compute
+
+    def noted_stage(numbers: Sequence[int], slots: Sequence[int], block_ids: Sequence[int]) -> None:
+        order.append(f"copy {min(numbers)}")
+        stage(numbers, slots, block_ids)
+
+    def noted_compute(layer: str, block_ids: Sequence[int], values: float | None) -> None:
+        if values is not None:
+            order.append(layer)
+        compute(layer, block_ids, values)
+
+    monkeypatch.setattr(device.memory, "stage", noted_stage)
+    monkeypatch.setattr(device, "compute", noted_compute)
+    device.forward(Orders(saves=(Save((b"h1",), (1,)),)), lambda layer: {1: 1.0})
     assert order == ["layers.0", "copy 0", "layers.1", "copy 1", "layers.2", "copy 2"]
     device.worker.close()
 
