@@ -159,8 +159,8 @@ class Collecting:
         self._left = [set(range(len(value.pieces))) for value in values]
 
     def copy(self, at: Sequence[int], numbers: Iterable[int]) -> None:
-        """Copy these pieces, which stay as they are from now on, of these values."""
-        wanted = [(one, number) for number in numbers for one in at if number in self._left[one]]
+        """Copy these pieces of these values, again if they were copied: the last copy counts."""
+        wanted = [(one, number) for number in numbers for one in at]
         moves = []
         for one, number in wanted:
             place, (source, nbytes) = self._places[one][number]
@@ -180,6 +180,11 @@ class Collecting:
             memory.data[value.payload_bytes :] = value.tail(seals)
             collected.append((value.name, memory))
         return collected
+
+    def drop(self) -> None:
+        """Store none of them."""
+        for memory in self._staged:
+            memory.release()
 
     def __len__(self) -> int:
         return len(self._values)

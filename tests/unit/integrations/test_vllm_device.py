@@ -264,3 +264,31 @@ def test_layers_that_share_their_kv_wait_for_it_as_a_whole() -> None:
     landing = memory.land([0], [3], gpu.compute.mark())
     gpu.compute.after(landing.shared)
     gpu.access(gpu.compute, cache[3], writes=True)
+
+
+def test_a_layer_that_runs_twice_is_copied_twice() -> None:
+    """Micro-batches: the first call of the hook comes before the second half of the tokens is written."""
+    device = Device()
+    device.worker.begin_step(Orders(saves=(Save((b"h1",), (1,)),)))
+    for value in (1.0, 2.0):
+        for layer in device.caches:
+            if value == 2.0:
+                device.gpu.compute.after(device.memory._save_stream.mark())  # another order would be a race
+            device.compute(layer, (1,), value)
+            device.worker.save_layer(layer)
+    device.worker.finish_step()
+    device.worker._savers.drain()
+    kept = torch.frombuffer(bytearray(b"".join(device.pool.kept[b"vllm/test/=h1"])), dtype=torch.float32)
+    assert (kept == 2.0).all()
+    device.worker.close()
+
+
+def test_a_step_that_comes_to_no_end_saves_nothing() -> None:
+    device = Device()
+    device.worker.begin_step(Orders(saves=(Save((b"h1",), (1,)),)))
+    device.worker.save_layer("layers.0")
+    saved(device, (2,), 1.0)
+    device.worker._savers.drain()
+    assert list(device.pool.kept) == [b"vllm/test/=h2"]
+    device.worker.close()
+    assert len(device.memory.saving._free) == 8

@@ -180,16 +180,21 @@ class _DeviceSaving:
 
     def _stage(self, at: int, numbers: Sequence[int]) -> None:
         memory, blocks, slots = self._saved[at]
-        wanted = [number for number in numbers if number in self._left[at]]
-        if wanted:
-            memory.stage(wanted, slots, [block_id for _, _, block_id in blocks])
-            self._left[at] -= set(wanted)
+        if numbers:
+            memory.stage(numbers, slots, [block_id for _, _, block_id in blocks])
+            self._left[at] -= set(numbers)
 
     def finish(self, savers: Jobs) -> None:
         for at, left in enumerate(self._left):
             self._stage(at, sorted(left))
         marks = [memory.staged() for memory, _, _ in self._saved]
         if not savers.start(partial(self._mover.put, self._saved, marks)):
-            for mark in marks:
-                mark.wait()
-            self._mover.give_back(self._saved)
+            self._give_back(marks)
+
+    def drop(self) -> None:
+        self._give_back([memory.staged() for memory, _, _ in self._saved])
+
+    def _give_back(self, marks: Sequence[Mark]) -> None:
+        for mark in marks:
+            mark.wait()
+        self._mover.give_back(self._saved)

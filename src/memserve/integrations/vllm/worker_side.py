@@ -56,10 +56,14 @@ class Saving(Protocol):
     """A step's blocks on their way out of vLLM's memory. In vLLM's thread."""
 
     def save_layer(self, layer: str) -> None:
-        """This layer of the blocks is complete. Unknown ones are left for the end."""
+        """This layer of the blocks is complete, unless it is told again: micro-batches and drafts run a layer several
+        times in a step. Unknown ones are left for the end."""
 
     def finish(self, savers: Jobs) -> None:
         """The step has run: copy the rest, and have ``savers`` give them to the store."""
+
+    def drop(self) -> None:
+        """The step has come to no end: its blocks hold anything."""
 
 
 class HostMover:
@@ -112,6 +116,10 @@ class _HostSaving:
         if collected and not savers.start(partial(self._pool.put_collected, collected)):
             for _, memory in collected:
                 memory.release()
+
+    def drop(self) -> None:
+        if self._begun is not None:
+            self._begun.drop()
 
 
 class WorkerSide:
@@ -192,6 +200,8 @@ class WorkerSide:
 
     def begin_step(self, orders: Orders) -> None:
         """A step begins that fills blocks to be saved."""
+        if self._saving is not None:
+            self._saving.drop()
         self._mover.before_step(orders.begun)
         blocks = [block for save in orders.saves for block in _blocks(save)]
         self._saving = self._mover.begin_saves(blocks) if blocks else None
