@@ -122,11 +122,7 @@ class Calls:
             for save in orders.saves
             for value in self._mover.values([(0, *one) for one in zip(save.hashes, save.block_ids, strict=True)])
         ]
-        begun = self._pool.begin_collecting(values)
-        assert begun is not None
-        for layer in range(len(self._layers)):
-            begun.copy(range(len(begun)), [layer])
-        for _, memory in begun.finish():
+        for _, memory in self._pool.collect(values):
             memory.release()
 
     def _save(self, orders: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
@@ -117,14 +117,9 @@ class BlockPool(EnginePool):
 
         What has no room in the staging memory is left out: it is not waited for.
         """
-        begun = self.begin_collecting(values)
-        return begun.finish() if begun is not None else []
-
-    def begin_collecting(self, values: Sequence[Value]) -> Collecting | None:
-        """As :meth:`collect`, for values that are copied piece by piece. None: for none of them."""
         client = self._client
-        if client is None or not self.is_up or not values:
-            return None
+        if client is None or not self.is_up:
+            return []
         some, staged = list[Value](), list[Staged]()
         try:
             for value in values:
@@ -132,7 +127,16 @@ class BlockPool(EnginePool):
                 some.append(value)
         except UserError:
             self.counts["refused"] += len(values) - len(some)
-        return Collecting(some, staged, int(self.options.threads)) if some else None
+        moves = [
+            (place, source, nbytes)
+            for value, memory in zip(some, staged, strict=True)
+            for place, (source, nbytes) in places(value, address(memory.data))
+        ]
+        seals, first = copied(moves, int(self.options.threads)), 0
+        for value, memory in zip(some, staged, strict=True):
+            memory.data[value.payload_bytes :] = value.tail(seals[first : first + len(value.pieces)])
+            first += len(value.pieces)
+        return [(value.name, memory) for value, memory in zip(some, staged, strict=True)]
 
     def put_collected(self, collected: Collected) -> None:
         """Have the store take them; waits for it."""
@@ -147,47 +151,6 @@ class BlockPool(EnginePool):
                 memory.release()
         self.counts["stored"] += stored
         self.counts["refused"] += len(collected) - stored
-
-
-class Collecting:
-    """Values on their way into memory out of which the store takes them. Used by one thread."""
-
-    def __init__(self, values: Sequence[Value], staged: Sequence[Staged], threads: int) -> None:
-        self._values, self._staged, self._threads = values, staged, threads
-        self._places = [list(places(value, address(memory.data))) for value, memory in zip(values, staged, strict=True)]
-        self._seals = [np.zeros(len(value.pieces), np.uint64) for value in values]
-        self._left = [set(range(len(value.pieces))) for value in values]
-
-    def copy(self, at: Sequence[int], numbers: Iterable[int]) -> None:
-        """Copy these pieces of these values, again if they were copied: the last copy counts."""
-        wanted = [(one, number) for number in numbers for one in at]
-        moves = []
-        for one, number in wanted:
-            place, (source, nbytes) = self._places[one][number]
-            moves.append((place, source, nbytes))
-        for (one, number), seal in zip(wanted, copied(moves, self._threads), strict=True):
-            self._seals[one][number] = seal
-            self._left[one].discard(number)
-
-    def finish(self) -> Collected:
-        """Copy what is left. The memory of the values is free when this returns."""
-        for at, left in enumerate(self._left):
-            if left:
-                alike = [one for one in range(at, len(self._left)) if self._left[one] == left]
-                self.copy(alike, sorted(left))
-        collected = Collected()
-        for value, memory, seals in zip(self._values, self._staged, self._seals, strict=True):
-            memory.data[value.payload_bytes :] = value.tail(seals)
-            collected.append((value.name, memory))
-        return collected
-
-    def drop(self) -> None:
-        """Store none of them."""
-        for memory in self._staged:
-            memory.release()
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 def drop(views: Sequence[View]) -> None:

@@ -191,7 +191,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
             worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """The layer is computed: copy the step's full blocks of it."""
+        """The layer is computed: a device begins to copy the step's full blocks of it."""
         for worker in self._workers():
             worker.save_layer(layer_name)
 

@@ -1,7 +1,7 @@
 """What the connector does in a worker of vLLM: blocks are copied between vLLM's memory and the store's.
 
 Loads run in threads of their own, into blocks that vLLM keeps for them. What is saved is copied out of vLLM's memory
-layer by layer, as each has been computed, and the rest before the step is over, so that no block is in use by a copy
+before the step is over, from a device layer by layer as each has been computed, so that no block is in use by a copy
 when vLLM frees or preempts it; the store takes the copies later.
 """
 
@@ -78,7 +78,7 @@ class HostMover:
 
     def begin_saves(self, blocks: Sequence[Block]) -> _HostSaving | None:
         """See :class:`Mover`."""
-        return _HostSaving(self._pool, self._memories, blocks, self.values(blocks))
+        return _HostSaving(self._pool, self.values(blocks))
 
     def load(self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]) -> None:
         """See :class:`Mover`."""
@@ -98,28 +98,23 @@ class HostMover:
 
 
 class _HostSaving:
-    def __init__(
-        self, pool: BlockPool, memories: Sequence[HostMemory], blocks: Sequence[Block], values: Sequence[Value]
-    ) -> None:
-        self._pool, self._memories = pool, memories
-        self._begun = pool.begin_collecting(values)
-        count = len(self._begun) if self._begun is not None else 0
-        self._at = [[at for at in range(count) if blocks[at][0] == group] for group in range(len(memories))]
+    """All layers at once: a copy competes with the next layer for the same cores, and thirty take longer than one
+    (``bench/vllm_prefill.py``)."""
+
+    def __init__(self, pool: BlockPool, values: Sequence[Value]) -> None:
+        self._pool, self._values = pool, values
 
     def save_layer(self, layer: str) -> None:
-        for memory, at in zip(self._memories, self._at, strict=True):
-            if self._begun is not None and at and layer in memory.layers:
-                self._begun.copy(at, memory.layers[layer])
+        pass
 
     def finish(self, savers: Jobs) -> None:
-        collected = self._begun.finish() if self._begun is not None else []
+        collected = self._pool.collect(self._values)
         if collected and not savers.start(partial(self._pool.put_collected, collected)):
             for _, memory in collected:
                 memory.release()
 
     def drop(self) -> None:
-        if self._begun is not None:
-            self._begun.drop()
+        pass
 
 
 class WorkerSide:
