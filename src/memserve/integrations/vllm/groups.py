@@ -40,7 +40,7 @@ def why_not_kept(config: Any, caches: Any, *, tells_requests: bool) -> str:
         return _why_strange(sorted(set(strange)))
     if _WINDOWED in kinds or len(groups) > 1:
         if not tells_requests:
-            return "this vLLM cannot be told that a load failed whose window is then not there (0.32 can)"
+            return "this vLLM cannot be told that a load failed whose window is then not there (0.30 can)"
         if any(getattr(group, "is_eagle_group", False) for group in groups) and _WINDOWED in kinds:
             return "drafts beside sliding windows look one block further back"
         if not all(getattr(group, "enable_kv_transfer", True) for group in groups):
