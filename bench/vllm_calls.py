@@ -17,7 +17,7 @@ from memserve.integrations.pool import PoolOptions
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
 from memserve.integrations.vllm.scheduler_side import SchedulerSide
-from memserve.integrations.vllm.worker_side import WorkerSide
+from memserve.integrations.vllm.worker_side import HostMover, WorkerSide
 
 BLOCKS = 64
 """That a step fills: 84 MiB of SmolLM2-135M in float32."""
@@ -35,9 +35,12 @@ class Calls:
         where = PoolOptions.of({"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0})
         memory = HostMemory(caches, 160)
         self._pool = BlockPool(where)
-        self._worker = WorkerSide(self._pool, memory, RankNames(b"vllm/bench/", memory.layout))
+        names = RankNames(b"vllm/bench/", memory.layout)
+        self._mover = HostMover(self._pool, [memory], [names])
+        self._worker = WorkerSide(self._pool, self._mover)
+        self._layers = list(caches)
         self._lookups = Lookups(BlockPool(where))
-        self._lookups.set_ranks([self._worker.names])
+        self._lookups.set_ranks([(names,)])
         self._side = SchedulerSide(self._lookups, 32, 1, 10**10)
         self._state = SimpleNamespace(get_block_ids=lambda request_id: (list(range(1, BLOCKS + 1)),))
         self.record: dict[str, float] = {}
@@ -59,7 +62,7 @@ class Calls:
         self.timed(f"look-up of 2,048 tokens that are nowhere{when}", lambda at: side.matched(misses[at], 0, 0), 100)
         decoding = [_request(f"decoding {number}{when}") for number in range(64)]
         for one in decoding:
-            side.allocated(one, [], 0)
+            side.allocated(one, [[]], 0)
             side._saved[one.request_id], one.num_computed_tokens = BLOCKS, BLOCKS * 32 + 3
         output = self._step({one.request_id: 1 for one in decoding})
         self.timed(f"a step of 64 requests that fill no block{when}", lambda at: side.step(output, 0), 100)
@@ -69,17 +72,17 @@ class Calls:
         when = ", store dead"
         prompts = [_request(f"prompt {number}{when}") for number in range(13)]
         for one in prompts:
-            self._side.allocated(one, [], 0)
+            self._side.allocated(one, [[]], 0)
         orders = [self._side.step(self._step({one.request_id: BLOCKS * 32}), 0) for one in prompts]
         store.kill()
-        self._worker.save(orders[0])  # the first that asks waits for an answer, in a thread of its own
+        self._save(orders[0])  # the first that asks waits for an answer, in a thread of its own
         deadline_s = time.monotonic() + NOTICED_S
         while self._pool.is_up:
             if time.monotonic() > deadline_s:
                 raise SystemExit("a dead store was not noticed")
             time.sleep(0.01)
         self.look_up_and_decode(when)
-        self.timed(f"a step that fills 64 blocks{when}", lambda at: self._worker.save(orders[at + 1]), 10)
+        self.timed(f"a step that fills 64 blocks{when}", lambda at: self._save(orders[at + 1]), 10)
         begin_s, spent_s = time.monotonic(), time.process_time()
         time.sleep(WATCHED_S)
         name = f"all other threads, a second{when}"
@@ -92,14 +95,14 @@ class Calls:
         prompts = [_request(f"prompt {number}") for number in range(12)]
 
         def ordered(at: int) -> None:
-            side.allocated(prompts[at], [], 0)
+            side.allocated(prompts[at], [[]], 0)
             orders.append(side.step(self._step({prompts[at].request_id: BLOCKS * 32}), 0))
 
         self.timed("a step that fills 64 blocks: what to save", ordered, 10)
         # copies run in two threads, and the other one's time does not count here: wall time beside memcpy
         begin_s, spent_s = time.perf_counter(), time.process_time() + cpu_s(store.pid)
         for order in orders:
-            worker.save(order)
+            self._save(order)
             worker._savers.drain()
         self.record["64 blocks to the store, wall"] = (time.perf_counter() - begin_s) / len(orders)
         name = "64 blocks to the store: CPU time of all threads, and of the store"
@@ -114,9 +117,19 @@ class Calls:
         return SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=self._state)
 
     def _collected(self, orders: Any) -> None:
-        values = [value for save in orders.saves for value in self._worker._values(save)]
-        for _, memory in self._worker._pool.collect(values):
+        values = [
+            value
+            for save in orders.saves
+            for value in self._mover.values([(0, *one) for one in zip(save.hashes, save.block_ids, strict=True)])
+        ]
+        for _, memory in self._pool.collect(values):
             memory.release()
+
+    def _save(self, orders: Any) -> None:
+        self._worker.begin_step(orders)
+        for layer in self._layers:
+            self._worker.save_layer(layer)
+        self._worker.finish_step()
 
     def close(self) -> None:
         """Finish what is under way."""

@@ -175,7 +175,7 @@ class Suite:
 
         layout = HostMemory({"layer": torch.zeros(2, 1, 16, 2)}, 2).layout
         names = RankNames(namespace("vllm", test=self._tests, process=os.getpid()), layout)
-        connector.set_xfer_handshake_metadata({0: MemserveHandshake((names,))})
+        connector.set_xfer_handshake_metadata({0: MemserveHandshake(((names,),))})
         return names
 
     def _sent(self, connector: Any, names: Any, request: Any) -> None:

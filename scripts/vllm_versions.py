@@ -35,6 +35,7 @@ TESTS = {
     "test_methods_are_those_of_vllms_base": "interface",
     "test_what_is_said_between_processes_can_be_sent": "messages",
     "test_a_whole_engine": "whole engine",
+    "test_a_whole_engine_with_windows": "windows",
 }
 INSTALL_S = 1200.0
 TESTED_WITH = ("pytest", "pytest-timeout", "hypothesis")

@@ -117,6 +117,9 @@ class FakeGpu:
         self._streams += 1
         return FakeStream(self, self._streams)
 
+    def current(self) -> FakeStream:
+        return self.used
+
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 

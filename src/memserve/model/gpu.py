@@ -73,6 +73,9 @@ class Gpu(Protocol):
     def stream(self, *, urgent: bool = False) -> Stream:
         """A further stream. ``urgent``: its work goes before that of others."""
 
+    def current(self) -> Stream:
+        """The stream in use in this thread, also one of another library."""
+
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory of the device."""
 
@@ -157,6 +160,10 @@ class Cuda:
     def stream(self, *, urgent: bool = False) -> Stream:
         """See :class:`Gpu`."""
         return _CudaStream(torch.cuda.Stream(self.device, priority=-1 if urgent else 0))  # type: ignore[no-untyped-call]  # torch does not type it
+
+    def current(self) -> Stream:
+        """See :class:`Gpu`."""
+        return _CudaStream(torch.cuda.current_stream(self.device))
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """See :class:`Gpu`. Raises :class:`UserError` where the device has no room."""

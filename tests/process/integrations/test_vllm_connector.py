@@ -26,7 +26,7 @@ from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
 from memserve.integrations.vllm.names import prefix_of, weights_fingerprint
 from memserve.integrations.vllm.scheduler_side import SchedulerSide
-from memserve.integrations.vllm.worker_side import WorkerSide
+from memserve.integrations.vllm.worker_side import HostMover, WorkerSide
 from served_store import ServedStore
 from waiting import eventually
 
@@ -48,9 +48,10 @@ class Engine:
         chosen = PoolOptions.of(options_of(store, **options))
         self.caches = {f"layers.{at}": torch.zeros(BLOCKS, 2, TOKENS, 8) for at in range(LAYERS)}
         memory = HostMemory(self.caches, BLOCKS)
-        self.worker = WorkerSide(BlockPool(chosen), memory, RankNames(prefix, memory.layout))
+        pool, names = BlockPool(chosen), RankNames(prefix, memory.layout)
+        self.worker = WorkerSide(pool, HostMover(pool, [memory], [names]))
         self.lookups = Lookups(BlockPool(chosen))
-        self.lookups.set_ranks([self.worker.names])
+        self.lookups.set_ranks([(names,)])
         self.side = SchedulerSide(self.lookups, TOKENS, 1, WAIT_NS)
         self.tables: dict[str, list[int]] = {}
         self.free = list(range(1, BLOCKS))
@@ -62,8 +63,12 @@ class Engine:
         state = SimpleNamespace(get_block_ids=lambda request_id: (self.tables[request_id],))
         output = SimpleNamespace(num_scheduled_tokens=tokens or {}, kv_connector_block_state=state)
         orders = self.side.step(output, time.monotonic_ns())
+        self.worker.begin_step(orders)
         self.worker.start_loads(orders)
-        self.worker.save(orders)
+        for layer in self.caches:
+            self.worker.wait_for_layer(layer)
+            self.worker.save_layer(layer)
+        self.worker.finish_step()
         received = self.worker.take_received()
         failed = self.worker.take_failed()
         self.side.received(received, failed)
@@ -85,7 +90,7 @@ class Engine:
         request_id, loaded = request.request_id, count // TOKENS
         table = [self.free.pop(0) for _ in request.block_hashes]
         self.tables[request_id] = table
-        self.side.allocated(request, table, count)
+        self.side.allocated(request, (table,), count)
         if count:
             eventually(lambda: self.step() or request_id in self.received)
         bad = {at for at, block_id in enumerate(table[:loaded]) if block_id in self.failed}
@@ -99,7 +104,7 @@ class Engine:
                 for number, cache in enumerate(self.caches.values()):
                     cache[table[at]] = kv_of(block_hash, number)
         request.num_computed_tokens = right * TOKENS
-        self.side.allocated(request, table, 0)
+        self.side.allocated(request, (table,), 0)
         self.step({request_id: request.num_tokens - right * TOKENS})
         for cache in self.caches.values():  # vLLM may write into the blocks as soon as the step is over
             cache[table] = -1.0

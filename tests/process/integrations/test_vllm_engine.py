@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,29 +77,75 @@ def test_what_is_said_between_processes_can_be_sent() -> None:
     from memserve.integrations.vllm.orders import Load, Orders, Save
 
     orders = Orders((Load("r", (b"h",), (1,)),), (Save((b"i",), (2,)),))
-    names = RankNames(b"prefix", BlockLayout((8,), b"digest")), KvNames(b"", BlockLayout((8,), b"digest"))
+    layout = BlockLayout((8,), b"digest")
+    names = (RankNames(b"prefix", layout), RankNames(b"other", layout)), (KvNames(b"", layout),)
     for said in (MemserveMetadata((orders, orders)), MemserveHandshake(names)):
         assert pickle.loads(pickle.dumps(said)) == said
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny model with random weights."""
+def saved_model(folder: Path, kind: str) -> str:
+    """A tiny model with random weights, as a folder."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.4,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    given: dict[str, Any] = {
+        "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.4,
+    }  # fmt: skip
+    if kind == "llama":
+        made: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=3, **given))
+    else:
+        window = "sliding_attention"
+        config = transformers.Gemma3TextConfig(
+            num_hidden_layers=6, head_dim=64, sliding_window=40, layer_types=[*[window] * 2, "full_attention"] * 2,
+            query_pre_attn_scalar=64, **given,
+        )  # fmt: skip
+        made = transformers.Gemma3ForCausalLM(config)
+    made.save_pretrained(folder)
     return str(folder)
 
 
-def test_a_whole_engine(store: ServedStore, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_loads(patched: pytest.MonkeyPatch) -> list[int]:
+    """From now on one value of every second load is lost, and rubbish lies in its place; the losses."""
+    import ctypes
+
+    from memserve.integrations.block_pool import BlockPool
+
+    get, failures, calls = BlockPool.get, list[int](), iter(range(1 << 30))
+
+    def lossy(pool: BlockPool, values: Any) -> list[bool]:
+        found = get(pool, values)
+        if next(calls) % 2 == 0:
+            failures.append(len(values) // 2)
+            for at, nbytes in values[failures[-1]].pieces:
+                ctypes.memset(at, 0x40, nbytes)
+            found[failures[-1]] = False
+        return found
+
+    patched.setattr(BlockPool, "get", lossy)
+    return failures
+
+
+def test_a_whole_engine(store: ServedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it computed comes from the store once its own cache is empty; damage and a dead store change nothing."""
+    answer_alike(store, "llama", tmp_path, monkeypatch)
+
+
+def test_a_whole_engine_with_windows(store: ServedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most layers have a window that prompts are longer than, and a block table of their own."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    keeps = hasattr(base, "KVConnectorTransferResults")  # else it is refused, and vLLM serves on
+    answer_alike(store, "gemma3", tmp_path, monkeypatch, keeps=keeps)
+
+
+def answer_alike(
+    store: ServedStore, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool = True
+) -> None:
+    """A whole engine, with its KV from everywhere."""
+    model = saved_model(tmp_path / "model", kind)
+    groups = 1 if kind == "llama" else 2
     for name, value in (
         ("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
         ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
@@ -108,7 +155,7 @@ def test_a_whole_engine(store: ServedStore, model: str, monkeypatch: pytest.Monk
 
     llm = vllm.LLM(
         model, dtype="float32", block_size=32, max_model_len=512, max_num_seqs=4, enforce_eager=True, seed=0,
-        enable_prefix_caching=True, skip_tokenizer_init=True, num_gpu_blocks_override=40,
+        enable_prefix_caching=True, skip_tokenizer_init=True, num_gpu_blocks_override=60 * groups,
         kv_transfer_config=transfer_of(store),
     )  # fmt: skip
     prompts = [[(7 * number + at * (number + 3)) % 512 for at in range(130 + number)] for number in range(8)]
@@ -119,11 +166,20 @@ def test_a_whole_engine(store: ServedStore, model: str, monkeypatch: pytest.Monk
         done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
         return [list(one.outputs[0].token_ids) for one in done], sum(one.num_cached_tokens or 0 for one in done)
 
+    with store.client() as client:
+        before = client.statistics()["dram_values"]
     right, cached = answers()
     assert cached == 0 and len({tuple(one) for one in right}) > 1
+    if not keeps:
+        assert answers() == (right, 0)
+        llm.llm_engine.engine_core.shutdown()
+        return
     with store.client() as client:
-        eventually(lambda: client.statistics()["dram_values"] >= 8 * 4)
+        eventually(lambda: client.statistics()["dram_values"] >= before + 8 * 4 * groups)
     assert answers() == (right, 8 * 128)
+    with monkeypatch.context() as patched:
+        failures = fail_loads(patched)
+        assert answers()[0] == right and len(failures) >= 4
     damaged = flip_byte(store, b"MSE1")  # behind the mark of a tail: the number of its pieces
     found, cached = answers()
     assert damaged >= 8 * 4 and found == right and cached < 8 * 128

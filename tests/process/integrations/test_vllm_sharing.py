@@ -28,7 +28,7 @@ from memserve.integrations.vllm.kv_pool import KvNames, KvPool
 from memserve.integrations.vllm.lookups import Lookups
 from memserve.integrations.vllm.memory import HostMemory
 from memserve.integrations.vllm.sharing import Identities, model_of
-from memserve.integrations.vllm.worker_side import WorkerSide
+from memserve.integrations.vllm.worker_side import HostMover, WorkerSide
 from memserve.mempool.identity import identity_key
 from memserve.store_messages import KvModel
 from served_cluster import WAIT_S, Server
@@ -78,9 +78,11 @@ class Engine:
         shape = (BLOCKS, at.num_kv_heads, BLOCK, at.head_dim_k + at.head_dim_v)
         self.caches = {f"layers.{layer}": torch.zeros(shape) for layer in range(at.num_layers)}
         memory, options = HostMemory(self.caches, BLOCKS), PoolOptions.of(options_of(store))
-        self.worker = WorkerSide(KvPool(options, model), memory, KvNames(b"", memory.layout))
+        pool, names = KvPool(options, model), KvNames(b"", memory.layout)
+        self.mover = HostMover(pool, [memory], [names])
+        self.worker = WorkerSide(pool, self.mover)
         self.lookups = Lookups(KvPool(options, model))
-        self.lookups.set_ranks([self.worker.names])
+        self.lookups.set_ranks([(names,)])
         self.identities = Identities("", model, identity_key(SECRET))
 
     def names(self, tokens: np.ndarray) -> list[bytes]:
@@ -165,7 +167,7 @@ def words(tokens: list[int]) -> str:
 def test_an_instance_reads_what_the_engine_has_put(engine: Engine, server: Server, module: Any) -> None:
     engine.fill(module, PROMPT)
     names = engine.names(PROMPT)
-    values = [engine.worker.names.value(name, engine.worker._memory.pieces(at)) for at, name in enumerate(names, 1)]
+    values = engine.mover.values([(0, name, at) for at, name in enumerate(names, 1)])
     engine.worker._pool.put_collected(engine.worker._pool.collect(values))
     assert engine.lookups.prefix_at_once(names) == 4
     eventually(lambda: ask(server, PROMPT[: 4 * BLOCK + 1], 1)[1] == 4 * BLOCK)
@@ -182,7 +184,7 @@ def test_the_engine_reads_what_an_instance_has_computed(engine: Engine, server: 
     right = engine.fill(module, tokens)
     for cache in engine.caches.values():
         cache.zero_()
-    values = [engine.worker.names.value(name, engine.worker._memory.pieces(at)) for at, name in enumerate(names, 3)]
+    values = engine.mover.values([(0, name, at) for at, name in enumerate(names, 3)])
     count, views = engine.lookups.pool.hold(values)
     drop(views)
     assert count == 5 and engine.worker._pool.get(values) == [True] * 5
@@ -197,7 +199,7 @@ def test_damage_is_found(
     tokens = prompt(3 * BLOCK + 1, 5)
     right = engine.fill(module, tokens)
     names = engine.names(tokens)
-    values = [engine.worker.names.value(name, engine.worker._memory.pieces(at)) for at, name in enumerate(names, 1)]
+    values = engine.mover.values([(0, name, at) for at, name in enumerate(names, 1)])
     pool = engine.worker._pool
     pool.put_collected(pool.collect(values))
     assert pool.exists(names) == [True] * 3
@@ -218,7 +220,7 @@ def test_an_instance_that_shares_with_no_engine(tmp_path: Path, folder: Path, mo
         engine = ready(Engine(store, model_of(*vllm_of(folder, module))))
         engine.fill(module, tokens)
         names, pool = engine.names(tokens), engine.worker._pool
-        values = [engine.worker.names.value(name, engine.worker._memory.pieces(at)) for at, name in enumerate(names, 1)]
+        values = engine.mover.values([(0, name, at) for at, name in enumerate(names, 1)])
         pool.put_collected(pool.collect(values))
         assert pool.exists(names) == [True] * 4
         with memserve(store, folder, "--no-foreign-kv") as alone:

@@ -34,8 +34,8 @@ class Lookups:
             return None
         return next((at for at, one in enumerate(hashes) if one not in self.stored), len(hashes))
 
-    def missing_at_once(self, hashes: Sequence[bytes]) -> list[bool]:
-        return [one not in self.stored for one in hashes]
+    def missing_at_once(self, hashes: Sequence[bytes]) -> list[list[bool]]:
+        return [[one not in self.stored for one in hashes]]
 
     def has_room(self, blocks: int) -> bool:
         return not self.held or blocks + sum(len(self.asked[one]) for one in self.held) <= self.room
@@ -147,7 +147,7 @@ def test_what_vllm_has_is_not_awaited() -> None:
 def test_what_is_kept_of_a_prompt_is_said() -> None:
     lookups = Lookups(b"h0")
     side, request = side_of(lookups), request_of(2)
-    side.allocated(request, ids(3), 0)
+    side.allocated(request, [ids(3)], 0)
     assert side.kept_tokens(request) == 0
     side.step(step_of({"r": 9}, {"r": ids(3)}), 0)
     assert side.kept_tokens(request) == 8
@@ -171,13 +171,13 @@ def test_a_hit_is_promised_once_it_is_held_and_compared() -> None:
     lookups.found("r")
     assert side.matched(request, 0, 2) == (12, True)
     assert side.matched(request, 0, 3) == (12, True), "asking changes nothing"
-    side.allocated(request, ids(3), 12)
+    side.allocated(request, [ids(3)], 12)
     assert side.step(step_of({}), 4).loads == (Load("r", (b"h0", b"h1", b"h2"), (10, 11, 12)),)
     assert side.step(step_of({}), 5).loads == ()
     assert "r" in lookups.held, "held until the workers have read it"
     side.received(["r"], ())
     assert "r" not in lookups.held
-    side.allocated(request, ids(4), 0)
+    side.allocated(request, [ids(4)], 0)
     side.finished("r")
     assert side.is_idle
 
@@ -197,7 +197,7 @@ def test_blocks_that_vllm_has_are_not_loaded() -> None:
     lookups.found("r")
     assert side.matched(request, 4, 1) == (8, True)
     assert side.matched(request, 8, 2) == (4, True), "vLLM has got one more meanwhile"
-    side.allocated(request, ids(3), 4)
+    side.allocated(request, [ids(3)], 4)
     assert side.step(step_of({}), 3).loads == (Load("r", (b"h2",), (12,)),)
 
 
@@ -249,7 +249,7 @@ def test_a_request_waits_for_room_beside_what_others_hold() -> None:
     lookups.found("a")
     assert side.matched(first, 0, now=WAIT_NS) == (16, True)
     assert side.matched(second, 0, now=WAIT_NS * 2) == (None, False) and "b" not in lookups.held
-    side.allocated(first, ids(5), 16)
+    side.allocated(first, [ids(5)], 16)
     assert side.matched(second, 0, now=WAIT_NS * 3) == (None, False) and "b" not in lookups.held
     side.received(["a"], [])
     assert side.matched(second, 0, now=WAIT_NS * 4) == (None, False) and "b" in lookups.held
@@ -289,7 +289,7 @@ def test_engines_that_only_load_or_only_save() -> None:
     writer = SchedulerSide(lookups, BLOCK, 1, WAIT_NS, loads=False)
     assert reader.matched(request, 0, 0) == (None, False) and writer.matched(request, 0, 0) == (0, False)
     for side in (reader, writer):
-        side.allocated(request, ids(3), 0)
+        side.allocated(request, [ids(3)], 0)
     step = step_of({"r": 9}, {"r": ids(3)})
     assert reader.step(step, 0).saves == () and writer.step(step, 0).saves == (Save((b"h1",), (11,)),)
 
@@ -301,7 +301,7 @@ def test_another_loads_it() -> None:
     side.matched(request, 0, 0)
     lookups.found("r")
     assert side.matched(request, 0, 1) == (4, True)
-    side.allocated(request, ids(2), 0)
+    side.allocated(request, [ids(2)], 0)
     assert side.step(step_of({}), 2).loads == () and not lookups.held
 
 
@@ -314,7 +314,7 @@ def test_a_request_that_ends_before_its_load() -> None:
     side.matched(request, 0, 0)
     lookups.found("r")
     side.matched(request, 0, 1)
-    side.allocated(request, ids(1), 4)
+    side.allocated(request, [ids(1)], 4)
     side.finished("r")
     assert lookups.held, "its load is under way, and its blocks are kept"
     side.step(step_of({}), 2)
@@ -328,7 +328,7 @@ def test_a_failed_load_is_computed_and_not_tried_again() -> None:
     side.matched(request, 0, 0)
     lookups.found("r")
     side.matched(request, 0, 1)
-    side.allocated(request, ids(2), 8)
+    side.allocated(request, [ids(2)], 8)
     side.step(step_of({}), 2)
     side.received([], {11})  # said a step before the request is
     side.received(["r"], ())
@@ -343,7 +343,7 @@ def test_a_failed_load_is_computed_and_not_tried_again() -> None:
 def test_full_blocks_are_saved_from_vllms_table() -> None:
     lookups, request = Lookups(b"h1"), request_of(3, tokens=14)
     side = side_of(lookups)
-    side.allocated(request, ids(4), 0)
+    side.allocated(request, [ids(4)], 0)
     assert side.step(step_of({"r": 6}, {"r": ids(4)}), 0).saves == (Save((b"h0",), (10,)),)
     request.num_computed_tokens = 6
     assert side.step(step_of({"r": 8}, {"r": ids(4)}), 0).saves == (Save((b"h2",), (12,)),), "h1 is there"
@@ -355,21 +355,21 @@ def test_tokens_that_are_only_guessed_are_not_saved() -> None:
     side = side_of(lookups)
     request.block_hashes.append(b"never")
     request.num_computed_tokens = 8
-    side.allocated(request, ids(4), 0)
+    side.allocated(request, [ids(4)], 0)
     orders = side.step(step_of({"r": 5}, {"r": ids(4)}), 0)  # one token, four drafts
     assert orders.saves == (Save((b"h0", b"h1"), (10, 11)),)
 
 
 def test_blocks_without_content_are_not_saved() -> None:
     side, request = side_of(Lookups()), request_of(2)
-    side.allocated(request, [0, 5], 0)
+    side.allocated(request, [[0, 5]], 0)
     assert side.step(step_of({"r": 9}, {"r": [0, 5]}), 0).saves == (Save((b"h1",), (5,)),)
 
 
 def test_a_block_of_two_requests_is_saved_once() -> None:
     side = side_of(Lookups())
     for name in "ab":
-        side.allocated(request_of(1, request_id=name), ids(2), 0)
+        side.allocated(request_of(1, request_id=name), [ids(2)], 0)
     tables = {"a": ids(2), "b": ids(2, 20)}
     assert len(side.step(step_of({"a": 5, "b": 5}, tables), 0).saves) == 1
     side.forget_offers()
@@ -379,7 +379,7 @@ def test_a_block_of_two_requests_is_saved_once() -> None:
 def test_a_block_that_the_store_did_not_take_is_saved_again_later() -> None:
     side = side_of(Lookups())
     for name, at in (("a", 0), ("b", 1_000_000), ("c", 60_000_000_000)):
-        side.allocated(request_of(1, request_id=name), ids(2), 0)
+        side.allocated(request_of(1, request_id=name), [ids(2)], 0)
         saves = side.step(step_of({name: 5}, {name: ids(2)}), at).saves
         assert bool(saves) == (name != "b")
 
@@ -387,7 +387,7 @@ def test_a_block_that_the_store_did_not_take_is_saved_again_later() -> None:
 def test_hashes_of_parts_of_a_block() -> None:
     lookups = Lookups()
     side, request = side_of(lookups, every=2), request_of(2, every=2)
-    side.allocated(request, ids(3), 0)
+    side.allocated(request, [ids(3)], 0)
     assert side.step(step_of({"r": 9}, {"r": ids(3)}), 0).saves == (Save((b"half1", b"half3"), (10, 11)),)
 
 
@@ -405,7 +405,7 @@ def added_step(tokens: int, new: Any = (), cached: Any = ((), (), ()), state: An
 def test_tables_of_versions_that_do_not_say_them() -> None:
     """Up to 0.28: new requests bring a table, later steps what is added, and preempted ones begin anew."""
     side, request = side_of(Lookups()), request_of(4, tokens=18)
-    side.allocated(request, [], 0)
+    side.allocated(request, [[]], 0)
 
     step = added_step
     first = step(5, [SimpleNamespace(req_id="r", block_ids=([10, 11],))])
@@ -422,7 +422,7 @@ def test_tables_of_versions_that_do_not_say_them() -> None:
 def test_tables_of_a_version_that_says_those_that_changed() -> None:
     """0.29: a snapshot of a request that got blocks, nothing of one that goes on in those that it has."""
     side, request = side_of(Lookups()), request_of(3, tokens=14)
-    side.allocated(request, [], 0)
+    side.allocated(request, [[]], 0)
     new = [SimpleNamespace(req_id="r", block_ids=([10, 11],))]
     first = added_step(5, new, state=SimpleNamespace(block_ids={"r": ([30, 31],)}))
     assert side.step(first, 0).saves == (Save((b"h0",), (30,)),)
@@ -450,7 +450,7 @@ def test_random_lives_leave_nothing_behind() -> None:
                 count, is_async = side.matched(request, 4 * rng.randrange(3), now)
                 assert not (is_async and not count)
                 if count is not None and rng.random() < 0.5:
-                    side.allocated(request, ids(5), count)
+                    side.allocated(request, [ids(5)], count)
                     allocated = True
             else:
                 orders = side.step(step_of({"r": rng.randrange(1, 18)}, {"r": ids(5)}), now)

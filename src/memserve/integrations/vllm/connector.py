@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -20,21 +21,24 @@ from memserve.client.arguments import secret_in
 from memserve.errors import UserError
 from memserve.integrations.block_pool import BlockPool
 from memserve.integrations.pool import PoolOptions
+from memserve.integrations.vllm.groups import hash_tokens_of, tails_of, why_not_kept
 from memserve.integrations.vllm.kv_pool import KvNames, KvPool
-from memserve.integrations.vllm.lookups import Lookups, RankNames
+from memserve.integrations.vllm.lookups import GroupOfKv, Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
 from memserve.integrations.vllm.names import prefix_of
 from memserve.integrations.vllm.orders import Orders
 from memserve.integrations.vllm.scheduler_side import SchedulerSide
 from memserve.integrations.vllm.sharing import Identities, Sharing, check_layout, is_plain, model_of
-from memserve.integrations.vllm.worker_side import WorkerSide
+from memserve.integrations.vllm.worker_side import HostMover, Mover, WorkerSide
 from memserve.mempool.identity import identity_key
 from memserve.store_messages import KvModel
 from memserve.units import NS_PER_S
 
 log = logging.getLogger("vllm.memserve")
 
-_KEPT_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+_RESULTS = getattr(base, "KVConnectorTransferResults", None)
+"""How vLLM is told of requests whose loads failed. None: this version has no word for it."""
+_NOT_SHARED = 'leave "share_with_memserve" out'
 
 
 @dataclass
@@ -49,8 +53,8 @@ class MemserveMetadata(KVConnectorMetadata):
 class MemserveHandshake(KVConnectorHandshakeMetadata):
     """What a worker tells the scheduler when its memory is known."""
 
-    names: tuple[RankNames, ...]
-    """Of each part."""
+    names: tuple[tuple[RankNames, ...], ...]
+    """Of each part, its groups of KV."""
 
 
 @dataclass
@@ -62,6 +66,8 @@ class _Part:
     scheduler: SchedulerSide | None = None
     identities: Identities | None = None
     worker: WorkerSide | None = None
+    names: tuple[RankNames, ...] = ()
+    """Of its groups of KV."""
 
 
 class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
@@ -79,7 +85,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         self._options = PoolOptions.of(self._sharing.others)
         self._model: KvModel | None = None
         self._parts: list[_Part] = []
-        why_not = _why_not(vllm_config, kv_cache_config)
+        why_not = why_not_kept(vllm_config, kv_cache_config, tells_requests=_RESULTS is not None)
         if why_not and self._sharing.is_on:
             raise UserError(f"no KV to share with memserve: {why_not}", hint='leave "share_with_memserve" out')
         if why_not:
@@ -89,6 +95,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         if self._sharing.is_on:
             self._model = model_of(vllm_config, kv_cache_config)
             self._parts.append(_Part(KvPool(self._options, self._model)))
+        self._tails = tails_of(kv_cache_config.kv_cache_groups)
         if role == KVConnectorRole.SCHEDULER:
             for part in self._parts:
                 self._think(part, self._model if isinstance(part.pool, KvPool) else None)
@@ -100,11 +107,11 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         if model is not None:
             key = identity_key(secret_in(self._options.secret_file).first)
             part.identities = Identities(self._sharing.tenant, model, key)
-        part.lookups = Lookups(part.pool)
+        part.lookups = Lookups(part.pool, [GroupOfKv(tail) for tail in self._tails])
         part.scheduler = SchedulerSide(
             part.lookups,
             tokens,
-            tokens // _hash_tokens(config, self._kv_cache_config),
+            tokens // hash_tokens_of(config, self._kv_cache_config),
             int(self._options.timeout_s * NS_PER_S),
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
@@ -122,31 +129,55 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         """vLLM's memory is known. Raises :class:`UserError` where it is to be shared and cannot be."""
         if not self._parts:
             return
-        blocks = self._kv_cache_config.num_blocks
-        try:
-            memory = HostMemory(kv_caches, blocks)
-        except UserError as error:
-            if self._model is not None:
-                raise
-            log.warning("memserve keeps no KV here: %s", error)
-            return
-        backends = _backends(self._vllm_config, kv_caches)
-        given = self._options.namespace
-        prefix = prefix_of(self._vllm_config, given, backends, vllm.__version__, memory.layout)
+        groups = self._kv_cache_config.kv_cache_groups
+        of_groups = [kv_caches]
+        if len(groups) > 1:
+            of_groups = [{name: kv_caches[name] for name in group.layer_names if name in kv_caches} for group in groups]
         for part in self._parts:
-            names = RankNames(prefix, memory.layout)
-            if isinstance(part.pool, KvPool) and self._model is not None:
-                check_layout(kv_caches, blocks, self._model.geometry, _packing(self._model, backends))
-                names = KvNames(b"", memory.layout)
-            part.worker = WorkerSide(part.pool, memory, names)
+            try:
+                part.worker, part.names = self._working(part.pool, of_groups)
+            except UserError as error:
+                if self._model is not None:
+                    raise
+                log.warning("memserve keeps no KV here: %s", error)
+
+    def _working(self, pool: BlockPool, of_groups: list[dict[str, Any]]) -> tuple[WorkerSide, tuple[RankNames, ...]]:
+        """The worker's side, and how it names the blocks of each group."""
+        blocks, given = self._kv_cache_config.num_blocks, self._options.namespace
+        gpu = _gpu_of(of_groups)
+        memories = [HostMemory(caches, blocks) for caches in of_groups] if gpu is None else []
+        on_device = [] if gpu is None else _device_memories(of_groups, blocks, gpu, int(self._options.staging_bytes))
+        names = list[RankNames]()
+        for caches, memory in zip(of_groups, on_device or memories, strict=True):
+            backends = _backends(self._vllm_config, caches)
+            if isinstance(pool, KvPool) and self._model is not None:
+                if gpu is not None:
+                    raise UserError("memserve's instances lay KV of a GPU out in their own way", hint=_NOT_SHARED)
+                check_layout(caches, blocks, self._model.geometry, _packing(self._model, backends))
+                names.append(KvNames(b"", memory.layout))
+            else:
+                prefix = prefix_of(self._vllm_config, given, backends, vllm.__version__, memory.layout)
+                names.append(RankNames(prefix, memory.layout))
+        mover: Mover = HostMover(pool, memories, names)
+        if gpu is not None:
+            from memserve.integrations.vllm.device_mover import DeviceMover
+
+            mover = DeviceMover(pool, on_device, names, by_layer=not _replays_whole(self._vllm_config))
+        return WorkerSide(pool, mover, fails_whole=any(tail is not None for tail in self._tails)), tuple(names)
 
     def get_handshake_metadata(self) -> MemserveHandshake | None:
         """For the scheduler; None: this worker keeps nothing."""
-        names = tuple(worker.names for worker in self._workers())
+        names = tuple(part.names for part in self._parts if part.worker is not None)
         return MemserveHandshake(names) if names else None
 
     def _workers(self) -> list[WorkerSide]:
         return [part.worker for part in self._parts if part.worker is not None]
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        for worker, orders in zip(self._workers(), self._orders(), strict=False):
+            worker.begin_step(orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads run beside the forward, into blocks that no request of the forward uses."""
@@ -154,20 +185,32 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
             worker.start_loads(orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """No request runs before all of its layers are loaded."""
+        """On a device, copies into this layer for a request that runs for the first time come before its attention. On
+        the host no request runs before all of its layers are loaded."""
+        for worker in self._workers():
+            worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are saved with all of their layers, at the end of the step."""
+        """The layer is computed: a device begins to copy the step's full blocks of it."""
+        for worker in self._workers():
+            worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """Copy the step's full blocks."""
-        for worker, orders in zip(self._workers(), self._orders(), strict=False):
-            worker.save(orders)
+        """Copy what no layer has brought. On a device, what vLLM enqueues from now on waits for the copies."""
+        for worker in self._workers():
+            worker.finish_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose loads are over."""
         received: set[str] = set().union(*(worker.take_received() for worker in self._workers()))
         return None, received or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Requests whose loads are over, and those of them that vLLM computes as a whole."""
+        received = self.get_finished(finished_req_ids)[1] or set()
+        failed: set[str] = set().union(*(worker.take_failed_requests(received) for worker in self._workers()))
+        assert _RESULTS is not None
+        return _RESULTS(finished_recving=received, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that were not loaded: vLLM computes them."""
@@ -193,7 +236,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
             return
         for at, part in enumerate(self._parts):
             if part.lookups is not None:
-                part.lookups.set_ranks([names[at] for names in ranks])
+                part.lookups.set_ranks([names[at] for names in ranks if at < len(names)])
 
     def _thinking(self, request: Any) -> SchedulerSide | None:
         """What cares for the request: it is the same one as long as the request lives."""
@@ -212,7 +255,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         """The request has blocks."""
         scheduler = self._thinking(request)
         if scheduler is not None:
-            scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def _schedulers(self) -> list[SchedulerSide]:
         return [part.scheduler for part in self._parts if part.scheduler is not None]
@@ -225,8 +268,9 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """Loads are over in all workers."""
         failed = getattr(connector_output, "invalid_block_ids", None) or set()
+        requests = getattr(connector_output, "failed_recving", None) or ()
         for scheduler in self._schedulers():
-            scheduler.received(connector_output.finished_recving or (), failed)
+            scheduler.received(connector_output.finished_recving or (), failed, requests)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """No copy uses the request's blocks: vLLM frees them. Of a prompt that was computed for another engine, what
@@ -267,29 +311,6 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
             (part.worker or part.lookups or part.pool).close()
 
 
-def _why_not(config: Any, caches: Any) -> str:
-    """Why this engine's KV is not kept. Empty: it is."""
-    groups = caches.kv_cache_groups if caches is not None else []
-    if len(groups) != 1:
-        return f"the model has {len(groups)} groups of KV, and one is understood"
-    kind = type(groups[0].kv_cache_spec).__name__
-    if kind not in _KEPT_SPECS:
-        return f"KV of {kind} is not understood"
-    if getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        return "decode context parallelism spreads a block over workers"
-    if not config.cache_config.enable_prefix_caching:
-        return "prefix caching is off, so that blocks have no hashes (--enable-prefix-caching)"
-    if groups[0].kv_cache_spec.block_size % _hash_tokens(config, caches):
-        return "blocks do not end where hashes do"
-    return ""
-
-
-def _hash_tokens(config: Any, caches: Any) -> int:
-    """Tokens of one of vLLM's block hashes."""
-    found = getattr(caches, "hash_block_size", None) or getattr(config.cache_config, "hash_block_size", None)
-    return int(found or caches.kv_cache_groups[0].kv_cache_spec.block_size)
-
-
 def _backends(config: Any, layers: dict[str, Any]) -> tuple[str, ...]:
     """Names of the attention backends that these layers use."""
     context = config.compilation_config.static_forward_context
@@ -306,3 +327,30 @@ def _packing(model: KvModel, backends: tuple[str, ...]) -> str:
 
     geometry = model.geometry
     return str(_get_attn_isa(getattr(torch, geometry.dtype), geometry.block_tokens, geometry.head_dim_k))
+
+
+def _gpu_of(of_groups: list[dict[str, Any]]) -> Any:
+    """The device that all KV lies on; None: it is in host memory. Raises :class:`UserError` for KV on several."""
+    import torch
+
+    devices = {tensor.device for caches in of_groups for tensor in caches.values()}
+    if all(device.type != "cuda" for device in devices):
+        return None
+    if len(devices) > 1:
+        raise UserError("vLLM's KV is spread over several devices", hint="one device for each worker")
+    from memserve.model.gpu import Cuda
+
+    return Cuda(torch.device(devices.pop()))
+
+
+def _device_memories(of_groups: list[dict[str, Any]], blocks: int, gpu: Any, staging_bytes: int) -> list[Any]:
+    """Of each group, with an equal share of the pinned memory."""
+    from memserve.integrations.vllm.device_memory import DeviceMemory
+
+    return [DeviceMemory(caches, blocks, gpu, staging_bytes // len(of_groups)) for caches in of_groups]
+
+
+def _replays_whole(config: Any) -> bool:
+    """Whether vLLM may replay a whole forward as one graph: its layers then say nothing."""
+    mode = getattr(config.compilation_config, "cudagraph_mode", None)
+    return mode is None or bool(mode.has_full_cudagraphs())

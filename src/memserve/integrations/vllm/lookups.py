@@ -35,6 +35,18 @@ class RankNames:
         return Value(self.name(block_hash), pieces, self.layout.digest)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupOfKv:
+    """Layers with one block table."""
+
+    tail_blocks: int | None = None
+    """A prefix that is loaded needs this group's last blocks alone, as many as its window reaches; None: all."""
+
+    def needed(self, end: int) -> range:
+        """Of the first ``end`` blocks."""
+        return range(0 if self.tail_blocks is None else max(0, end - self.tail_blocks), end)
+
+
 @dataclass(slots=True, eq=False)
 class _LookUp:
     blocks: int
@@ -46,17 +58,19 @@ class _LookUp:
 
 
 class Lookups:
-    """Look-ups by request. A block is there when the values of all workers are."""
+    """Look-ups by request. A block of a group is there when the values of all workers are; a prefix when all blocks are
+    that it needs."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, groups: Sequence[GroupOfKv] = (GroupOfKv(),)) -> None:
         self.pool = pool
-        self._ranks: list[RankNames] = []
+        self.groups = tuple(groups)
+        self._ranks: list[tuple[RankNames, ...]] = []
         self._jobs = Jobs(_THREADS, _WAITING_MAX)
         self._changed = threading.Lock()
         self._open: dict[str, _LookUp] = {}
 
-    def set_ranks(self, ranks: Sequence[RankNames]) -> None:
-        """What the workers have said. None are known: nothing is found."""
+    def set_ranks(self, ranks: Sequence[tuple[RankNames, ...]]) -> None:
+        """What the workers have said, each of its groups. None are known: nothing is found."""
         self._ranks = list(ranks)
 
     @property
@@ -64,37 +78,58 @@ class Lookups:
         """Whether the workers have said how they name values."""
         return bool(self._ranks)
 
+    def _of(self, group: int) -> list[RankNames]:
+        return [names[group] for names in self._ranks]
+
     def prefix_at_once(self, hashes: Sequence[bytes]) -> int | None:
         """How many blocks seem to be there, from the first on; None: the store has to be asked."""
-        counts = [self.pool.prefix_at_once([rank.name(one) for one in hashes]) for rank in self._ranks]
-        known = [count for count in counts if count is not None]
-        return min(known, default=0) if len(known) == len(counts) else None
+        end = len(hashes)
+        for number, group in enumerate(self.groups):
+            if group.tail_blocks is None:
+                counts = [self.pool.prefix_at_once([rank.name(one) for one in hashes]) for rank in self._of(number)]
+                known = [count for count in counts if count is not None]
+                if len(known) < len(counts):
+                    return None
+                end = min(end, min(known, default=0))
+        tails = [(g, self._there(n, hashes[:end])) for n, g in enumerate(self.groups) if g.tail_blocks is not None]
+        while end and (absent := [at for g, there in tails for at in g.needed(end) if not there[at]]):
+            end = max(absent)  # no longer prefix can do without it
+        return end
 
-    def missing_at_once(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Whether the store lacks a value of a block, as far as is known without asking it."""
+    def _there(self, group: int, hashes: Sequence[bytes]) -> list[bool]:
+        return [not lacks for lacks in self._missing(group, hashes)]
+
+    def _missing(self, group: int, hashes: Sequence[bytes]) -> list[bool]:
         missing = [False] * len(hashes)
-        for rank in self._ranks:
+        for rank in self._of(group):
             for at, there in enumerate(self.pool.exists_at_once([rank.name(one) for one in hashes])):
                 missing[at] = missing[at] or not there
         return missing
+
+    def missing_at_once(self, hashes: Sequence[bytes]) -> list[list[bool]]:
+        """For each group: whether the store lacks a value of a block, as far as is known without asking it."""
+        return [self._missing(group, hashes) for group in range(len(self.groups))]
 
     def has_room(self, blocks: int) -> bool:
         """Whether so many can be held beside those of other requests. A request alone always may: it gets what fits."""
         if not self._open:
             return True
-        blocks += sum(one.blocks for one in self._open.values())
-        sizes = [rank.value(b"").stored_bytes for rank in self._ranks]
-        return self.pool.may_hold(blocks * len(sizes), blocks * sum(sizes))
+        count, nbytes = 0, 0
+        for prefix in [blocks, *(one.blocks for one in self._open.values())]:
+            for number, group in enumerate(self.groups):
+                needed = len(group.needed(prefix))
+                count += needed * len(self._ranks)
+                nbytes += needed * sum(rank.value(b"").stored_bytes for rank in self._of(number))
+        return self.pool.may_hold(count, nbytes)
 
     def begin(self, request_id: str, hashes: Sequence[bytes]) -> bool:
-        """Have these blocks held and compared. False: too much is under way."""
-        one, values = _LookUp(len(hashes)), [[rank.value(block) for block in hashes] for rank in self._ranks]
+        """Have these blocks held and compared, or as many as are needed. False: too much is under way."""
+        one = _LookUp(len(hashes))
 
         def look() -> None:
             count, views = 0, list[View]()
             try:
-                found = [self.pool.hold(of_rank) for of_rank in values]
-                count, views = min(count for count, _ in found), [view for _, held in found for view in held]
+                count, views = self._held(hashes)
             finally:
                 with self._changed:
                     one.count = count
@@ -107,6 +142,35 @@ class Lookups:
             return False
         self._open[request_id] = one
         return True
+
+    def _held(self, hashes: Sequence[bytes]) -> tuple[int, list[View]]:
+        """How many blocks are held, and what holds them. Groups that need all blocks come first: a tail ends with
+        them. Where a tail has a hole, the prefix ends there, and the tails are looked for anew."""
+        end, whole = len(hashes), list[View]()
+        windowed = [number for number, group in enumerate(self.groups) if group.tail_blocks is not None]
+        for number in range(len(self.groups)):
+            if number not in windowed:
+                end = min([end, *(self._hold(rank, hashes[:end], whole) for rank in self._of(number))])
+        tails, is_whole = list[View](), False
+        while end and not is_whole:
+            drop(tails)
+            tails, is_whole = [], True
+            for number in windowed:
+                needed = self.groups[number].needed(end)
+                some = [hashes[at] for at in needed]
+                found = min(self._hold(rank, some, tails) for rank in self._of(number))
+                if found < len(some):
+                    end, is_whole = needed[found], False
+                    break
+        if not end:
+            drop(tails)
+            tails = []
+        return end, whole + tails
+
+    def _hold(self, rank: RankNames, hashes: Sequence[bytes], views: list[View]) -> int:
+        count, held = self.pool.hold([rank.value(one) for one in hashes])
+        views += held
+        return count
 
     def result(self, request_id: str) -> int | None:
         """How many blocks are held, from the first on; None: it is not known yet."""
@@ -128,7 +192,7 @@ class Lookups:
 
     def forget_everything(self) -> bool:
         """Forget all values of these workers in the store, too. False: the store was away."""
-        return self.pool.clear(*[rank.prefix for rank in self._ranks]) if self._ranks else True
+        return self.pool.clear(*[rank.prefix for names in self._ranks for rank in names]) if self._ranks else True
 
     def close(self) -> None:
         """Give everything back."""

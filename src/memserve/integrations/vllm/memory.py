@@ -1,4 +1,4 @@
-"""vLLM's KV memory on the host: where the bytes of a block lie, whatever layout the engine has chosen.
+"""vLLM's KV memory: where the bytes of a block lie, whatever layout the engine has chosen.
 
 Shapes do not say what a dimension means (two KV heads look like K and V), so nothing but the block dimension, which
 must have vLLM's number of blocks, is read from them: strides say which bytes a block has, and in which runs they lie.
@@ -32,35 +32,45 @@ class BlockLayout:
         return sum(self.piece_bytes)
 
 
-class HostMemory:
-    """The KV of all layers, in memory that this process can address."""
+class BlockMemory:
+    """The KV of all layers of one group, wherever it lies: which bytes are a block's."""
 
     def __init__(self, caches: Mapping[str, Any], num_blocks: int) -> None:
         """``caches``: name of a layer -> tensor with blocks as its first dimension, or several kernel blocks for each
         block. Raises :class:`UserError` for memory that this class does not understand."""
         self.num_blocks = num_blocks
         bases, steps, sizes = list[int](), list[int](), list[int]()
-        told, seen = list[object](), set[tuple[int, tuple[int, ...]]]()
+        told, seen = list[object](), dict[tuple[int, tuple[int, ...]], str]()
+        self.layers: dict[str, range] = {}
+        """The pieces of a block that are complete when this layer has been computed. Not of layers that share their KV:
+        which of them writes it is not known here."""
         for name, tensor in caches.items():
-            _check_host(name, tensor, num_blocks)
+            self._check(name, tensor)
             place = (tensor.data_ptr(), tuple(tensor.stride()))
-            if place in seen:  # layers that share their KV
+            if place in seen:
+                self.layers.pop(seen[place], None)
                 continue
-            seen.add(place)
-            item = tensor.element_size()
-            offsets, run = _runs(tuple(tensor.shape[1:]), tuple(tensor.stride()[1:]))
+            seen[place] = name
+            item, first = tensor.element_size(), len(bases)
+            offsets, run = runs_of(tensor)
             kernel_blocks = tensor.shape[0] // num_blocks
             step = tensor.stride()[0] * item
             for kernel_block in range(kernel_blocks):
                 bases += [tensor.data_ptr() + kernel_block * step + offset * item for offset in offsets]
                 steps += [kernel_blocks * step] * len(offsets)
                 sizes += [run * item] * len(offsets)
+            self.layers[name] = range(first, len(bases))
             told.append((name, str(tensor.dtype), kernel_blocks, tuple(tensor.shape[1:]), _order(tensor)))
         if not bases:
             raise UserError("vLLM has registered no KV memory", hint="a model without attention has nothing to keep")
         self._bases, self._steps = np.array(bases, np.int64), np.array(steps, np.int64)
         self.layout = BlockLayout(tuple(sizes), blake2b(repr(told).encode(), digest_size=16).digest())
         self._caches = caches  # what is addressed stays
+
+    def _check(self, name: str, tensor: Any) -> None:
+        if tensor.shape[0] == 0 or tensor.shape[0] % self.num_blocks:
+            message = f"the KV of {name} has {tuple(tensor.shape)} for {self.num_blocks} blocks"
+            raise UserError(message, hint="this version of vLLM lays KV out in a way that memserve does not know")
 
     def pieces(self, block_id: int) -> list[Piece]:
         """Address and length of each run of a block. Raises :class:`UserError` for a block that is not there."""
@@ -69,14 +79,15 @@ class HostMemory:
         return list(zip((self._bases + block_id * self._steps).tolist(), self.layout.piece_bytes, strict=True))
 
 
-def _check_host(name: str, tensor: Any, num_blocks: int) -> None:
-    device = getattr(getattr(tensor, "device", None), "type", None)
-    if device != "cpu":
-        hint = "for a GPU take vLLM's OffloadingConnector with memserve.integrations.vllm_tier behind it"
-        raise UserError(f"the KV of {name} is on {device or type(tensor).__name__}, not in host memory", hint=hint)
-    if tensor.shape[0] == 0 or tensor.shape[0] % num_blocks:
-        message = f"the KV of {name} has {tuple(tensor.shape)} for {num_blocks} blocks"
-        raise UserError(message, hint="this version of vLLM lays KV out in a way that memserve does not know")
+class HostMemory(BlockMemory):
+    """In memory that this process can address."""
+
+    def _check(self, name: str, tensor: Any) -> None:
+        device = getattr(getattr(tensor, "device", None), "type", None)
+        if device != "cpu":
+            hint = "KV lies in host memory or on one CUDA device"
+            raise UserError(f"the KV of {name} is on {device or type(tensor).__name__}, not in host memory", hint=hint)
+        super()._check(name, tensor)
 
 
 def _order(tensor: Any) -> tuple[int, ...]:
@@ -85,8 +96,9 @@ def _order(tensor: Any) -> tuple[int, ...]:
     return tuple(sorted(range(len(strides)), key=lambda dimension: -strides[dimension]))
 
 
-def _runs(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[int], int]:
-    """Offsets of the contiguous runs of one block, and the length of each, in items."""
+def runs_of(tensor: Any) -> tuple[list[int], int]:
+    """Offsets of the contiguous runs of one kernel block, and the length of each, in items."""
+    shape, strides = tensor.shape[1:], tensor.stride()[1:]
     dimensions = sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1)
     run = 1
     while dimensions and dimensions[0][0] == run:

@@ -13,6 +13,8 @@ class Load:
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     """Where each goes; vLLM keeps them for the request until the load is reported as finished."""
+    groups: tuple[int, ...] = ()
+    """The group of KV of each; empty: all are of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,8 @@ class Save:
 
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
+    groups: tuple[int, ...] = ()
+    """As in :class:`Load`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +33,5 @@ class Orders:
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
+    begun: tuple[str, ...] = ()
+    """Requests that run in this step for the first time since their blocks were loaded: the blocks are theirs."""

@@ -41,8 +41,8 @@ class Lookup(Protocol):
     def prefix_at_once(self, hashes: Sequence[bytes]) -> int | None:
         """Blocks that seem to be there, from the first on; None: not known without waiting."""
 
-    def missing_at_once(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Whether each is to be saved, as far as is known without waiting."""
+    def missing_at_once(self, hashes: Sequence[bytes]) -> list[list[bool]]:
+        """For each group of KV: whether each block is to be saved, as far as is known without waiting."""
 
     def has_room(self, blocks: int) -> bool:
         """Whether so many can be held beside those of other requests."""
@@ -77,7 +77,7 @@ class _Promise:
     begin: int = 0
     """The first block that vLLM was promised: it has those before."""
     block_ids: frozenset[int] = frozenset()
-    """Of vLLM's, that are loaded into."""
+    """Of vLLM's, that are loaded into, where there is one group of KV."""
     has_failed: bool = False
     awaited: int = 0
     """Behind the last block that another engine has computed, where the store could not be looked at at once: less is
@@ -111,10 +111,11 @@ class SchedulerSide:
         self._requests: dict[str, Any] = {}  # those with blocks
         self._saved: dict[str, int] = {}  # blocks that were looked at, whether they had to be saved or not
         self._promises: dict[str, _Promise] = {}
-        self._tables: dict[str, list[int]] = {}
+        self._tables: dict[str, list[list[int]]] = {}
         self._loads: list[Load] = []
+        self._loaded: set[str] = set()  # requests that have not run since their blocks were loaded
         self._queued_until_ns = 0  # 0: nothing waits, or what was held was let go of since
-        self._offered: OrderedDict[bytes, int] = OrderedDict()
+        self._offered: OrderedDict[tuple[int, bytes], int] = OrderedDict()
 
     # -- before a request has blocks
 
@@ -188,9 +189,9 @@ class SchedulerSide:
 
     # -- blocks
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> None:
-        """The request has blocks. ``external_tokens``: it waits for that many to be loaded; 0: for none, whatever it
-        was promised, or the load is over."""
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """The request has blocks: ``tables`` of all groups of KV. ``external_tokens``: it waits for that many to be
+        loaded; 0: for none, whatever it was promised, or the load is over."""
         request_id = request.request_id
         self._requests[request_id] = request
         promise = self._promises.get(request_id)
@@ -199,11 +200,17 @@ class SchedulerSide:
         if external_tokens == 0:
             self._give_up(request_id, promise)
             return
-        begin, count = promise.begin, external_tokens // self._block_tokens
-        chosen = tuple(block_ids[begin : begin + count])
-        promise.phase, promise.block_ids = _Phase.LOADING, frozenset(chosen)
-        hashes = self._hashes(request, begin + count)[begin:]
-        self._loads.append(Load(request_id, tuple(hashes), chosen))
+        begin, end = promise.begin, promise.begin + external_tokens // self._block_tokens
+        hashes = self._hashes(request, end)[begin:]
+        chosen = [
+            (group, block_hash, block_id)
+            for group, table in enumerate(tables)
+            for block_hash, block_id in zip(hashes, table[begin:end], strict=True)
+            if block_id != _NULL_BLOCK  # beyond a window: the group has no block there
+        ]
+        groups, names, block_ids = (tuple(column) for column in zip(*chosen, strict=True))
+        promise.phase, promise.block_ids = _Phase.LOADING, frozenset(block_ids)
+        self._loads.append(Load(request_id, names, block_ids, groups if len(tables) > 1 else ()))
 
     def step(self, output: Any, now: int) -> Orders:
         """What the workers shall do in the step that ``output`` describes. Called once for each."""
@@ -214,7 +221,9 @@ class SchedulerSide:
             if (save := self._save(request_id, tokens, table_of, now)) is not None
         ]
         loads, self._loads = tuple(self._loads), []
-        return Orders(loads, tuple(saves))
+        begun = tuple(request_id for request_id in output.num_scheduled_tokens if request_id in self._loaded)
+        self._loaded.difference_update(begun)
+        return Orders(loads, tuple(saves), begun)
 
     def _save(self, request_id: str, tokens: int, table_of: Any, now: int) -> Save | None:
         """Blocks that are full after a step with ``tokens`` more, and that the store seems not to have.
@@ -230,20 +239,23 @@ class SchedulerSide:
         if known <= begin:
             return None
         hashes = self._hashes(request, known)[begin:]
-        table = table_of(request_id)
-        if table is None or not hashes:
+        tables = table_of(request_id)
+        if tables is None or not hashes:
             return None
         end = begin + len(hashes)
         self._saved[request_id] = end
-        missing = self._lookups.missing_at_once(hashes)
         chosen = [
-            (block_hash, block_id)
+            (group, block_hash, block_id)
+            for group, (table, missing) in enumerate(zip(tables, self._lookups.missing_at_once(hashes), strict=True))
             for block_hash, block_id, lacks in zip(hashes, table[begin:end], missing, strict=False)
-            if lacks and block_id != _NULL_BLOCK and self._offer(block_hash, now)
+            if lacks and block_id != _NULL_BLOCK and self._offer((group, block_hash), now)
         ]
-        return Save(tuple(one for one, _ in chosen), tuple(one for _, one in chosen)) if chosen else None
+        if not chosen:
+            return None
+        groups, names, block_ids = (tuple(column) for column in zip(*chosen, strict=True))
+        return Save(names, block_ids, groups if len(tables) > 1 else ())
 
-    def _offer(self, block_hash: bytes, now: int) -> bool:
+    def _offer(self, block_hash: tuple[int, bytes], now: int) -> bool:
         """False: it was saved a moment ago."""
         before = self._offered.get(block_hash)
         if before is not None and now - before < _OFFERED_NS:
@@ -256,9 +268,11 @@ class SchedulerSide:
 
     # -- ends
 
-    def received(self, request_ids: Iterable[str], failed_block_ids: Collection[int]) -> None:
-        """Loads are over. A request whose load failed computes, also what could be loaded at a second try: it shall
-        not try again and again."""
+    def received(
+        self, request_ids: Iterable[str], failed_block_ids: Collection[int], failed_ids: Collection[str] = ()
+    ) -> None:
+        """Loads are over; ``failed_ids``: of these requests vLLM computes all. A request whose load failed computes,
+        also what could be loaded at a second try: it shall not try again and again."""
         if failed_block_ids:
             for promise in self._promises.values():
                 if promise.phase is _Phase.LOADING and not promise.block_ids.isdisjoint(failed_block_ids):
@@ -266,7 +280,10 @@ class SchedulerSide:
         for request_id in request_ids:
             self._let_go(request_id)
             over = self._promises.pop(request_id, None)
-            if over is not None and over.has_failed and request_id in self._requests:
+            has_failed = over is not None and (over.has_failed or request_id in failed_ids)
+            if over is not None and not has_failed and request_id in self._requests:
+                self._loaded.add(request_id)
+            if has_failed and request_id in self._requests:
                 self._promises[request_id] = _Promise(0, 0, _Phase.NOTHING)
 
     def kept_tokens(self, request: Any) -> int:
@@ -277,6 +294,7 @@ class SchedulerSide:
         """The request is over. A load under way goes on: vLLM keeps its blocks until it is reported."""
         for known in (self._requests, self._saved, self._tables):
             known.pop(request_id, None)
+        self._loaded.discard(request_id)
         promise = self._promises.get(request_id)
         if promise is not None and promise.phase is not _Phase.LOADING:
             del self._promises[request_id]
@@ -290,7 +308,7 @@ class SchedulerSide:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is remembered of any request."""
-        return not (self._requests or self._saved or self._promises or self._tables or self._loads)
+        return not (self._requests or self._saved or self._promises or self._tables or self._loads or self._loaded)
 
     # -- vLLM's tables
 
@@ -304,17 +322,19 @@ class SchedulerSide:
         else kept here from what each step adds, and from the tables that vLLM 0.29 says again when they change."""
         state = getattr(output, "kv_connector_block_state", None)
         if state is not None and hasattr(state, "get_block_ids"):
-            return lambda request_id: _only_group(state.get_block_ids(request_id))
+            return state.get_block_ids
         for new in output.scheduled_new_reqs:
-            self._tables[new.req_id] = list(_only_group(new.block_ids) or ())
+            self._tables[new.req_id] = [list(table) for table in new.block_ids]
         cached = output.scheduled_cached_reqs
         for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
-                self._tables[request_id] = list(_only_group(added) or ())
+                self._tables[request_id] = [list(table) for table in added or ()]
             elif added is not None:
-                self._tables.setdefault(request_id, []).extend(_only_group(added) or ())
+                tables = self._tables.setdefault(request_id, [[] for _ in added])
+                for table, more in zip(tables, added, strict=True):
+                    table.extend(more)
         for request_id, block_ids in getattr(state, "block_ids", {}).items():
-            self._tables[request_id] = list(_only_group(block_ids) or ())
+            self._tables[request_id] = [list(table) for table in block_ids]
         return self._tables.get
 
 
@@ -323,7 +343,3 @@ def _computed_elsewhere(request: Any) -> int:
     params = getattr(request, "kv_transfer_params", None) or {}
     tokens = params.get("remote_num_tokens") if params.get("do_remote_prefill") else 0
     return tokens if isinstance(tokens, int) else 0
-
-
-def _only_group(block_ids: Any) -> list[int] | None:
-    return block_ids[0] if block_ids else None

@@ -69,6 +69,7 @@ def model_of(config: Any, caches: Any) -> KvModel:
     dtype = str(spec.dtype).removeprefix("torch.")
     folder = Path(str(model.model))
     why_not = {
+        f"{len(caches.kv_cache_groups)} groups of KV": len(caches.kv_cache_groups) > 1,
         "weights spread over workers": parallel.world_size > 1,
         f"{type(spec).__name__}": type(spec).__name__ != "FullAttentionSpec",
         "quantized weights": getattr(model, "quantization", None) is not None,
