@@ -118,9 +118,8 @@ class PagePort:
         places = []
         for tier, arena in self._arenas.items():
             arena.generation = info.peer.generation
-            on_gpu = isinstance(arena, GpuMemory)
-            exported = arena.export() if isinstance(arena, GpuMemory) else b""
-            places.append(ArenaPlace(tier, arena.address, arena.nbytes, arena.fd, on_gpu, exported))
+            of_host = ArenaPlace(tier, arena.address, arena.nbytes, arena.fd)
+            places.append(arena.place(tier) if isinstance(arena, GpuMemory) else of_host)
         info = msgspec.structs.replace(info, host_id=this_host(), pid=os.getpid(), arenas=tuple(places))
         for link in self._links:
             info = link.describe(info)
