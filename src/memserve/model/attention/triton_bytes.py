@@ -21,8 +21,8 @@ def seal_kernel(
     src_at, dst_at, begins, keys, sums, words, golden,
     STRIPES: tl.constexpr, TURNS: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Program (piece, part): sums over up to ``TURNS * STRIPES`` stripes of a piece, ``[2, 8]``: products, and words, by
-    lane. ``src_at``, ``dst_at``: the pieces' addresses; ``begins``: words from the begin of the sealed range, which
+    """Program (piece, part): sums over up to ``TURNS * STRIPES`` stripes of a piece, ``[2, 8]``: products, and words,
+    by lane. ``src_at``, ``dst_at``: the pieces' addresses; ``begins``: words from the begin of the sealed range, which
     say what a word's stripe and lane are.
 
     Integers wrap around, as those of the C++ do."""
