@@ -26,7 +26,11 @@ def device_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     memory = mmap.mmap(descriptor, nbytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     _owned.append((address, nbytes, descriptor, memory))
-    return torch.frombuffer(memory, dtype=torch.uint8)[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
+    return (
+        torch.frombuffer(memory, dtype=torch.uint8)[: torch.Size(shape).numel() * dtype.itemsize]
+        .view(dtype)
+        .view(shape)
+    )
 
 
 class FakeDriver:
