@@ -7,11 +7,12 @@ import ctypes
 import mmap
 import os
 import struct
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from memserve.runtime.gpus import DriverError
+
+if TYPE_CHECKING:
+    import torch
 
 _EXPORTED = struct.Struct("<qqqq40x")  # process, descriptor, bytes, offset; as long as CUDA's
 
@@ -20,6 +21,8 @@ _owned: list[tuple[int, int, int, mmap.mmap]] = []  # address, bytes, descriptor
 
 def device_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Memory of a made-up device, which lives as long as the process."""
+    import torch
+
     nbytes = max(1, torch.Size(shape).numel() * dtype.itemsize)
     descriptor = os.memfd_create("made-up device memory")
     os.ftruncate(descriptor, nbytes)
