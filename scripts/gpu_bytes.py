@@ -44,7 +44,7 @@ def seals() -> Iterator[Row]:
         want = _core.seal_ranges(host.data_ptr(), offsets, range_bytes)
         memory, target = GpuMemory(host.cuda()), GpuMemory(torch.zeros(8 * range_bytes, dtype=torch.uint8).cuda())
         right = (memory.seal(offsets, range_bytes) == want).all()
-        landed = (target.land(offsets, memory.tensor, offsets, range_bytes) == want).all()
+        landed = (target.land(offsets, memory.parts, offsets, range_bytes) == want).all()
         same = torch.equal(memory.tensor, target.tensor)
         hosted = (target.land_host(offsets, host.data_ptr(), offsets, range_bytes) == want).all()
         yield {"what": f"seals of {range_bytes} bytes", "ok": bool(right and landed and same and hosted)}
@@ -111,7 +111,7 @@ def pull() -> Iterator[Row]:
 
 def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterator[Row]:
     from memserve.messages import ArenaPlace, Peer, PeerInfo
-    from memserve.model.gpu_kernels import Sealing
+    from memserve.model.gpu_kernels import Batch, Sealing
     from memserve.runtime.links.gpu_memory import GpuMemory
     from memserve.runtime.links.ipc import IpcLink
     from memserve.runtime.links.link import LinkError
@@ -132,10 +132,14 @@ def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterato
     ranges = Ranges(offsets, offsets[::-1].copy(), size)
     pulled = link.read(peer, Tier.HBM, Tier.HBM, ranges)
     yield {"what": "seals of what was pulled", "ok": [str(one) for one in pulled] == said["seals"]}
-    mapped, target = link._as_tensor(link._map_gpu(peer, Tier.HBM, place)), link._arenas[Tier.HBM].tensor
+    target, address = link._arenas[Tier.HBM].tensor, link._map_gpu(peer, Tier.HBM).addresses[0]
+    mapped = torch.as_tensor(_Seen(address, count * size))
     ms = milliseconds(lambda: target.copy_(mapped))
     yield {"what": "a plain copy of the same bytes", "gb_s": count * size / ms / 1e6}
-    ms = milliseconds(lambda: Sealing(mapped, ranges.src_offsets, size, target, ranges.dst_offsets))
+    numbers = np.arange(count, dtype=np.int64)
+    places = ranges.src_offsets + address, ranges.dst_offsets + target.data_ptr()
+    batch = Batch(size, *places, np.zeros_like(numbers), numbers)
+    ms = milliseconds(lambda: Sealing([batch], count, size, target.device))
     yield {"what": "the kernel that copies and seals", "gb_s": count * size / ms / 1e6}
     ms = milliseconds(lambda: link.read(peer, Tier.HBM, Tier.HBM, ranges))
     share = 2 * count * size / ms / 1e6 / copy_gb_s()
@@ -151,6 +155,15 @@ def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterato
     yield {"what": "a read after the owner was killed", "said": told}
     torch.zeros(1, device="cuda").item()
     yield {"what": "the reader's context lives", "ok": True}
+
+
+class _Seen:
+    """Memory at an address, for torch."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2
+        }  # fmt: skip
 
 
 def own_pages() -> None:

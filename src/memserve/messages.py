@@ -45,6 +45,7 @@ from memserve.peers import Name as Name
 from memserve.peers import Natural as Natural
 from memserve.peers import Peer as Peer
 from memserve.peers import PeerInfo as PeerInfo
+from memserve.peers import ShardPlace as ShardPlace
 from memserve.peers import members_digest as members_digest
 from memserve.segments import SegmentHeld, Span
 from memserve.store_messages import JoinRequest, StoreMessage

@@ -49,6 +49,22 @@ def members_digest(peers: Iterable[Peer]) -> int:
     return digest
 
 
+class ShardPlace(Message, frozen=True):
+    """Where one worker of an instance on several GPUs has its layers and KV heads of every block."""
+
+    first_layer: Natural
+    end_layer: Natural
+    first_head: Natural
+    end_head: Natural
+    address: Natural
+    """In the memory of the worker's process."""
+    arena_bytes: Natural
+    exported: bytes = b""
+    """As of :class:`ArenaPlace`."""
+    nixl_agent: bytes = b""
+    """The worker's own; empty: the instance's."""
+
+
 class ArenaPlace(Message, frozen=True):
     """Where the blocks of one tier lie in their owner's memory."""
 
@@ -62,6 +78,9 @@ class ArenaPlace(Message, frozen=True):
     """Whether it is memory of a GPU."""
     exported: bytes = b""
     """What processes on the same host map a GPU's memory with (CUDA IPC). Empty: nothing does."""
+    shards: tuple[ShardPlace, ...] = ()
+    """Of an instance on several GPUs: its blocks lie in these, and ``arena_bytes`` counts whole blocks. Empty: in one
+    memory."""
 
 
 class PeerInfo(Message, frozen=True):
@@ -98,6 +117,10 @@ class PeerInfo(Message, frozen=True):
     """Of a follower: the kind of admission for which it asks the owner; empty: none."""
     pages_at: str = ""
     """Where it hands out pages through the cluster's channel, ``tcp://host:port``; empty: not that way."""
+    staging_fd: int = -1
+    """The descriptor of host memory into which it copies pages of its GPUs that processes on the same host ask for;
+    -1: there is none."""
+    staging_bytes: Natural = 0
 
 
 class Load(Message, frozen=True):

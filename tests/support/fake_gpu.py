@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fake_driver import device_zeros
 from memserve.model.attention import triton_attention
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 
@@ -121,7 +122,7 @@ class FakeGpu:
         return self.used
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype)
+        return device_zeros(*shape, dtype=dtype)
 
     def pin(self, tensor: Tensor) -> None:
         """Nothing to do."""
@@ -163,6 +164,14 @@ class FakeGpu:
             writer, written = self._written.get(unit, (0, 0))
             if self.host.get(writer, 0) < written:
                 raise RaceError(f"the host reads what stream {writer} writes, and has not waited for it")
+
+    def host_writes(self, memory: Tensor) -> None:
+        """The same for what it writes: no stream may still read it, either."""
+        self.host_reads(memory)
+        for unit in _units(memory):
+            for reader, read in self._read.get(unit, {}).items():
+                if self.host.get(reader, 0) < read:
+                    raise RaceError(f"the host writes what stream {reader} reads, and has not waited for it")
 
     def _is_past(self, clock: dict[int, int]) -> bool:
         return all(self.host.get(stream, 0) >= time for stream, time in clock.items())

@@ -12,17 +12,22 @@ from typing import Any
 
 import torch
 
+from fake_driver import FakeDriver
 from fake_gpu import FakeCommunicator, FakeGpu, FakeWorld
 from memserve import _core
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.model.attention.backends import TritonAttention
 from memserve.model.forward import EagerForward
 from memserve.model.gpu_crew import GpuCrew
+from memserve.model.gpu_device import GpuDevice
 from memserve.model.gpu_part import GpuPart
 from memserve.model.sharding import shard
 from memserve.parallel import Parallel, Share, shares
 from memserve.runtime.gpu_steps import DividedGpu, follow_leader
+from memserve.runtime.links.gpu_memory import ArenaParts, GpuMemory, MappedMemory, WorkerMemory, shard_place
+from memserve.runtime.links.ranges import Ranges, pieces, shard_of
 from memserve.runtime.workers import Processes
+from memserve.types import KVGeometry
 from tiny_models import CONTEXT_TOKENS, Driver, loaded
 
 
@@ -71,6 +76,67 @@ class Part(GpuPart):
         return held
 
 
+class WatchedMemory(GpuMemory):
+    """KV of all workers that is read and written as other processes do: an error where a device may still touch it."""
+
+    def __init__(self, parts: list[Any], geometry: KVGeometry, gpus: list[FakeGpu], parallel: Parallel) -> None:
+        """``parts``: each worker's memory."""
+        driver, every = FakeDriver(), tuple(shard_of(share, geometry) for share in shares(parallel, geometry))
+        others = []
+        for own, part in zip(every[1:], parts[1:], strict=True):
+            exported, nbytes = driver.export(part.data_ptr()), part.numel()
+            place = shard_place(own, part.data_ptr(), nbytes, exported)
+            others.append(WorkerMemory(place, MappedMemory(driver, exported, nbytes)))
+        super().__init__(parts[0], driver, shards=every if len(every) > 1 else (), others=others)
+        self._watched = [(part.view(-1), gpu) for part, gpu in zip(parts, gpus, strict=True)]
+
+    def run(self, source: ArenaParts, ranges: Ranges, target: ArenaParts | None) -> Any:
+        if source is self.parts:
+            for piece in pieces(ranges, self.parts.shards):
+                self._look(piece.source, piece.ranges.src_offsets, piece.ranges.range_bytes, "host_reads")
+        if target is self.parts:
+            for piece in pieces(ranges, (), self.parts.shards):
+                self._look(piece.target, piece.ranges.dst_offsets, piece.ranges.range_bytes, "host_writes")
+        return super().run(source, ranges, target)
+
+    def _look(self, worker: int, offsets: Any, nbytes: int, access: str) -> None:
+        memory, gpu = self._watched[worker]
+        for offset in offsets.tolist():
+            getattr(gpu, access)(memory[offset : offset + nbytes])
+
+
+class _OnGpu(GpuDevice):
+    @property
+    def _is_triton(self) -> bool:
+        return True
+
+
+class Alone:
+    """As :class:`Together`, but one worker: its device is one on a GPU."""
+
+    def __init__(self, module: Any) -> None:
+        model, self._gpu = loaded(copy.deepcopy(module)), FakeGpu()
+        self.geometry = model.geometry
+        config = InstanceConfig(CONTEXT_TOKENS, pool=PoolConfig(64, 8), scheduler=SchedulerConfig(max_running=8))
+        device, choose = sys.modules["memserve.model.device"], sys.modules["memserve.model.device"].choose_attention
+        device.choose_attention = lambda arena, geometry, crew=None: partial(
+            Watched, self._gpu, arena.view(-1), geometry
+        )
+        try:
+            self.driver = Driver.__new__(Driver)
+            self.driver.device, self.driver.steps = _OnGpu(model, config, self._gpu, shared=True), 0
+        finally:
+            device.choose_attention = choose
+        self.dram = self.driver.device._arenas.shared_dram
+
+    def memory(self) -> WatchedMemory:
+        """Its KV."""
+        return WatchedMemory([self.driver.device._arenas.hbm], self.geometry, [self._gpu], Parallel(1))
+
+    def close(self) -> None:
+        self.driver.device.close()
+
+
 class Together:
     """The workers. ``driver``: see :class:`tiny_models.Driver`."""
 
@@ -86,7 +152,7 @@ class Together:
         prepare: Callable[[int, FakeGpu], object] = lambda rank, gpu: None,
     ) -> None:
         """``prepare`` gets each worker's rank and GPU before anything runs there."""
-        self.world, self.errors = FakeWorld(limit_s), []
+        self.world, self.errors, self._parallel = FakeWorld(limit_s), [], parallel
         model = loaded(copy.deepcopy(module))
         self.geometry = model.geometry
         self.config = InstanceConfig(
@@ -131,6 +197,11 @@ class Together:
         for gpu in self.gpus:
             gpu.host_reads(memory)
         return memory
+
+    def memory(self) -> WatchedMemory:
+        """The KV of all workers."""
+        parts = [self.parts[rank].hbm for rank in range(len(self.parts))]
+        return WatchedMemory(parts, self.geometry, self.gpus, self._parallel)
 
     def close(self) -> None:
         self.device.close()

@@ -4,25 +4,27 @@ place of NCCL. Run as a module it is one of the processes beside the leader."""
 from __future__ import annotations
 
 import sys
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from fake_gpu import FakeGpu, attend_with_kernels
-from gpu_parts import Part, Together
-from memserve.model import gpu, gpu_part
+from gpu_parts import Part, Together, Watched
+from memserve.model import gpu, gpu_kernels, gpu_part
 from memserve.model.capture import forward
 from memserve.model.gpu_crew import TorchCommunicator
+from memserve.model.gpu_device import GpuDevice
 from memserve.model.loading import loader
-from memserve.runtime import gpu_workers
+from memserve.runtime import gpu_build, gpu_workers
 
 ROOM_BLOCKS = {0: 40, 1: 20, 2: 37, 3: 50}
 """Blocks that each worker's GPU has room for."""
 
 
-def install() -> None:
-    """Let this process take what is made up for what a machine with GPUs has."""
+def install(*, whole: bool = False) -> None:
+    """Let this process take what is made up for what a machine with GPUs has. ``whole``: it is an instance, maybe of one
+    worker, in a cluster of processes."""
     load, make = loader.load_model, Part.__init__
 
     def on_host(model: str, dtype: str, device: str, **options: Any) -> Any:
@@ -41,8 +43,26 @@ def install() -> None:
     gpu_workers.leave_compiler_out = lambda device: None
     gpu_workers.gpu_count = lambda: 4
     forward.capture_forward = lambda module: None  # weights on a GPU are not captured
+    gpu_kernels._STRIPES, gpu_kernels._TURNS = 16, 2  # each turn takes the interpreter a millisecond, however small
+    if whole:
+        gpu.open_gpu = lambda device, share: _the_only()
+        gpu_build.kv_bytes_here = lambda options, sizes: options.kv_memory_bytes
+        GpuDevice._is_triton = property(lambda self: True)
+        sys.modules["memserve.model.device"].choose_attention = _choose
     torch.set_num_threads(1)
     gpu_workers.GpuWorkers.module = "gpu_worker_process"
+
+
+@cache
+def _the_only() -> FakeGpu:
+    """Of this process."""
+    return FakeGpu()
+
+
+def _choose(arena: Any, geometry: Any, crew: Any = None) -> Any:
+    if crew is not None:
+        return Together._choose(arena, geometry, crew)
+    return partial(Watched, _the_only(), arena.view(-1), geometry)
 
 
 if __name__ == "__main__":

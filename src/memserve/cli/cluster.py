@@ -240,7 +240,7 @@ def _check_memory(
     from memserve.runtime.memory import check_host_memory
 
     gpus = len(devices_for(engine_options, options).gpus)
-    check_gpu_shares(engine_options.gpu_memory_share, options.instances, gpus, engine_options.parallel.workers)
+    check_gpu_shares(engine_options.gpu_memory_share, _workers(engine_options, options), gpus)
     hbm_bytes = 0 if gpus else engine_options.kv_memory_bytes
     needed_bytes = 0
     for order in orders:
@@ -281,19 +281,30 @@ def _router_at(options: ClusterOptions, secret: Followed[str], kept: Metadata, p
     )
 
 
+def _counts(options: ClusterOptions) -> dict[Role, int]:
+    """Instances of each role, in the order in which they start."""
+    return {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.COLOCATED: options.colocated}
+
+
+def _workers(engine_options: EngineOptions, options: ClusterOptions) -> list[int]:
+    """Of each instance."""
+    counts = _counts(options)
+    return [engine_options.parallel.of(role).workers for role, count in counts.items() for _ in range(count)]
+
+
 def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str, log_level: str) -> list[ChildOrder]:
     from memserve.runtime.supervisor import ChildOrder
 
     link = "shm" if options.link == "auto" and not options.may_span_hosts else options.link
-    counts = {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.COLOCATED: options.colocated}
+    counts, workers = _counts(options), _workers(engine_options, options)
     orders: list[ChildOrder] = []
     gpus = len(devices_for(engine_options, options).gpus)
     for role, count in counts.items():
         cached = dataclasses.replace(engine_options, caching=engine_options.caching and options.caches(role))
         if count and gpus:
-            refuse_on_gpu(engine_options, role)
+            refuse_on_gpu(engine_options)
         for number in range(1, count + 1):
-            own = on_gpus(cached, len(orders), options.instances, gpus, engine_options.parallel.of(role).workers)
+            own = on_gpus(cached, len(orders), workers, gpus)
             flags = ("--join", address, "--link", link, "--log-level", log_level, *command_line_of(own))
             orders.append(ChildOrder(f"{role.value[0]}{number}", role, flags))
     if options.store.is_wanted:

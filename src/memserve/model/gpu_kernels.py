@@ -7,6 +7,9 @@ host. Importing this module needs the package ``triton``; ``TRITON_INTERPRET=1``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -46,46 +49,70 @@ def copy_rows(target: Tensor, source: Tensor, dst: Tensor, src: Tensor) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Pieces of ranges, equally long, ``[n]`` each."""
+
+    piece_bytes: int
+    src: NDArray[np.int64]
+    """Addresses that the device reads."""
+    dst: NDArray[np.int64] | None
+    """Addresses that it writes; None: nothing is copied."""
+    begins: NDArray[np.int64]
+    """Bytes from the begin of the range that a piece is of."""
+    owners: NDArray[np.int64]
+    """Which range that is."""
+
+
 class Sealing:
     """Seals that a stream computes: read them when what was enqueued is done."""
 
-    def __init__(
-        self,
-        source: Tensor,
-        src_at: NDArray[np.int64],
-        range_bytes: int,
-        target: Tensor | None = None,
-        dst_at: NDArray[np.int64] | None = None,
-    ) -> None:
-        """Enqueue it in the stream in use. ``source``, ``target``: flat bytes; offsets ``[n]`` in bytes. With
-        ``target`` the ranges are copied there on the way."""
+    def __init__(self, batches: Sequence[Batch], count: int, range_bytes: int, device: torch.device) -> None:
+        """Enqueue it in the stream in use: the seals of ``count`` ranges, whose pieces are in ``batches``, each word
+        once. Pieces with a target are copied there on the way. Addresses are of this process: memory of its devices, of
+        other processes' (mapped), or pinned memory of the host."""
         check(range_bytes > 0 and range_bytes % 8 == 0, f"ranges of whole words, not of {range_bytes} bytes")
-        device = source.device if target is None or source.device.type == "cuda" else target.device
-        places = np.stack((src_at, src_at if dst_at is None else dst_at)).astype(np.int64)
-        check(not (places % 8).any(), "ranges begin at whole words")
-        self._range_bytes = range_bytes
-        words, stripes = range_bytes // 8, ceil_div(range_bytes, 64)
+        self._range_bytes, self._device = range_bytes, device
+        self._lanes = torch.zeros((count, 16), dtype=torch.int64, device=device)
+        for batch in batches:
+            if len(batch.src):
+                self._add(batch)
+
+    def _add(self, batch: Batch) -> None:
+        dst = batch.src if batch.dst is None else batch.dst
+        places = np.stack((batch.src, dst, batch.begins))
+        check(not (places % 8).any() and batch.piece_bytes % 8 == 0, "pieces begin and end at whole words")
+        count, words = len(batch.src), batch.piece_bytes // 8
+        stripes = ceil_div(words + int((batch.begins // 8 % 8).max()), 8)
         parts = ceil_div(stripes, _STRIPES * _TURNS)
-        sent = _on(torch.from_numpy(np.concatenate((places.ravel() // 8, KEYS))), device)
-        count = len(src_at)
-        self._sums = torch.empty((count, parts, 16), dtype=torch.int64, device=device)
-        if count:
-            seal_kernel[(count, parts)](
-                source.view(torch.int64), sent, (source if target is None else target).view(torch.int64), sent[count:],
-                sent[2 * count :], self._sums, words, stripes, _GOLDEN - (1 << 64),
-                STRIPES=_STRIPES, TURNS=_TURNS, COPIES=target is not None,
-            )  # fmt: skip
-        self._lanes = self._sums.sum(1)
+        places[2] //= 8
+        sent = _on(torch.from_numpy(np.concatenate((places.ravel(), batch.owners, KEYS))), self._device)
+        sums = torch.empty((count, parts, 16), dtype=torch.int64, device=self._device)
+        seal_kernel[(count, parts)](
+            sent, sent[count:], sent[2 * count :], sent[4 * count :], sums, words, _GOLDEN - (1 << 64),
+            STRIPES=_STRIPES, TURNS=_TURNS, COPIES=batch.dst is not None,
+        )  # fmt: skip
+        self._lanes.index_add_(0, sent[3 * count : 4 * count], sums.sum(1))
 
     def result(self) -> NDArray[np.uint64]:
         """The seals ``[n]``; waits for the stream in use."""
         lanes = self._lanes.cpu().numpy().view(np.uint64)
         with np.errstate(over="ignore"):
-            lanes = lanes[:, :8] + lanes[:, 8:][:, np.arange(8) ^ 1]
+            lanes = lanes[:, :8] + lanes[:, 8:][:, np.arange(8) ^ 1] + _padding(self._range_bytes // 8)
         seals = np.full(len(lanes), scatter(np.array([self._range_bytes], np.uint64))[0])
         for lane in range(8):
             seals = scatter(seals ^ lanes[:, lane])
         return seals
+
+
+def _padding(words: int) -> NDArray[np.uint64]:
+    """The products, by lane, of the zeros that fill the last stripe of so many words."""
+    products = np.zeros(8, np.uint64)
+    with np.errstate(over="ignore"):
+        for word in range(words, ceil_div(words, 8) * 8):
+            x = KEYS.view(np.uint64)[word % 8] + np.uint64(word // 8) * np.uint64(_GOLDEN)
+            products[word % 8] = (x & np.uint64(0xFFFFFFFF)) * (x >> np.uint64(32))
+    return products
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:

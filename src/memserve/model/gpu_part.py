@@ -67,6 +67,17 @@ class GpuPart(GpuDevice):
         check(lower is None and hbm is None and not shared, "on GPUs KV lies as it was computed, in several memories")
         return GpuArenas(self._gpu, *sizes, part=self._shard, dram=self._dram)
 
+    @property
+    def hbm(self) -> Tensor:
+        """This worker's heads and layers of every block, ``[blocks, bytes]`` uint8."""
+        found: Tensor = self._arenas.hbm
+        return found
+
+    @property
+    def shared_dram(self) -> _core.SharedArena | None:
+        """The second tier of all workers. None: there is none."""
+        return self._dram
+
     def begin_part(self, drawn: Drawing, plan: StepPlan, waits_for_host: bool) -> Callable[[], StepFinished]:
         """Enqueue this worker's part of a step; what is returned waits for its end. ``drawn``: what the leader
         has drawn in plans that waited for the host, since the last step; for itself nothing."""

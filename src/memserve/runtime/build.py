@@ -40,22 +40,29 @@ class Parts:
 
 
 def build_parts(
-    options: EngineOptions, *, me: Peer | None = None, role: Role = Role.COLOCATED, identity_key: bytes | None = None
+    options: EngineOptions,
+    *,
+    me: Peer | None = None,
+    role: Role = Role.COLOCATED,
+    identity_key: bytes | None = None,
+    nixl_at: str | None = None,
 ) -> Parts:
     """Load the model and build its device and its machine. Imports torch, so it takes seconds.
 
     ``me``: None: the engine is alone. Else: its name in a cluster, where its KV lies in memory that peers may read, and
-    ``identity_key`` is the cluster's. Raises :class:`UserError` when the model cannot be served or the memory cannot
-    hold it.
+    ``identity_key`` is the cluster's. ``nixl_at``: the host at which NIXL listens; None: it is not used. Raises
+    :class:`UserError` when the model cannot be served or the memory cannot hold it.
     """
     set_thread_environment()
     from memserve.model.gpu import open_gpu
     from memserve.runtime.gpu_workers import GpuWorkers
 
     options = dataclasses.replace(options, parallel=options.parallel.of(role))
-    model = _loaded(options, role)
+    model = _loaded(options)
     gpu = open_gpu(model.device, options.gpu_memory_share)
-    workers = GpuWorkers(options, model, gpu) if gpu is not None and options.parallel.workers > 1 else None
+    shared, workers = me is not None, None
+    if gpu is not None and options.parallel.workers > 1:
+        workers = GpuWorkers(options, model, gpu, shared=shared, nixl_at=nixl_at)
     try:
         return _parts(options, model, gpu, workers, me, role, identity_key)
     except BaseException:
@@ -76,13 +83,15 @@ def _parts(
     from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes
     from memserve.runtime.profile_store import load_profile
 
-    geometry, on_gpu, workers = model.geometry, gpu is not None, options.parallel.workers
+    geometry, on_gpu = model.geometry, gpu is not None
     sizes = model_sizes(model)  # with its weights
     kv_bytes = gpu_workers.kv_bytes() if gpu_workers else kv_bytes_here(options, sizes) if on_gpu else None
     config = options.instance_config(
         geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu, kv_bytes=kv_bytes
     )
-    shares_kv = not on_gpu or (me is not None and shares_gpu_kv(workers))
+    shares_kv = not on_gpu or me is not None
+    if gpu_workers is not None and me is not None:
+        shares_kv = shares_gpu_kv(gpu_workers.why_unshared, role)
     exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv)
     pool = dataclasses.replace(config.pool, identity_key=identity_key)
     adapters = model.adapters.digests if model.adapters is not None else frozenset()
@@ -127,7 +136,7 @@ def _device(
     return ModelDevice(model, config, best_forward(model.module), shared=shared, link_bytes_s=link_bytes_s)
 
 
-def _loaded(options: EngineOptions, role: Role) -> LoadedModel:
+def _loaded(options: EngineOptions) -> LoadedModel:
     """The model with its adapters; for several GPUs in host memory. Raises :class:`UserError`."""
     from memserve.model.loading.loader import load_model
     from memserve.runtime.gpu_build import check_gpu_count, refuse_on_gpu, refuse_without_gpu
@@ -138,7 +147,7 @@ def _loaded(options: EngineOptions, role: Role) -> LoadedModel:
     workers, device = parallel.workers, take_gpu(options.device, parallel.workers)
     gpus = device_here(device).gpus
     if gpus:
-        refuse_on_gpu(options, role)
+        refuse_on_gpu(options)
         check_gpu_count(workers, len(gpus))
     if workers > 1:
         threads = parallel.threads_each(threads or usable_cores())

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memserve.config import EngineOptions, InstanceConfig
 from memserve.errors import UserError
 from memserve.runtime.gpus import check_device_name
 from memserve.types import Role
-from memserve.units import GIB, MIB, ceil_div, human_bytes
+from memserve.units import GIB, MIB, human_bytes
 
 if TYPE_CHECKING:
     from memserve.model.forward import Forward
@@ -31,17 +31,28 @@ GPU_SHARE = 0.9
 """Of a GPU's memory, what instances on it share: the rest is the driver's, and fragments."""
 
 
-def on_gpus(engine: EngineOptions, number: int, instances: int, gpus: int, workers: int = 1) -> EngineOptions:
-    """The options of instance ``number`` of ``instances`` on a host with so many ``gpus``: as many GPUs as each has
-    ``workers``, by turns, and of each an equal share of nine tenths of its memory, unless a size is given.
+def on_gpus(engine: EngineOptions, number: int, workers: Sequence[int], gpus: int) -> EngineOptions:
+    """The options of instance ``number`` of those of a host with so many ``gpus``: as many GPUs as it has ``workers``,
+    by turns, and of each an equal share of nine tenths of its memory, unless a size is given.
 
     Raises :class:`UserError` where there are too few."""
     if not gpus:
         return engine
-    check_gpu_count(workers, gpus)
-    places = gpus // workers
-    device = f"cuda:{number % places * workers}" if gpus > 1 else engine.device
-    return _with_share(dataclasses.replace(engine, device=device), 1 / ceil_div(instances, places))
+    first, fullest = _turns(workers, gpus)
+    device = f"cuda:{first[number]}" if gpus > 1 else engine.device
+    return _with_share(dataclasses.replace(engine, device=device), 1 / fullest)
+
+
+def _turns(workers: Sequence[int], gpus: int) -> tuple[list[int], int]:
+    """The first GPU of each instance, and how many instances the fullest GPU has."""
+    held, first = [0] * gpus, []
+    for count in workers:
+        check_gpu_count(count, gpus)
+        least = min(range(gpus - count + 1), key=lambda at: (max(held[at : at + count]), at % count > 0, at))
+        first.append(least)
+        for at in range(least, least + count):
+            held[at] += 1
+    return first, max(held)
 
 
 def _with_share(engine: EngineOptions, part: float) -> EngineOptions:
@@ -72,8 +83,8 @@ def as_reserved(
         needs = f"{workers} GPUs" if workers > 1 else "one GPU or a part of it"
         text = f"a {role.value} instance of {workers} worker{'s' * (workers > 1)} needs {needs}, and not {gpus:g}"
         raise UserError(text, hint=hint, param="ray_resources")
-    refuse_on_gpu(engine, role)
-    check_gpu_shares(engine.gpu_memory_share, int(1 / min(gpus, 1)), 1)
+    refuse_on_gpu(engine)
+    check_gpu_shares(engine.gpu_memory_share, [1] * int(1 / min(gpus, 1)), 1)
     own = _with_share(dataclasses.replace(engine, device="cuda"), min(gpus, 1))
     return own, {**reserved, "GPU": float(gpus)}
 
@@ -87,20 +98,17 @@ def check_gpu_count(workers: int, gpus: int) -> None:
         raise UserError(text, hint=hint, param="tensor")
 
 
-def check_gpu_shares(share: float | None, instances: int, gpus: int, workers: int = 1) -> None:
-    """Raise :class:`UserError` for instances that ask for more than their GPUs have, all together."""
-    each = ceil_div(instances, max(1, gpus // workers)) if gpus else 0
+def check_gpu_shares(share: float | None, workers: Sequence[int], gpus: int) -> None:
+    """Raise :class:`UserError` for instances, of so many ``workers`` each, that ask for more than their GPUs have, all
+    together."""
+    each = _turns(workers, gpus)[1] if gpus else 0
     if share is not None and share * each > 1:
         hint = f"give --gpu-memory-share {GPU_SHARE / each:.2f}"
         raise UserError(f"{each} instances cannot have {share:g} of one GPU each", hint=hint, param="gpu_memory_share")
 
 
-def refuse_on_gpu(options: EngineOptions, role: Role = Role.COLOCATED) -> None:
+def refuse_on_gpu(options: EngineOptions) -> None:
     """Raise :class:`UserError` for what there is on a CPU alone."""
-    if options.parallel.of(role).workers > 1 and role in (Role.PREFILL, Role.DECODE):
-        hint = "use --colocated N, or prefill and decode instances of one GPU each"
-        why = "the KV of an instance of several GPUs cannot be handed over to another process so far"
-        raise UserError(why, hint=hint, param="tensor")
     if options.scheduler.link_bytes_s is not None:
         hint = "leave out --link-gbps, or use --device cpu"
         raise UserError("a GPU has a link of its own to DRAM: none is emulated", hint=hint, param="link_bytes_s")
@@ -113,11 +121,16 @@ def refuse_without_gpu(options: EngineOptions) -> None:
         raise UserError("--gpu-memory-share needs a GPU, and none is used", hint=hint, param="gpu_memory_share")
 
 
-def shares_gpu_kv(workers: int) -> bool:
-    """Whether other processes can read the KV of an instance on so many GPUs."""
-    if workers > 1:
-        log.warning("KV of this instance's %d GPUs stays in it: no other instance and no store reads it", workers)
-    return workers == 1
+def shares_gpu_kv(why_not: str, role: Role) -> bool:
+    """Whether other processes can read the KV of an instance on several GPUs: not where there is a reason ``why_not``.
+
+    Raises :class:`UserError` for prefill and decode instances, which are of no use then."""
+    if why_not and role in (Role.PREFILL, Role.DECODE):
+        hint = "use --colocated N, or prefill and decode instances of one GPU each"
+        raise UserError(f"KV of this instance cannot be handed over: {why_not}", hint=hint, param="tensor")
+    if why_not:
+        log.warning("KV of this instance stays in it, no other instance and no store reads it: %s", why_not)
+    return not why_not
 
 
 def gpu_kv_bytes(options: EngineOptions, total: int, free: int, held: int, step: int) -> int:

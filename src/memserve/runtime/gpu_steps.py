@@ -24,10 +24,13 @@ from typing import TYPE_CHECKING
 
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.model.gpu_crew import GpuCrew
+from memserve.runtime.links.link import Arenas
 from memserve.runtime.workers import STEP_S, Divided, Processes, WorkersBroken, hang_up
+from memserve.types import Tier
 
 if TYPE_CHECKING:
     from memserve.model.gpu_part import GpuPart
+    from memserve.runtime.links.gpu_memory import GpuMemory
 
 log = logging.getLogger(__name__)
 
@@ -105,13 +108,31 @@ class Guard:
 class DividedGpu(Divided):
     """The device of an instance with workers on GPUs; the host is ahead of all of them."""
 
-    def __init__(self, own: GpuPart, workers: Processes, crew: GpuCrew, *, limit_s: float = STEP_S) -> None:
-        """``own``: the leader's part. ``limit_s``: how long a step may take."""
+    def __init__(
+        self,
+        own: GpuPart,
+        workers: Processes,
+        crew: GpuCrew,
+        *,
+        limit_s: float = STEP_S,
+        memory: GpuMemory | None = None,
+    ) -> None:
+        """``own``: the leader's part. ``limit_s``: how long a step may take. ``memory``: the KV of all workers, where
+        other processes read it."""
+        self._memory = memory
         self._reports = Reports(workers.lines, self._give_up)
         super().__init__(own, workers, crew)
         self._part, self._told = own, 0
         self._guard = Guard(limit_s, self._give_up)
         self._reports.listen()
+
+    @property
+    def shared_arenas(self) -> Arenas:
+        """What peers can read, tier by tier."""
+        if self._memory is None:
+            return {}
+        dram = self._part.shared_dram
+        return {Tier.HBM: self._memory} | ({} if dram is None else {Tier.DRAM: dram})
 
     def execute(self, plan: StepPlan) -> StepFinished:
         """See :meth:`begin_step`."""
@@ -150,7 +171,9 @@ class DividedGpu(Divided):
             self.broke()
 
     def broke(self) -> None:
-        """Say so, once."""
+        """Say so, once. What peers read just now may be of a worker that has ended: no generation has it."""
+        if self._memory is not None:
+            self._memory.generation = 0
         self._reports.end(self._crew.broken)
         super().broke()
 
@@ -161,8 +184,9 @@ class DividedGpu(Divided):
         self._crew.abandon("it is closed")  # only so do torch's groups end without waiting for one another
 
 
-def follow_leader(line: Connection, part: GpuPart) -> None:
-    """Do what the leader says, until the line is closed; report each step that has finished here."""
+def follow_leader(line: Connection, part: GpuPart, expect_reads: Callable[[], object] = lambda: None) -> None:
+    """Do what the leader says, until the line is closed; report each step that has finished here. ``expect_reads``:
+    called when peers will read this worker's KV in a moment."""
     begun: queue.SimpleQueue[Callable[[], StepFinished] | None] = queue.SimpleQueue()
     finishing = threading.Thread(target=_finish_steps, args=(line, begun), name="memserve-finishing", daemon=True)
     finishing.start()
@@ -172,7 +196,10 @@ def follow_leader(line: Connection, part: GpuPart) -> None:
                 letter = pickle.loads(line.recv_bytes())
             except (EOFError, OSError):
                 return
-            begun.put(part.begin_part(*letter))
+            if letter:
+                begun.put(part.begin_part(*letter))
+            else:
+                expect_reads()
     except BaseException:
         hang_up(line)  # the leader hears that at once
         raise

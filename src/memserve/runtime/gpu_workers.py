@@ -4,7 +4,8 @@ worker has a GPU, and a memory, of its own.
     leader                                           worker 1, 2, ...
     loads its part, connects                         the same; says how many blocks of KV its GPU has room for
     the least of that: configuration   --socket->    device, graphs
-    device, graphs                                   follows (:mod:`memserve.runtime.gpu_steps`)
+    device, graphs                     <-socket--    where its KV lies
+    maps that: others read it through the leader     follows (:mod:`memserve.runtime.gpu_steps`)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,17 +27,23 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from memserve import _core
 from memserve.config import EngineOptions, InstanceConfig
 from memserve.errors import UserError, check
+from memserve.messages import ShardPlace
 from memserve.model.gpu_crew import GpuCrew, Ranks, TorchCommunicator
 from memserve.parallel import Share, shares
 from memserve.runtime.gpu_build import check_pages, device_with_graphs, kv_bytes_here
 from memserve.runtime.gpu_steps import DividedGpu, follow_leader
-from memserve.runtime.gpus import gpu_count, show_first
+from memserve.runtime.gpus import Driver, DriverError, gpu_count, show_first
 from memserve.runtime.lean_torch import leave_compiler_out
+from memserve.runtime.links.gpu_memory import GpuMemory, MappedMemory, WorkerMemory, shard_place
+from memserve.runtime.links.nixl import ServingAgent
 from memserve.runtime.links.ranges import shard_of
 from memserve.runtime.memory import objects_that_stay, usable_cores
 from memserve.runtime.workers import LOAD_S, STEP_S, Processes, begin_worker, refuse_stages_by_layer, say_why
+from memserve.units import MIB
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from memserve.model.gpu import Gpu
     from memserve.model.gpu_part import GpuPart
     from memserve.model.loading.loader import LoadedModel
@@ -44,6 +52,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_TRIED_BYTES = 2 * MIB
 _LOOK_S = 0.1
 """How often the leader looks whether a worker has ended while all of them start."""
 _HANDLING, _KEEPS, _ENDS = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "3"
@@ -62,6 +71,20 @@ class _Order:
     meeting: Path
     dram: tuple[int, int] | None
     """Descriptor and bytes of the second tier of all workers. None: there is none."""
+    nixl_at: str | None
+    """Where peers read its KV over NIXL. None: they do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What a worker says before there is a device."""
+
+    blocks: int
+    """Of KV, that its GPU has room for."""
+    exported: bytes
+    """Some of its memory, to see whether the leader can map it."""
+    why: str
+    """Why the driver exports none; empty: it does."""
 
 
 class GpuWorkers(Processes):
@@ -70,11 +93,23 @@ class GpuWorkers(Processes):
     module = __spec__.name if __spec__ is not None else __name__
     """What the other processes run."""
 
-    def __init__(self, options: EngineOptions, model: LoadedModel, gpu: Gpu) -> None:
-        """Start them. ``model``: on the host; what is left of it is on the leader's GPU afterwards.
+    def __init__(
+        self,
+        options: EngineOptions,
+        model: LoadedModel,
+        gpu: Gpu,
+        *,
+        shared: bool = False,
+        nixl_at: str | None = None,
+    ) -> None:
+        """Start them. ``model``: on the host; what is left of it is on the leader's GPU afterwards. ``shared``: other
+        processes are to read the KV, over NIXL at ``nixl_at``, if that is given.
 
         Raises :class:`UserError` for a model that cannot be divided."""
         super().__init__()
+        self._shared, self._nixl_at = shared, nixl_at
+        #: why other processes cannot read the KV; empty: they can
+        self.why_unshared = "" if shared else "it is not asked for"
         refuse_stages_by_layer(options.parallel, options.scheduler.layerwise)
         found = shares(options.parallel, model.geometry)
         check_pages(shard_of(found[0], model.geometry).run_bytes)
@@ -86,7 +121,7 @@ class GpuWorkers(Processes):
         gpus = gpu_count()
         try:
             for share in found[1:]:
-                order = _Order(share, options, os.getpid(), self._meeting / "store", described)
+                order = _Order(share, options, os.getpid(), self._meeting / "store", described, nixl_at)
                 shown = {"CUDA_VISIBLE_DEVICES": show_first(share.rank, os.environ, gpus), _HANDLING: _ENDS}
                 self._start(self.module, order, [] if described is None else [described[0]], shown)
             os.environ.setdefault(_HANDLING, _KEEPS)
@@ -97,10 +132,14 @@ class GpuWorkers(Processes):
 
     def kv_bytes(self) -> int:
         """Memory for KV of the whole instance: as many blocks as fit on every GPU. Raises :class:`UserError`."""
-        blocks = [_blocks_here(self._share, self._options, self._model), *map(_number, self.hear())]
+        own = _blocks_here(self._share, self._options, self._model)
+        rooms = [_known(said, _Room) for said in self.hear()]
         if self._dram is not None:
             self._dram.seal()
-        return min(blocks) * self._model.geometry.block_bytes
+        for rank, room in enumerate(rooms, 1):
+            if self._shared and not self.why_unshared and (why := room.why or _why_unmapped(room.exported)):
+                self.why_unshared = f"GPU 0 of this instance cannot read the memory of GPU {rank}: {why}"
+        return min([own, *(room.blocks for room in rooms)]) * self._model.geometry.block_bytes
 
     def device(self, model: LoadedModel, config: InstanceConfig) -> DividedGpu:
         """The device of all workers. ``model``: the leader's, as it is served. Raises :class:`UserError`; the caller
@@ -108,8 +147,28 @@ class GpuWorkers(Processes):
         for line in self._lines:
             line.send(config)
         part = self._together(lambda: _part(model, config, self._gpu, self._crew, self._dram))
-        self.hear()
-        return DividedGpu(part, self, self._crew)
+        places = [_known(said, ShardPlace) for said in self.hear()]
+        memory = None if self.why_unshared else self._memory(part, model, places)
+        return DividedGpu(part, self, self._crew, memory=memory)
+
+    def _memory(self, part: GpuPart, model: LoadedModel, places: list[ShardPlace]) -> GpuMemory:
+        """The KV of all workers, as other processes read it."""
+        every = tuple(shard_of(share, model.geometry) for share in shares(self._options.parallel, model.geometry))
+        driver = Driver()
+        try:
+            maps = [MappedMemory(driver, place.exported, place.arena_bytes) for place in places]
+        except DriverError as error:
+            raise UserError(f"the GPUs of this instance cannot read one another's memory: {error}") from error
+        others = [WorkerMemory(*pair) for pair in zip(places, maps, strict=True)]
+        memory = GpuMemory(part.hbm, driver, shards=every, others=others)
+        if self._nixl_at is not None:
+            memory.on_expected = self.expect_reads
+        return memory
+
+    def expect_reads(self) -> None:
+        """Peers will read the workers' KV in a moment."""
+        with suppress(OSError):  # they have ended
+            self.tell()
 
     def close(self) -> None:
         """End them."""
@@ -188,9 +247,18 @@ def _part(
     return part
 
 
-def _number(said: object) -> int:
-    check(isinstance(said, int), "a worker says something else than how many blocks it has room for")
-    return cast("int", said)
+def _known(said: object, kind: type[T]) -> T:
+    check(isinstance(said, kind), "a worker says something else than it is asked for")
+    return cast("T", said)
+
+
+def _why_unmapped(exported: bytes) -> str:
+    """Why this process cannot map another worker's memory; empty: it can."""
+    try:
+        MappedMemory(Driver(), exported, _TRIED_BYTES)
+    except DriverError as error:
+        return str(error)
+    return ""
 
 
 # -- a worker
@@ -203,7 +271,7 @@ def main(descriptor: int) -> None:
     try:
         with objects_that_stay():
             leave_compiler_out(order.options.device)
-            part = _loaded_part(order, line)
+            part, agent = _loaded_part(order, line)
     except UserError as error:
         say_why(line, error.message)
         return
@@ -211,17 +279,18 @@ def main(descriptor: int) -> None:
         log.exception("worker %d cannot start", order.share.rank)
         say_why(line, f"{type(error).__name__}: {error}")
         return
-    line.send("")
     status = 1
     try:
-        follow_leader(line, part)
+        follow_leader(line, part, agent.expect_reads if agent is not None else lambda: None)
         status = 0
     except Exception:
         log.exception("worker %d ends", order.share.rank)
     os._exit(status)  # its device may wait for others for ever: nothing here may wait for it
 
 
-def _loaded_part(order: _Order, line: Connection) -> GpuPart:
+def _loaded_part(order: _Order, line: Connection) -> tuple[GpuPart, ServingAgent | None]:
+    import torch
+
     from memserve.model.gpu import Cuda
     from memserve.model.loading.loader import load_model
 
@@ -234,9 +303,35 @@ def _loaded_part(order: _Order, line: Connection) -> GpuPart:
     gpu = Cuda(model.device, options.gpu_memory_share)
     crew = _connected(share, model, gpu, order.meeting)
     dram = None if order.dram is None else _core.SharedArena.attach(*order.dram)  # before the leader seals it
-    line.send(_blocks_here(share, options, model))
+    tried = gpu.zeros(_TRIED_BYTES, dtype=torch.uint8)
+    line.send(_Room(_blocks_here(share, options, model), *_exported(tried)))
     config: InstanceConfig = line.recv()
-    return _part(model, config, gpu, crew, dram)
+    del tried
+    part = _part(model, config, gpu, crew, dram)
+    agent = _agent(part, order.nixl_at)
+    shard, memory = shard_of(share, model.geometry), part.hbm
+    own = shard_place(shard, memory.data_ptr(), memory.numel(), _exported(memory)[0], agent.metadata if agent else b"")
+    line.send(own)
+    return part, agent
+
+
+def _exported(memory: Tensor) -> tuple[bytes, str]:
+    """What the leader maps it with, and why it cannot, if so."""
+    try:
+        return Driver().export(memory.data_ptr()), ""
+    except DriverError as error:
+        return b"", str(error)
+
+
+def _agent(part: GpuPart, nixl_at: str | None) -> ServingAgent | None:
+    """What lets peers on other hosts read this worker's KV. None: they do not, or not over NIXL."""
+    if nixl_at is None:
+        return None
+    try:
+        return ServingAgent(GpuMemory(part.hbm), nixl_at)
+    except UserError as error:
+        log.warning("NIXL does not start, and KV of this worker goes through its leader: %s", error)
+        return None
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from memserve.runtime.gpus import take_gpu
 from memserve.runtime.health_file import HealthFile
 from memserve.runtime.lean_torch import leave_compiler_out
 from memserve.runtime.links.answering import Listening
-from memserve.runtime.links.data import open_data_port
+from memserve.runtime.links.data import open_data_port, uses_nixl
 from memserve.runtime.links.knock import knock_at_all, no_router, what_is_waited_for
 from memserve.runtime.links.mailbox import ZmqMailbox
 from memserve.runtime.member import Member, new_generation
@@ -90,7 +90,10 @@ def run_instance(
         end_when_orphaned(outlive, lambda: members[0].router if members else None)
     with objects_that_stay():
         leave_compiler_out(options.device)
-        parts = build_parts(options, me=me, role=place.role, identity_key=identity_key(followed(place.secret).first))
+        key, nixl_at = identity_key(followed(place.secret).first), place.advertise or place.host
+        parts = build_parts(
+            options, me=me, role=place.role, identity_key=key, nixl_at=nixl_at if uses_nixl(place.link) else None
+        )
     member = _open_member(parts, place, me)
     members.append(member)
     _forget_tokenizer(parts)

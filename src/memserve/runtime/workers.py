@@ -83,6 +83,7 @@ class Processes:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lines: list[Connection] = []
+        self._telling = threading.Lock()
         self.ending = False
         """Whether they are being ended, in good order."""
 
@@ -132,10 +133,11 @@ class Processes:
         device.broke()
 
     def tell(self, *letter: object) -> None:
-        """Say something to all of them."""
+        """Say something to all of them. From any thread."""
         told = pickle.dumps(letter, pickle.HIGHEST_PROTOCOL)
-        for line in self._lines:
-            line.send_bytes(told)
+        with self._telling:
+            for line in self._lines:
+                line.send_bytes(told)
 
     def close(self) -> None:
         """End them."""

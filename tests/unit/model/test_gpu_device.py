@@ -280,7 +280,7 @@ def seals() -> bool:
         count = 2 if range_bytes > 60_000 else 3
         target = GpuMemory(torch.zeros(3 * range_bytes + 64, dtype=torch.uint8))
         places = np.arange(count, dtype=np.int64) * range_bytes
-        assert (target.land(places, memory, offsets[:count], range_bytes) == expected[:count]).all()
+        assert (target.land(places, arena.parts, offsets[:count], range_bytes) == expected[:count]).all()
         for place, offset in zip(places, offsets, strict=False):
             assert (target.tensor[place : place + range_bytes] == memory[offset : offset + range_bytes]).all()
         host = GpuMemory(torch.zeros(3 * range_bytes + 64, dtype=torch.uint8))
@@ -308,7 +308,6 @@ def pages() -> bool:
 
 def pulls_on_one_host() -> bool:
     """Out of another process's GPU, and out of host memory, into both tiers; a generation that is over; unmapping."""
-    import ctypes
 
     import torch
 
@@ -340,12 +339,6 @@ def pulls_on_one_host() -> bool:
         def unmap(self, base: int) -> None:
             self.mapped -= 1
 
-    class Link(IpcLink):
-        @staticmethod
-        def _as_tensor(mapped: Any) -> Any:
-            memory = (ctypes.c_uint8 * mapped.nbytes).from_address(mapped.address)
-            return torch.frombuffer(memory, dtype=torch.uint8)
-
     peer, exported = Peer("a", 1), theirs.data_ptr().to_bytes(8, "little")
     places = (
         ArenaPlace(Tier.HBM, hbm.address, hbm.nbytes, hbm.fd, True, exported),
@@ -356,7 +349,7 @@ def pulls_on_one_host() -> bool:
     empty = GpuMemory(torch.zeros(count * size, dtype=torch.uint8))
     own = {Tier.HBM: empty, Tier.DRAM: _core.SharedArena(count * size)}
     driver = Driver()
-    link = Link(own, driver)
+    link = IpcLink(own, driver)
     assert link.reaches(info) and not ShmLink(own).reaches(info), "host memory alone cannot be read so"
     link.add_peer(info)
     order = np.array([2, 0, 3], np.int64) * size, np.array([1, 3, 0], np.int64) * size

@@ -161,16 +161,16 @@ def test_an_own_gpu_is_device_0_and_the_others_stay_visible() -> None:
 
 def test_instances_of_a_host_share_its_gpus() -> None:
     options = EngineOptions()
-    assert on_gpus(options, 0, 2, 0) is options
-    one, two = (on_gpus(options, number, 2, 1) for number in range(2))
+    assert on_gpus(options, 0, [1, 1], 0) is options
+    one, two = (on_gpus(options, number, [1, 1], 1) for number in range(2))
     assert one == two and one.gpu_memory_share == 0.45 and one.device == "auto"
-    apart = [on_gpus(options, number, 3, 2) for number in range(3)]
+    apart = [on_gpus(options, number, [1, 1, 1], 2) for number in range(3)]
     assert [each.device for each in apart] == ["cuda:0", "cuda:1", "cuda:0"] and apart[1].gpu_memory_share == 0.45
-    assert on_gpus(EngineOptions(kv_memory_bytes=GIB), 0, 2, 1).gpu_memory_share is None
-    check_gpu_shares(0.5, 2, 1)
-    check_gpu_shares(0.9, 2, 2)
+    assert on_gpus(EngineOptions(kv_memory_bytes=GIB), 0, [1, 1], 1).gpu_memory_share is None
+    check_gpu_shares(0.5, [1, 1], 1)
+    check_gpu_shares(0.9, [1, 1], 2)
     with pytest.raises(UserError, match=r"2 instances cannot have 0.6 of one GPU each"):
-        check_gpu_shares(0.6, 2, 1)
+        check_gpu_shares(0.6, [1, 1], 1)
 
 
 def test_a_gpu_is_taken_before_the_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,21 +194,39 @@ def test_a_gpu_is_taken_before_the_driver_is_asked(monkeypatch: pytest.MonkeyPat
 
 def test_an_instance_of_several_workers_takes_as_many_gpus() -> None:
     options = EngineOptions()
-    places = [on_gpus(options, number, 3, 5, workers=2) for number in range(3)]
+    places = [on_gpus(options, number, [2, 2, 2], 5) for number in range(3)]
     assert [one.device for one in places] == ["cuda:0", "cuda:2", "cuda:0"], "the fifth is left over"
     assert [one.gpu_memory_share for one in places] == [0.45] * 3
-    assert on_gpus(options, 0, 1, 2, workers=2).gpu_memory_share == 0.9
+    assert on_gpus(options, 0, [2], 2).gpu_memory_share == 0.9
     assert show_first(2, {}, 5, 2) == "2,3,0,1,4"
     assert show_first(1, {"CUDA_VISIBLE_DEVICES": "2,3,0,1,4"}, 5) == "3,2,0,1,4", "worker 1's, as its leader sees them"
-    check_gpu_shares(0.5, 2, 2, workers=2)
+    check_gpu_shares(0.5, [2, 2], 2)
     with pytest.raises(UserError, match=r"2 instances cannot have 0\.6 of one GPU each"):
-        check_gpu_shares(0.6, 2, 2, workers=2)
+        check_gpu_shares(0.6, [2, 2], 2)
     check_gpu_count(2, 2)
     for workers, count, found in ((4, 2, "2 GPUs are here"), (2, 1, "one GPU is here")):
         said = f"{workers} workers needs {workers} GPUs of this host, and {found}"
         with pytest.raises(UserError, match=said) as raised:
-            on_gpus(options, 0, 1, count, workers)
+            on_gpus(options, 0, [workers], count)
         assert f"--pipeline-parallel to {count}" in str(raised.value.hint)
+
+
+def test_instances_of_other_degrees_have_gpus_of_their_own() -> None:
+    """Two workers of a decode instance beside one of a prefill instance, where three GPUs have room for both."""
+    options = EngineOptions()
+    for workers, count, devices, share in (
+        ([1, 2], 3, ["cuda:0", "cuda:1"], 0.9),
+        ([2, 1], 3, ["cuda:0", "cuda:2"], 0.9),
+        ([1, 2], 4, ["cuda:0", "cuda:2"], 0.9),
+        ([1, 2], 2, ["cuda:0", "cuda:0"], 0.45),
+        ([1, 4, 1], 6, ["cuda:0", "cuda:1", "cuda:5"], 0.9),
+    ):
+        placed = [on_gpus(options, number, workers, count) for number in range(len(workers))]
+        assert [one.device for one in placed] == devices, (workers, count)
+        assert {one.gpu_memory_share for one in placed} == {share}
+    check_gpu_shares(0.9, [1, 2], 3)
+    with pytest.raises(UserError, match=r"2 instances cannot have 0\.9 of one GPU each"):
+        check_gpu_shares(0.9, [1, 2], 2)
 
 
 def test_ray_reserves_a_gpu_for_each_worker() -> None:
@@ -230,7 +248,6 @@ def test_ray_reserves_a_gpu_for_each_worker() -> None:
         (EngineOptions(parallel=Parallel(2)), Role.COLOCATED, {"GPU": 1.0}, "2 workers needs 2 GPUs, and not 1"),
         (EngineOptions(parallel=Parallel(2)), Role.COLOCATED, {"GPU": 4.0}, "2 workers needs 2 GPUs, and not 4"),
         (EngineOptions(), Role.DECODE, {"GPU": 1.5}, "1 worker needs one GPU or a part of it, and not 1.5"),
-        (EngineOptions(device="cuda", parallel=Parallel(2)), Role.DECODE, {}, "cannot be handed over"),
         (EngineOptions(device="cuda:1"), Role.DECODE, {"GPU": 1.0}, "Ray chooses the GPUs"),
         (EngineOptions(device="gpu"), Role.DECODE, {}, "unknown device"),
         (EngineOptions(gpu_memory_share=0.5), Role.DECODE, {"CPU": 1.0}, "needs a GPU"),
@@ -245,15 +262,15 @@ def test_what_ray_reserves_must_suit(
     assert raised.value.hint
 
 
-def test_kv_of_several_gpus_stays_in_its_instance() -> None:
-    """What would need it elsewhere is refused before anything is loaded."""
-    pair = EngineOptions(parallel=Parallel(1, decode_tensor=2))
-    refuse_on_gpu(pair, Role.PREFILL)
-    with pytest.raises(UserError, match="several GPUs cannot be handed over to another process") as raised:
-        refuse_on_gpu(pair, Role.DECODE)
-    assert "--colocated" in str(raised.value.hint)
-    refuse_on_gpu(EngineOptions(parallel=Parallel(2, 2)), Role.COLOCATED)
-    assert not shares_gpu_kv(2) and shares_gpu_kv(1)
+def test_gpus_that_do_not_reach_each_other_serve_colocated() -> None:
+    """Prefill and decode instances would be of no use then."""
+    why = "GPU 0 of this instance cannot read the memory of GPU 1: CUDA's error 217"
+    for role in (Role.PREFILL, Role.DECODE):
+        assert shares_gpu_kv("", role)
+        with pytest.raises(UserError, match=r"handed over: GPU 0 .* GPU 1: CUDA's error 217") as raised:
+            shares_gpu_kv(why, role)
+        assert "--colocated" in str(raised.value.hint)
+    assert shares_gpu_kv("", Role.COLOCATED) and not shares_gpu_kv(why, Role.COLOCATED)
     with pytest.raises(UserError, match="whole words of 8 bytes"):
         check_pages(20)
 

@@ -18,31 +18,34 @@ def copy_rows_kernel(target, source, dst, src, words, WORDS: tl.constexpr):
 
 @triton.jit
 def seal_kernel(
-    source, src_at, target, dst_at, keys, sums, words, stripes, golden,
+    src_at, dst_at, begins, keys, sums, words, golden,
     STRIPES: tl.constexpr, TURNS: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Program (range, part): sums over up to ``TURNS * STRIPES`` stripes, ``[2, 8]``: products, and words, by lane.
+    """Program (piece, part): sums over up to ``TURNS * STRIPES`` stripes of a piece, ``[2, 8]``: products, and words,
+    by lane. ``src_at``, ``dst_at``: the pieces' addresses; ``begins``: words from the begin of the sealed range, which
+    say what a word's stripe and lane are.
 
     Integers wrap around, as those of the C++ do."""
     number = tl.program_id(0)
     part = tl.program_id(1)
     lane = tl.arange(0, 8)
-    first = source + tl.load(src_at + number)
-    to = target + tl.load(dst_at + number)
+    first = tl.load(src_at + number).to(tl.pointer_type(tl.int64))
+    to = tl.load(dst_at + number).to(tl.pointer_type(tl.int64))
+    begin = tl.load(begins + number)
+    skew = begin % 8
     key = tl.load(keys + lane)
     products = tl.zeros([STRIPES, 8], tl.int64)  # summed over stripes once, at the end: that needs all threads
     plain = tl.zeros([STRIPES, 8], tl.int64)
     for turn in range(TURNS):
         stripe = ((part * TURNS + turn) * STRIPES + tl.arange(0, STRIPES)).to(tl.int64)
-        at = stripe[:, None] * 8 + lane[None, :]
-        inside = at < words
+        at = stripe[:, None] * 8 + lane[None, :] - skew
+        inside = (at >= 0) & (at < words)
         word = tl.load(first + at, mask=inside, other=0)
         if COPIES:
             tl.store(to + at, word, mask=inside)
-        x = (word ^ (key[None, :] + stripe[:, None] * golden)).to(tl.uint64, bitcast=True)
+        x = (word ^ (key[None, :] + (begin // 8 + stripe)[:, None] * golden)).to(tl.uint64, bitcast=True)
         product = ((x & 0xFFFFFFFF) * (x >> 32)).to(tl.int64, bitcast=True)
-        counted = (stripe < stripes)[:, None]
-        products += tl.where(counted, product, 0)
+        products += tl.where(inside, product, 0)
         plain += word
     place = sums + (number * tl.num_programs(1) + part).to(tl.int64) * 16
     tl.store(place + lane, tl.sum(products, 0))

@@ -225,7 +225,7 @@ class CurveLink:
             return None
         number, size = _encode(head.number), head.range_bytes
         arena = next((arena for tier, arena in self._arenas.items() if int(tier) == head.tier), None)
-        if arena is None or size < 1 or size * len(offsets) > self._bytes_max or not fits(offsets, size, arena.nbytes):
+        if arena is None or size < 1 or size * len(offsets) > self._bytes_max or not _holds(arena, offsets, size):
             return [number, b"", b"no such ranges"]
         if arena.generation != head.generation:
             return [number, b"", b"another generation"]
@@ -233,6 +233,12 @@ class CurveLink:
         if arena.generation != head.generation:
             return [number, b"", b"another generation"]
         return [number, taken.data]
+
+
+def _holds(arena: ArenaMemory, offsets: Any, range_bytes: int) -> bool:
+    if isinstance(arena, GpuMemory):
+        return arena.holds(offsets, range_bytes)
+    return fits(offsets, range_bytes, arena.nbytes)
 
 
 def _taken(arena: ArenaMemory, offsets: Any, range_bytes: int) -> Any:

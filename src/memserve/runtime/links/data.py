@@ -54,13 +54,18 @@ def open_data_port(
     if link in ("auto", "trusted", "shm"):
         on_gpu = any(isinstance(arena, GpuMemory) for arena in arenas.values())
         links.append(IpcLink(arenas) if on_gpu else ShmLink(arenas))
-    if link in ("trusted", "nixl"):
+    if uses_nixl(link):
         links += _nixl(arenas, geometry, where, needed=link == "nixl")
     if link in ("auto", "trusted", "curve") and where is not None:
         links.append(CurveLink(arenas, where, geometry.block_bytes))
     if not links:
         raise UserError("pages go through the channel of a cluster, and this process is in none", param="link")
     return PagePort(geometry, arenas, links, on_pages)
+
+
+def uses_nixl(link: str) -> bool:
+    """Whether peers read over NIXL where it is to be had."""
+    return link in ("trusted", "nixl")
 
 
 def _nixl(arenas: Arenas, geometry: KVGeometry, where: Listening | None, *, needed: bool) -> list[PageLink]:
@@ -118,9 +123,8 @@ class PagePort:
         places = []
         for tier, arena in self._arenas.items():
             arena.generation = info.peer.generation
-            on_gpu = isinstance(arena, GpuMemory)
-            exported = arena.export() if isinstance(arena, GpuMemory) else b""
-            places.append(ArenaPlace(tier, arena.address, arena.nbytes, arena.fd, on_gpu, exported))
+            of_host = ArenaPlace(tier, arena.address, arena.nbytes, arena.fd)
+            places.append(arena.place(tier) if isinstance(arena, GpuMemory) else of_host)
         info = msgspec.structs.replace(info, host_id=this_host(), pid=os.getpid(), arenas=tuple(places))
         for link in self._links:
             info = link.describe(info)

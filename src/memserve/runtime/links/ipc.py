@@ -1,6 +1,7 @@
 """Reading peers on the same host where a GPU has KV, theirs or ours: memory of both kinds is mapped and copied from.
 
-peer's HBM (CUDA IPC)         -> own HBM       one kernel: copies, and seals what it has written
+peer's HBM (CUDA IPC)         -> own HBM       one kernel: copies, and seals what it has written; of several GPUs on
+                                               either side, piece by piece
 peer's HBM                    -> own DRAM      the same kernel, into pinned memory
 peer's host memory (mapped)   -> own HBM       through pinned memory
 peer's host memory            -> own DRAM      as between CPUs
@@ -8,38 +9,21 @@ peer's host memory            -> own DRAM      as between CPUs
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 from memserve.messages import ArenaPlace, Peer, PeerInfo
 from memserve.runtime.gpus import Driver, DriverError
-from memserve.runtime.links.gpu_memory import GpuMemory, stream_of_its_own
-from memserve.runtime.links.link import Arenas, LinkError, Seals, UnreachableError, check_ranges, place_of
+from memserve.runtime.links.gpu_memory import ArenaParts, GpuMemory, MappedMemory, shards_of
+from memserve.runtime.links.link import (
+    ArenaMemory,
+    Arenas,
+    LinkError,
+    Seals,
+    UnreachableError,
+    check_ranges,
+    place_of,
+)
 from memserve.runtime.links.ranges import Ranges
 from memserve.runtime.links.shm import ShmLink
-from memserve.types import Tier
-
-log = logging.getLogger(__name__)
-
-
-class _Mapped:
-    """Memory of another process's GPU arena; unmapped with the last reference."""
-
-    def __init__(self, driver: Driver, place: ArenaPlace) -> None:
-        self._driver = driver
-        self.address, self._base = driver.map(place.exported)
-        self.nbytes = place.arena_bytes
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "version": 2}
-
-    def __del__(self) -> None:
-        try:
-            if hasattr(self, "_base"):
-                self._driver.unmap(self._base)
-        except DriverError as error:  # the owner, or the context, is gone
-            log.info("%s", error)
+from memserve.types import KVGeometry, Tier
 
 
 class IpcLink(ShmLink):
@@ -54,12 +38,11 @@ class IpcLink(ShmLink):
     def __init__(self, arenas: Arenas, driver: Driver | None = None) -> None:
         super().__init__(arenas)
         self._driver = driver or Driver()
-        self._gpu_maps: dict[tuple[Peer, Tier], _Mapped] = {}
+        self._gpu_maps: dict[tuple[Peer, Tier], ArenaParts] = {}
 
     def reaches(self, info: PeerInfo) -> bool:
-        """Same host; all its arenas are files that can be opened, or exported by its GPU's driver."""
-        open_to_us = all(place.fd >= 0 and (place.exported or not place.on_gpu) for place in info.arenas)
-        return info.host_id == self._host and open_to_us
+        """Same host; all its arenas are files that can be opened, or exported by the drivers of its GPUs."""
+        return info.host_id == self._host and all(place.fd >= 0 and _is_exported(place) for place in info.arenas)
 
     def remove_peer(self, peer: Peer) -> None:
         """Unmap its arenas; a copy under way keeps its map until it ends."""
@@ -80,7 +63,7 @@ class IpcLink(ShmLink):
             return super().read(peer, src_tier, dst_tier, ranges)
         self._check_generation(source, peer)
         if place.on_gpu:
-            seals = self._read_gpu(self._map_gpu(peer, src_tier, place), target, ranges)
+            seals = self._read_gpu(self._map_gpu(peer, src_tier), target, ranges)
         elif isinstance(target, GpuMemory):
             seals = target.land_host(ranges.dst_offsets, source.address, ranges.src_offsets, ranges.range_bytes)
         self._check_generation(source, peer)
@@ -93,39 +76,47 @@ class IpcLink(ShmLink):
         with self._lock:
             self._gpu_maps.clear()
 
-    def _read_gpu(self, mapped: _Mapped, target: Any, ranges: Ranges) -> Seals:
-        import torch
-
-        from memserve.model.gpu_kernels import Sealing
-
-        source = self._as_tensor(mapped)
-        if isinstance(target, GpuMemory):
-            return target.land(ranges.dst_offsets, source, ranges.src_offsets, ranges.range_bytes)
-        pinned = torch.frombuffer(target, dtype=torch.uint8)
-        with stream_of_its_own(source):
-            return Sealing(source, ranges.src_offsets, ranges.range_bytes, pinned, ranges.dst_offsets).result()
-
-    @staticmethod
-    def _as_tensor(mapped: _Mapped) -> Any:
-        import torch
-
-        return torch.as_tensor(mapped, device="cuda")
+    def _read_gpu(self, source: ArenaParts, target: ArenaMemory, ranges: Ranges) -> Seals:
+        into = target.parts if isinstance(target, GpuMemory) else ArenaParts((target.address,))  # pinned
+        gpu = next((arena for arena in self._arenas.values() if isinstance(arena, GpuMemory)), None)
+        if gpu is None:
+            raise LinkError("no GPU here")
+        return gpu.run(source, ranges, into)
 
     def _place(self, peer: Peer, tier: Tier) -> ArenaPlace:
+        return place_of(self._info(peer), tier)
+
+    def _info(self, peer: Peer) -> PeerInfo:
         with self._lock:
             info = self._peers.get(peer)
         if info is None:
             raise LinkError(f"{peer.name} is gone")
-        return place_of(info, tier)
+        return info
 
-    def _map_gpu(self, peer: Peer, tier: Tier, place: ArenaPlace) -> _Mapped:
+    def _map_gpu(self, peer: Peer, tier: Tier) -> ArenaParts:
+        """The peer's memories, mapped when they are first read."""
+        info = self._info(peer)
+        place = place_of(info, tier)
         with self._lock:
-            mapped = self._gpu_maps.get((peer, tier))
-            if mapped is None:
+            parts = self._gpu_maps.get((peer, tier))
+            if parts is None:
                 try:
-                    mapped = _Mapped(self._driver, place)
-                except DriverError as error:
+                    parts = _mapped(self._driver, place, info.geometry)
+                except (DriverError, ValueError) as error:
                     raise UnreachableError(f"cannot map {peer.name}'s {tier.name}: {error}") from error
                 if peer in self._peers:
-                    self._gpu_maps[peer, tier] = mapped
-            return mapped
+                    self._gpu_maps[peer, tier] = parts
+            return parts
+
+
+def _is_exported(place: ArenaPlace) -> bool:
+    if not place.on_gpu:
+        return True
+    return bool(place.exported) or (bool(place.shards) and all(shard.exported for shard in place.shards))
+
+
+def _mapped(driver: Driver, place: ArenaPlace, geometry: KVGeometry) -> ArenaParts:
+    shards = shards_of(place, geometry)
+    exported = [(one.exported, one.arena_bytes) for one in place.shards] or [(place.exported, place.arena_bytes)]
+    maps = tuple(MappedMemory(driver, *one) for one in exported)
+    return ArenaParts(tuple(one.address for one in maps), shards, maps)

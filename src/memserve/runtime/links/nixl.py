@@ -22,10 +22,10 @@ import msgspec
 
 from memserve.messages import ArenaPlace, Peer, PeerInfo
 from memserve.runtime.links.attendant import Attendant
-from memserve.runtime.links.gpu_memory import GpuMemory
+from memserve.runtime.links.gpu_memory import GpuMemory, shards_of
 from memserve.runtime.links.link import ArenaMemory, Arenas, LinkError, Seals, check_ranges, place_of
 from memserve.runtime.links.nixl_agent import Agent
-from memserve.runtime.links.nixl_slots import SlotReader
+from memserve.runtime.links.nixl_slots import SlotReader, Source
 from memserve.runtime.links.ranges import Ranges
 from memserve.types import Tier
 from memserve.units import MIB, ns_from_s
@@ -36,6 +36,41 @@ SLOT_BYTES_MIN = 4 * MIB
 """A slot holds this much, or one block when that is larger."""
 STALL_S = 4.0
 """A slot that does not fill within this time is given up, and the read with it."""
+
+
+class ServingAgent:
+    """The agent of a worker that is not the leader: peers read its GPU's memory, and it reads nothing.
+
+    Raises :class:`UserError` when NIXL is not installed, or does not start.
+    """
+
+    def __init__(self, memory: GpuMemory, host: str | None) -> None:
+        self._agent = Agent(_agent_name(), host)
+        self._agent.register(memory.address, len(memory.tensor), on_gpu=True)
+        #: what peers need to read it
+        self.metadata = self._agent.metadata()
+        self._attendant = Attendant(self._attend)
+
+    def expect_reads(self) -> None:
+        """Peers will read in a moment."""
+        self._attendant.look_often()
+
+    def close(self) -> None:
+        """No peer reads any more."""
+        self._attendant.close()
+        self._agent.close()
+
+    def _attend(self) -> bool:
+        try:
+            if self._agent.progress():
+                self._attendant.look_often()
+        except LinkError as error:
+            log.warning("%s", error)
+        return True
+
+
+def _agent_name() -> str:
+    return f"memserve {os.getpid()} {time.time_ns():x}"
 
 
 class NixlLink:
@@ -49,9 +84,11 @@ class NixlLink:
 
     def __init__(self, arenas: Arenas, block_bytes: int, *, stall_s: float = STALL_S, host: str | None = None) -> None:
         self._arenas = arenas
-        self._agent = Agent(f"memserve {os.getpid()} {time.time_ns():x}", host)
+        self._agent = Agent(_agent_name(), host)
         for arena in arenas.values():
-            self._agent.register(arena.address, arena.nbytes, on_gpu=isinstance(arena, GpuMemory))
+            on_gpu = isinstance(arena, GpuMemory)  # of several GPUs: the others are read by their workers' agents
+            nbytes = len(arena.tensor) if isinstance(arena, GpuMemory) else arena.nbytes
+            self._agent.register(arena.address, nbytes, on_gpu=on_gpu)
         self._metadata = self._agent.metadata()  # without slots: no peer may read those
         sizes = max(SLOT_BYTES_MIN, block_bytes), ns_from_s(stall_s)
         self._reader = SlotReader(self._agent, *sizes)
@@ -60,8 +97,8 @@ class NixlLink:
         self._gpu_reader = SlotReader(self._agent, *sizes, make=gpus[0].like) if gpus else None
         self._lock = threading.Lock()
         self._peers: dict[Peer, PeerInfo] = {}
-        self._names: dict[Peer, str] = {}
-        """Agents of peers that were read from; generations of one process share theirs."""
+        self._names: dict[Peer, dict[bytes, str]] = {}
+        """Agents of peers that were read from, by their metadata; generations of one process share theirs."""
         self._reading: Counter[str] = Counter()
         """Reads under way, by agent."""
         self._leaving: list[str] = []
@@ -71,8 +108,10 @@ class NixlLink:
         self._attendant = Attendant(self._attend)
 
     def describe(self, info: PeerInfo) -> PeerInfo:
-        """Add the agent."""
-        return msgspec.structs.replace(info, nixl_agent=self._metadata)
+        """Add the agent, where those of all workers are there."""
+        shards = [shard for place in info.arenas for shard in place.shards[1:]]
+        all_there = all(shard.nixl_agent for shard in shards)
+        return msgspec.structs.replace(info, nixl_agent=self._metadata if all_there else b"")
 
     def reaches(self, info: PeerInfo) -> bool:
         """It has an agent as well."""
@@ -88,27 +127,30 @@ class NixlLink:
         """A read under way notices, and its slots are abandoned."""
         with self._lock:
             self._peers.pop(peer, None)
-            name = self._names.pop(peer, None)
-            if name is not None and name not in self._names.values():
-                self._leaving.append(name)
+            names = self._names.pop(peer, {}).values()
+            still = {name for others in self._names.values() for name in others.values()}
+            self._leaving += [name for name in names if name not in still]
 
     def expect_reads(self) -> None:
         """Look more often for a while, if there are peers."""
         if self._peers:
             self._attendant.look_often()
+            for arena in self._arenas.values():
+                if isinstance(arena, GpuMemory):
+                    arena.on_expected()
 
     def read(self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges) -> Seals:
         """Read slot by slot, then copy and checksum each. Raises :class:`LinkError`."""
-        info, agent_name = self._begin(peer)
+        target = self._arenas.get(dst_tier)
+        if target is None:
+            raise LinkError(f"no {dst_tier.name} here")
+        place, source = self._begin(peer, src_tier)
         try:
-            place, target = place_of(info, src_tier), self._arenas.get(dst_tier)
-            if target is None:
-                raise LinkError(f"no {dst_tier.name} here")
             check_ranges(ranges, place.arena_bytes, target.nbytes)
-            return self._read(peer, agent_name, place, target, ranges)
+            return self._read(peer, source, target, ranges)
         finally:
             with self._lock:
-                self._reading[agent_name] -= 1
+                self._reading.subtract(source.agent_names)
 
     def close(self) -> None:
         """Stop attending, give agent and slots back."""
@@ -121,34 +163,44 @@ class NixlLink:
         """Agents from which something is still under way."""
         return self._reader.sweep() | (self._gpu_reader.sweep() if self._gpu_reader is not None else set())
 
-    def _begin(self, peer: Peer) -> tuple[PeerInfo, str]:
-        """The peer and its agent's name; from now on a read is under way from it."""
+    def _begin(self, peer: Peer, tier: Tier) -> tuple[ArenaPlace, Source]:
+        """Where the peer's tier lies, and how it is read; from now on a read is under way from its agents."""
         with self._lock:
             info = self._peers.get(peer)
             if info is None:
                 raise LinkError(f"{peer.name} is gone")
-            name = self._names.get(peer)
-            if name is None or name in self._broken:
-                name = self._names[peer] = self._connect(info, name)
-            self._leaving = [other for other in self._leaving if other != name]
-            self._reading[name] += 1
-            return info, name
+            place = place_of(info, tier)
+            try:
+                shards = shards_of(place, info.geometry)
+            except ValueError as error:
+                raise LinkError(str(error)) from error
+            agents = [shard.nixl_agent or info.nixl_agent for shard in place.shards] or [info.nixl_agent]
+            addresses = tuple(shard.address for shard in place.shards) or (place.address,)
+            known = self._names.setdefault(peer, {})
+            for metadata in agents:
+                name = known.get(metadata)
+                if name is None or name in self._broken:
+                    known[metadata] = self._connect(metadata, name)
+            names = tuple(known[metadata] for metadata in agents)
+            self._leaving = [other for other in self._leaving if other not in names]
+            self._reading.update(names)
+            return place, Source(names, addresses, place.on_gpu, shards)
 
-    def _read(self, peer: Peer, agent_name: str, place: ArenaPlace, target: ArenaMemory, ranges: Ranges) -> Seals:
+    def _read(self, peer: Peer, source: Source, target: ArenaMemory, ranges: Ranges) -> Seals:
         reader = self._gpu_reader if isinstance(target, GpuMemory) and self._gpu_reader else self._reader
         try:
-            return reader.read(agent_name, place, target, ranges, lambda: peer in self._peers)
+            return reader.read(source, target, ranges, lambda: peer in self._peers)
         except LinkError:
             with self._lock:
-                self._broken.add(agent_name)
+                self._broken.update(source.agent_names)
             raise
 
-    def _connect(self, info: PeerInfo, broken: str | None) -> str:
+    def _connect(self, metadata: bytes, broken: str | None) -> str:
         """The name of the peer's agent. A connection that broke stays broken until its agent is removed, which has to
         wait for what is under way."""
         if broken is not None and not self._reading[broken] and broken not in self._sweep():
             self._forget(broken)
-        return self._agent.add_peer(info.nixl_agent)
+        return self._agent.add_peer(metadata)
 
     def _attend(self) -> bool:
         """Serve readers, take back what is over; whether there is anybody to serve."""

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from memserve import _core
-from memserve.messages import ArenaPlace
 from memserve.runtime.links.gpu_memory import GpuMemory, land_ranges
 from memserve.runtime.links.link import ArenaMemory, LinkError, Seals
 from memserve.runtime.links.nixl_agent import Agent, Transfer
-from memserve.runtime.links.ranges import Ranges
+from memserve.runtime.links.ranges import Ranges, Shards, pieces
 from memserve.units import NS_PER_S
 
 SLOTS_MAX = 64
@@ -39,14 +38,34 @@ _never_freed: list[object] = []
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Filling:
-    """A slot that a READ writes."""
+    """A slot that READs write."""
 
     slot: Slot
     landing: Ranges
     """From the slot into the arena."""
-    transfer: Transfer
-    agent_name: str
+    transfers: list[tuple[str, Transfer]]
+    """With the agents that are read: one, or more where the source is in shards."""
     stalled_at_ns: int
+
+    def is_over(self) -> bool:
+        """Whether nothing writes the slot any more; lets NIXL work on it."""
+        return all(transfer.is_over() for _, transfer in self.transfers)
+
+    @property
+    def succeeded(self) -> bool:
+        """Of what is over."""
+        return all(transfer.succeeded for _, transfer in self.transfers)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a peer's arena is read: one memory, or the shards of all its workers."""
+
+    agent_names: tuple[str, ...]
+    """Of the process that has each memory."""
+    addresses: tuple[int, ...]
+    on_gpu: bool
+    shards: Shards = ()
 
 
 class SlotReader:
@@ -70,27 +89,21 @@ class SlotReader:
         self._abandoned: list[_Filling] = []
         """READs that were given up but were not over when last looked at."""
 
-    def read(
-        self,
-        agent_name: str,
-        place: ArenaPlace,
-        target: ArenaMemory,
-        ranges: Ranges,
-        is_wanted: Callable[[], bool],
-    ) -> Seals:
+    def read(self, source: Source, target: ArenaMemory, ranges: Ranges, is_wanted: Callable[[], bool]) -> Seals:
         """Copy ``ranges`` from a peer's arena into one of ours; one checksum each of what was written.
 
         Raises :class:`LinkError` when a slot does not fill in time, or is not wanted any more.
         """
         if ranges.range_bytes > self._slot_bytes:
             raise LinkError(f"ranges of {ranges.range_bytes} bytes are longer than a slot")
-        self._agent.announce(agent_name)
+        for agent_name in dict.fromkeys(source.agent_names):
+            self._agent.announce(agent_name)
         step = self._slot_bytes // ranges.range_bytes
         seals: list[Seals] = []
         filling: deque[_Filling] = deque()
         try:
             for begin in range(0, len(ranges), step):
-                filling.append(self._fill(agent_name, place, ranges.part(begin, begin + step)))
+                filling.append(self._fill(source, ranges.part(begin, begin + step)))
                 if len(filling) == 2:
                     seals.append(self._land(filling, target, is_wanted))
             while filling:
@@ -103,9 +116,9 @@ class SlotReader:
     def sweep(self) -> set[str]:
         """Take back what is over; the names of agents from which something is still under way."""
         with self._lock:
-            states = [(filling, filling.transfer.is_over()) for filling in self._abandoned]
+            states = [(filling, filling.is_over()) for filling in self._abandoned]
             self._abandoned = [filling for filling, is_over in states if not is_over]
-            busy = {filling.agent_name for filling in self._abandoned}
+            busy = {name for filling in self._abandoned for name, _ in filling.transfers}
         for filling, is_over in states:
             if is_over:
                 self._recycle(filling)
@@ -121,24 +134,30 @@ class SlotReader:
             self._agent.close()
         self._free.clear()
 
-    def _fill(self, agent_name: str, place: ArenaPlace, part: Ranges) -> _Filling:
+    def _fill(self, source: Source, part: Ranges) -> _Filling:
+        """Post the READs of a slot: each memory's pieces go to where the whole ranges have them."""
         slot = self._take()
         offsets = np.arange(len(part), dtype=np.int64) * part.range_bytes
-        try:
-            into_slot = Ranges(part.src_offsets, offsets, part.range_bytes)
-            on_gpu = place.on_gpu, isinstance(slot, GpuMemory)
-            transfer = self._agent.read(agent_name, place.address, slot.address, into_slot, on_gpu)
-        except LinkError:
-            self._give_back(slot)
-            raise
+        on_gpu = source.on_gpu, isinstance(slot, GpuMemory)
         landing = Ranges(offsets, part.dst_offsets, part.range_bytes)
-        return _Filling(slot, landing, transfer, agent_name, time.monotonic_ns() + self._stall_ns)
+        filling = _Filling(slot, landing, [], time.monotonic_ns() + self._stall_ns)
+        try:
+            for piece in pieces(Ranges(part.src_offsets, part.src_offsets, part.range_bytes), source.shards):
+                name, address = source.agent_names[piece.source], source.addresses[piece.source]
+                places = offsets[piece.owners] + piece.begins
+                into_slot = Ranges(piece.ranges.src_offsets, places, piece.ranges.range_bytes)
+                transfer = self._agent.read(name, address, slot.address, into_slot, on_gpu)
+                filling.transfers.append((name, transfer))
+        except BaseException:
+            self._abandon(filling)  # what was posted may still write the slot
+            raise
+        return filling
 
     def _land(self, filling: deque[_Filling], target: ArenaMemory, is_wanted: Callable[[], bool]) -> Seals:
         """Wait until the first slot is full, then copy it out."""
         full = filling[0]
         self._wait(full, is_wanted)
-        if not full.transfer.succeeded:
+        if not full.succeeded:
             raise LinkError("reading over NIXL failed")
         landing = full.landing
         seals = land_ranges(target, landing.dst_offsets, full.slot, landing.src_offsets, landing.range_bytes)
@@ -147,7 +166,7 @@ class SlotReader:
 
     def _wait(self, filling: _Filling, is_wanted: Callable[[], bool]) -> None:
         looks = 0
-        while not filling.transfer.is_over():
+        while not filling.is_over():
             looks += 1
             if not is_wanted():
                 raise LinkError("the peer is gone")
@@ -157,14 +176,15 @@ class SlotReader:
                 time.sleep(_POLL_S)
 
     def _abandon(self, filling: _Filling) -> None:
-        if filling.transfer.is_over():
+        if filling.is_over():
             self._recycle(filling)
         else:
             with self._lock:
                 self._abandoned.append(filling)
 
     def _recycle(self, filling: _Filling) -> None:
-        filling.transfer.release()
+        for _, transfer in filling.transfers:
+            transfer.release()
         self._give_back(filling.slot)
 
     def _take(self) -> Slot:

@@ -94,6 +94,20 @@ class Shard:
         """Of one head of a page: what an arena of the model and one of the rank have in common."""
         return self.model.page_bytes // self.model.num_kv_heads
 
+    def places(self, pages: Offsets, first_head: int) -> Offsets:
+        """Where ``first_head`` of each of the model's ``pages`` (``block * layers + layer``, of layers that the rank
+        has) begins in its own arena."""
+        own = self.local
+        blocks, layers = np.divmod(pages, self.model.num_layers)
+        numbers = blocks * own.num_layers + layers - self.first_layer
+        return (numbers * own.num_kv_heads + first_head - self.first_head) * self.run_bytes
+
+    def has_layers(self, pages: Offsets) -> NDArray[np.bool_]:
+        """Which of the model's ``pages`` are of the rank's layers."""
+        layers = pages % self.model.num_layers
+        found: NDArray[np.bool_] = (layers >= self.first_layer) & (layers < self.end_layer)
+        return found
+
     def runs(self, pages: NDArray[np.int32], *, of_model: bool) -> NDArray[np.int32]:
         """The runs of the rank's ``pages`` (``block * own layers + own layer``), a page's heads in a row: as they are
         numbered in the rank's own arena, or in one ``of_model``."""
@@ -110,6 +124,61 @@ def shard_of(share: Share, model: KVGeometry) -> Shard:
     """What a worker has of each page, where it keeps that in a memory of its own."""
     layers, end_head = share.own_layers, share.first_head + share.heads[share.part]
     return Shard(model, layers.start, layers.stop, share.first_head, end_head)
+
+
+Shards = tuple[Shard, ...]
+"""Of an arena, those of all ranks in their order. Empty: the arena is one memory with whole blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What one memory has of ranges that another one takes."""
+
+    source: int
+    """Which of the memories behind the source; 0 where it is one."""
+    target: int
+    ranges: Ranges
+    """Places in those two memories, ``[n]``."""
+    begins: Offsets
+    """Bytes from the begin of the range that a piece is of, ``[n]`` int64."""
+    owners: NDArray[np.int64]
+    """Which range that is, ``[n]``."""
+
+
+def pieces(ranges: Ranges, sources: Shards = (), targets: Shards = ()) -> list[Pieces]:
+    """Ranges between two arenas, each of which may be in shards, as ranges between their memories. Together they have
+    every byte once, as long as shards hold every head and layer once.
+
+    Raises :class:`ValueError` for ranges that are no whole pages, where one of the arenas is in shards.
+    """
+    if not sources and not targets:
+        numbers = np.arange(len(ranges), dtype=np.int64)
+        return [Pieces(0, 0, ranges, np.zeros_like(numbers), numbers)]
+    model = (sources or targets)[0].model
+    check(all(shard.model == model for shard in (*sources, *targets)), "shards of one model")
+    page_bytes, whole = model.page_bytes, (Shard(model, 0, model.num_layers, 0, model.num_kv_heads),)
+    if not is_whole(ranges.src_offsets, ranges.range_bytes, page_bytes) or (ranges.dst_offsets % page_bytes).any():
+        raise ValueError("KV of several GPUs is read by whole pages")
+    steps = np.arange(ranges.range_bytes // page_bytes, dtype=np.int64)
+    src_pages = (ranges.src_offsets[:, None] // page_bytes + steps).ravel()
+    dst_pages = (ranges.dst_offsets[:, None] // page_bytes + steps).ravel()
+    owners, begins = np.repeat(np.arange(len(ranges)), len(steps)), np.tile(steps * page_bytes, len(ranges))
+    found = []
+    for source, src in enumerate(sources or whole):
+        for target, dst in enumerate(targets or whole):
+            first_head, end_head = max(src.first_head, dst.first_head), min(src.end_head, dst.end_head)
+            mine = src.has_layers(src_pages) & dst.has_layers(dst_pages)
+            if first_head >= end_head or not mine.any():
+                continue
+            offsets = src.places(src_pages[mine], first_head), dst.places(dst_pages[mine], first_head)
+            part = Ranges(*offsets, (end_head - first_head) * src.run_bytes)
+            found.append(Pieces(source, target, part, begins[mine] + first_head * src.run_bytes, owners[mine]))
+    return found
+
+
+def is_whole(offsets: Offsets, range_bytes: int, page_bytes: int) -> bool:
+    """Whether ranges are whole pages."""
+    return range_bytes > 0 and range_bytes % page_bytes == 0 and not (offsets % page_bytes).any()
 
 
 def shards(model: KVGeometry, tensor_parallel: int, pipeline_parallel: int) -> list[Shard]:

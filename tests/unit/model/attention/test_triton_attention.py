@@ -133,7 +133,7 @@ def compile_kernels() -> None:
     merge = {"HEADS": 9, "DV": 64, "DV_PAD": 64, "SPLITS": 3, "SPLITS_PAD": 4}
     seals = {"STRIPES": 128, "TURNS": 8, "COPIES": True}
     bf16, fp32, scalars = {"arena", "k", "v", "q", "out"}, {"pieces", "piece_stats", "sinks"}, {"scale", "softcap"}
-    wide = {"source", "target", "src_at", "dst_at", "keys", "sums"}
+    wide = {"source", "target", "src_at", "dst_at", "begins", "keys", "sums"}
     for capability, (name, constants) in itertools.product((80, 90, 100), (
         ("write_kv", shape), ("attend_tile", shape | tile | {"SPLITS": 1}),
         ("attend_tile", shape | tile | {"SPLITS": 3}), ("combine_splits", merge),
@@ -142,7 +142,7 @@ def compile_kernels() -> None:
         kernel, signature = getattr(triton_kernels, name, None) or getattr(triton_bytes, name), {}
         for arg in kernel.arg_names:
             pointer = "*bf16" if arg in bf16 else "*fp32" if arg in fp32 else "*i64" if arg in wide else "*i32"
-            plain = arg in ("layer", "window", "table_stride", "words", "stripes") or arg.endswith(("_token", "_head"))
+            plain = arg in ("layer", "window", "table_stride", "words") or arg.endswith(("_token", "_head"))
             number = "fp32" if arg in scalars else "i64" if arg == "golden" else "i32" if plain else pointer
             signature[arg] = "constexpr" if arg in constants else number
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(signature.values()) if t.startswith("*")}
