@@ -148,7 +148,7 @@ class HandoffReceiver:
     def _await_grammar(self, group: Group) -> None:
         """If the grammar of ``group`` is still being built: memory does not wait for that. The KV is given up; what the
         cache has of it is found again on admission."""
-        if self._state.grammars.awaited(group.request.sampling.grammar):
+        if self._state.grammars.awaited(group.wanted_grammar):
             for sequence in list(group.sequences.values()):
                 self._state.reset(sequence)
 

@@ -177,7 +177,7 @@ class HandoffSender:
 
     @staticmethod
     def _is_done(sequence: Sequence) -> bool:
-        return sequence.phase is Phase.IDLE and not sequence.inflight
+        return sequence.phase is Phase.IDLE and not sequence.inflight and sequence.late is None
 
     def _hand_over(self, group: Group) -> None:
         """Let a request leave, each of whose sequences has its first token, or has ended with it."""
@@ -224,7 +224,7 @@ class HandoffSender:
             return
         for sequence in group.sequences.values():
             sequence.left = sequence.draws_left
-            if sequence.phase is Phase.IDLE and sequence.left:
+            if sequence.phase is Phase.IDLE and sequence.left and sequence.late is None:
                 self._state.move(sequence, Cause.HANDOFF_ABANDONED)
 
     def _stay(self, group: Group, remote: RemoteState, why: str) -> None:

@@ -26,6 +26,7 @@ from memserve.instance.events import (
     GrammarBuilt,
     LayerFinished,
     LoadRead,
+    MaskComputed,
     RunStep,
     StepFailed,
     StepFinished,
@@ -148,6 +149,8 @@ class Instance:
             self._fail(event, now)
         elif isinstance(event, GrammarBuilt):
             self.intake.grammar_built(event)
+        elif isinstance(event, MaskComputed):
+            self.state.late_masks.computed(event.job_id, now)
         elif isinstance(event, PrefixPinned):
             name, until_ns = _pin_name(event.handle, event.tenant), now + event.ttl_ns
             self.pins.pin(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
@@ -163,7 +166,7 @@ class Instance:
             link.settle(now)
             actions += link.segments.take_dropped()
         self._plan(now, actions)
-        actions += self.state.grammars.take_orders()
+        actions += [*self.state.grammars.take_orders(), *self.state.late_masks.take_orders()]
         if outputs := self._take_outputs():
             actions += link.tell(outputs) if link is not None else [EmitTokens(outputs)]
         if link is not None:

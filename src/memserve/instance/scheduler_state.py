@@ -24,7 +24,7 @@ from typing import Protocol
 
 from memserve import _core
 from memserve.errors import check
-from memserve.instance.grammar_waits import GrammarWaits
+from memserve.instance.grammar_waits import GrammarWaits, LateMasks
 from memserve.instance.memory import SequenceMemory
 from memserve.instance.objectives import Objectives
 from memserve.instance.queues import RankedList, WaitingQueue
@@ -41,6 +41,7 @@ class SchedulerCounters:
     steps: int = 0
     steps_failed: int = 0
     rows_failed: int = 0
+    late_draws: int = 0  # put off because a grammar's mask was not there
     requests: int = 0
     requests_rejected: int = 0
     requests_finished: int = 0
@@ -96,6 +97,7 @@ class SchedulerState:
         "grammars",
         "groups",
         "idle",
+        "late_masks",
         "memory",
         "now",
         "objectives",
@@ -121,7 +123,8 @@ class SchedulerState:
         self.counters = SchedulerCounters()
         #: time of the event that is being handled
         self.now = 0
-        self.grammars = GrammarWaits()
+        self.grammars = GrammarWaits(slots)
+        self.late_masks = LateMasks()
         #: None: requests have no objectives
         self.objectives: Objectives | None = None
         #: None: outside a cluster, where no request has transfers
@@ -164,7 +167,7 @@ class SchedulerState:
         self.groups[group.request.request_id] = group
         self.tenants[group.tenant] = self.tenants.get(group.tenant, 0) + 1
         self.turns.enter(group.tenant, group.request.weight)
-        self.grammars.opened(group.request.sampling.grammar, self.now)
+        self.grammars.opened(group.wanted_grammar, self.now)
 
     def first_urgency(self, tenant: str) -> int:
         """The lowest urgency of the tenant's sequences that have prompts to compute."""
@@ -216,7 +219,7 @@ class SchedulerState:
     def move(self, sequence: Sequence, cause: Cause) -> None:
         """Change the phase, and the container that goes with it. Raises :class:`InvariantError` for an illegal move."""
         before, after = sequence.phase, SEQUENCE.step(sequence.phase, cause)
-        if after is Phase.WAITING and self.grammars.awaited(sequence.group.request.sampling.grammar):
+        if after is Phase.WAITING and self.grammars.awaited(sequence.wanted_grammar):
             after = SEQUENCE.step(after, Cause.GRAMMAR_EXPECTED)
         container = self._containers.get(before)
         if container is not None:
@@ -231,6 +234,20 @@ class SchedulerState:
         """It decodes on when its tokens under way are known."""
         sequence.held = True
         self.move(sequence, Cause.AWAITS_TOKENS)
+
+    def skip_draw(self, sequence: Sequence) -> None:
+        """A draw of ``sequence`` was late, and so are those of plans under way: it waits for its mask, with its slot."""
+        sequence.inflight -= 1
+        sequence.left += 1
+        if sequence.slot is None:  # it was preempted meanwhile: what it had computed for that token has no meaning
+            sequence.computed = min(sequence.computed, sequence.known - 1 + sequence.inflight)
+            self.resume(sequence)
+        elif sequence.late is not None:
+            sequence.computed -= 1
+        else:
+            self.late_masks.add(sequence, self.now)
+            if sequence.phase is Phase.DECODING:
+                self.move(sequence, Cause.AWAITS_TOKENS)
 
     def resume(self, sequence: Sequence) -> None:
         """A token came. One that was held decodes on; a preempted one waits for admission again, unless tokens or
@@ -253,6 +270,7 @@ class SchedulerState:
     def preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks away; the sequence continues with the tokens that it has."""
         memory, counters = self.memory, self.counters
+        self._stop_waiting(sequence)
         tokens, blocks = sequence.computed, sequence.blocks_held
         finished_by_count = sequence.phase is Phase.IDLE and sequence.left == 0
         swap = memory.is_swapped_at_no_cost(sequence) or self.costs.prefers_swap(self.preemption, tokens, blocks)
@@ -269,6 +287,12 @@ class SchedulerState:
         if sequence.group.tokens_here is not None and self.transfers is not None:
             self.transfers.request_preempted(sequence.group)
 
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        """It loses its slot, and with it the logits that it would have drawn from."""
+        if sequence.late is not None:
+            self.late_masks.drop(sequence, self.now)
+            sequence.computed = min(sequence.computed, sequence.known - 1)
+
     def preempt_all(self) -> None:
         """Preempt every sequence that holds blocks, but for segments that are kept for others: the way out of a
         standstill (see ``Planner``)."""
@@ -280,6 +304,7 @@ class SchedulerState:
 
     def reset(self, sequence: Sequence) -> None:
         """The device failed: drop all KV of the sequence, which starts over from its known tokens."""
+        self._stop_waiting(sequence)
         self.memory.abandon(sequence)
         self._leave_slot(sequence)
         sequence.inflight, sequence.held = 0, False
@@ -353,7 +378,7 @@ class SchedulerState:
 
     def _forget(self, group: Group) -> None:
         del self.groups[group.request.request_id]
-        self.grammars.closed(group.request.sampling.grammar)
+        self.grammars.closed(group.wanted_grammar, self.now)
         left = self.tenants[group.tenant] - 1
         if left:
             self.tenants[group.tenant] = left
@@ -369,6 +394,7 @@ class SchedulerState:
         self._retire(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
+        self._stop_waiting(sequence)
         self.memory.detach(sequence)
         self._leave_slot(sequence)
         self.move(sequence, Cause.FINISHED)

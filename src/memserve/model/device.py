@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,7 +74,10 @@ class ModelDevice:
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
         self._vocab_size = model.vocab_size
         #: None: another worker draws
-        self.grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids) if self._leads else None
+        self.grammars: Grammars | None = None
+        if self._leads:
+            words = model.tokenizer, model.vocab_size, model.eos_token_ids
+            self.grammars = Grammars(*words, slots=scheduler.max_running)
         self._adapters = model.adapters
         if self._adapters is not None:
             self._adapters.pack()
@@ -128,7 +131,7 @@ class ModelDevice:
         finished = StepFinished(plan.step_id, [], 0)
         try:
             moving = self._move(plan.moves)
-            if plan.slots:
+            if plan.gives_tokens:
                 with torch.inference_mode():
                     finished = self._compute(plan)
             for copy in moving:
@@ -139,15 +142,20 @@ class ModelDevice:
         link = self._copier.take_used()
         return replace(finished, device_ns=time.perf_counter_ns() - started_ns, link=link)
 
-    def build_grammar(self, grammar: str, on_built: OnBuilt) -> None:
+    def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
         """See :class:`memserve.runtime.ports.Device`."""
         check(self.grammars is not None, "this worker draws no tokens")
-        self.grammars.build(grammar, on_built)  # type: ignore[union-attr]  # checked in the line before
+        self.grammars.build(job_id, grammar, on_built)  # type: ignore[union-attr]  # checked in the line before
 
-    def forget_grammar(self, grammar: str) -> None:
+    def forget_grammar(self, job_id: int) -> None:
         """See :class:`memserve.runtime.ports.Device`."""
         if self.grammars is not None:
-            self.grammars.forget(grammar)
+            self.grammars.forget(job_id)
+
+    def await_mask(self, slot: int, on_mask: Callable[[], None]) -> None:
+        """See :class:`memserve.runtime.ports.Device`."""
+        check(self.grammars is not None, "this worker draws no tokens")
+        self.grammars.await_mask(slot, on_mask)  # type: ignore[union-attr]  # checked in the line before
 
     def take_drawn(self) -> Drawing:
         """What was drawn since the last call."""
@@ -166,6 +174,8 @@ class ModelDevice:
     def close(self) -> None:
         """Release the arenas (with the last reference to this device)."""
         self._copier.close()
+        if self.grammars is not None:
+            self.grammars.end()
         if self.segment_lines is not None:
             self.segment_lines.close()
         del self._attention, self._page_attention, self._arenas, self.held_kv
@@ -189,6 +199,8 @@ class ModelDevice:
             self._slots.replace(slot, position, block)
         for placement in plan.place:
             self._place(placement)
+        for late in plan.late_draws:
+            self._slots.cut(late)
 
     @property
     def _leads(self) -> bool:
@@ -233,19 +245,24 @@ class ModelDevice:
         return begun
 
     def _compute(self, plan: StepPlan) -> StepFinished:
-        logits, drawing = self._logits(plan)
+        kept_logits = [self._slots.late.pop(draw.slot) for draw in plan.late_draws]
+        logits, drawing = self._logits(plan) if plan.slots else (torch.empty((0, self._vocab_size)), [])
         failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
         verified = len(drawing) + sum([plan.counts[row] for row in plan.drafts])
         prompt_logprobs = self._prompt_logprobs(plan, logits[verified:], failed)
-        drawn = self._draw(plan, drawing, logits[: len(drawing)], failed)
+        rows = logits[: len(drawing)]
+        if kept_logits:
+            rows = torch.cat((rows.to(kept_logits[0].device), torch.stack(kept_logits)))
+        drawn = self._draw(plan, drawing, rows, failed)
         tokens = drawn.tokens.tolist()
         kept: dict[int, list[int]] = {}
         if plan.drafts:
             first, kept = self._verify(plan, logits[len(drawing) : verified], failed)
             tokens += first
         return StepFinished(
-            plan.step_id, tokens, 0, drawn.logprobs, prompt_logprobs, drawn.candidates, kept=kept, failed=failed
-        )
+            plan.step_id, tokens, 0, drawn.logprobs, prompt_logprobs, drawn.candidates, kept=kept, failed=failed,
+            late=drawn.late,
+        )  # fmt: skip
 
     def _logits(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
         """``[rows, vocab]`` float32 of the rows that draw one token, whose numbers they are, then of all tokens of rows
@@ -347,9 +364,10 @@ class ModelDevice:
     def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Drawn:
         """Sample, and append each token to its slot; a slot that ``failed`` gets one too, because later plans may
         already refer to its position."""
-        if not drawing:
-            return Drawn(np.empty(0, np.int64))
         groups = [plan.sample_slots[row] for row in drawing]
+        groups += [(draw.slot,) for draw in plan.late_draws]
+        if not groups:
+            return Drawn(np.empty(0, np.int64))
         slots = np.array([slot for group in groups for slot in group], np.int64)
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         drawn = sample(logits, rows, slots, self._slots)

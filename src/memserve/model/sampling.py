@@ -13,6 +13,7 @@ from torch import Tensor
 from memserve import _kernels
 from memserve.instance.events import GRAMMAR_FAILED, RowFailed
 from memserve.model.drawing import Truncation, draw, draw_native, uniforms
+from memserve.model.grammar_processes import Mask
 from memserve.model.slots import NOT_NUMBERS, NOTHING_LEFT, Failures, Int64s, SlotTable, each, stage
 from memserve.types import SamplingParams, StopParams, TokenLogprobs
 
@@ -29,6 +30,8 @@ class Drawn:
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     failed: Failures = field(default_factory=dict)
     """Slots that draw nothing; their place in ``tokens`` still holds a token."""
+    late: frozenset[int] = frozenset()
+    """Likewise, because their masks are not there: their logits are kept (``SlotTable.late``)."""
 
 
 def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable, ahead: Int64s | int = 0) -> Drawn:
@@ -47,16 +50,21 @@ def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable, ahead:
     if len(rows) != len(logits) or (rows != np.arange(len(rows))).any():
         logits = logits[torch.from_numpy(rows).to(logits.device)]
     failed: Failures = {}
+    adjusted = np.flatnonzero(table.adjusts[slots]).tolist()
+    masks = _masks(logits, adjusted, slots, table, failed)
+    late = frozenset([int(slots[position]) for position, mask in masks.items() if mask is None])
     changed = {
-        position: _adjust(logits[position], int(slots[position]), table, failed)
-        for position in np.flatnonzero(table.adjusts[slots]).tolist()
+        position: _adjust(logits[position], int(slots[position]), table, masks.get(position), failed)
+        for position in adjusted
+        if int(slots[position]) not in late
     }
     best, sound = _best(logits)
-    drawn = Drawn(best, failed=failed)
-    if failed or not sound.all():
+    drawn = Drawn(best, failed=failed, late=late)
+    if failed or late or not sound.all():
         for position in np.flatnonzero(~sound).tolist():
-            _blame(logits, position, int(slots[position]), changed.get(position), failed)
-        sound = np.array([slot not in failed for slot in slots.tolist()], np.bool_)
+            if int(slots[position]) not in late:
+                _blame(logits, position, int(slots[position]), changed.get(position), failed)
+        sound = np.array([slot not in failed and slot not in late for slot in slots.tolist()], np.bool_)
     random = ~greedy & (table.beam_candidates[slots] == 0) & sound
     if random.any():
 
@@ -101,7 +109,33 @@ def _without(drawn: Drawn, slots: Int64s, bad: NDArray[np.bool_], why: RowFailed
     return drawn
 
 
-def _adjust(row: Tensor, slot: int, table: SlotTable, failed: Failures) -> tuple[Int64s, Tensor] | None:
+def _masks(
+    logits: Tensor, positions: list[int], slots: Int64s, table: SlotTable, failed: Failures
+) -> dict[int, Mask | None]:
+    """What may come next in those of ``positions`` whose slots have a grammar. None: it is not known; their logits are
+    kept as they are, those of the first time: later ones are behind a token that has no meaning."""
+    masks: dict[int, Mask | None] = {}
+    if not table.grammars:
+        return masks
+    for position in positions:
+        slot = int(slots[position])
+        if slot in table.grammars and slot not in table.failed:
+            try:
+                masks[position] = None if slot in table.late else table.grammars.mask(slot)
+            except ValueError as error:
+                failed[slot] = RowFailed(f"{GRAMMAR_FAILED}: {error}")
+                continue
+            if masks[position] is None and table.beam_candidates[slot]:
+                failed[slot] = RowFailed(f"{GRAMMAR_FAILED}: a beam does not wait for what may come next")
+                del masks[position]
+            elif masks[position] is None and slot not in table.late:
+                table.late[slot] = logits[position].clone()
+    return masks
+
+
+def _adjust(
+    row: Tensor, slot: int, table: SlotTable, mask: Mask | None, failed: Failures
+) -> tuple[Int64s, Tensor] | None:
     """Change ``row [vocab]`` as the request asks. Returns the tokens with changed logits, and their old logits.
 
     A logit that is no number stays so, except for stop tokens that ``min_tokens`` excludes.
@@ -118,15 +152,18 @@ def _adjust(row: Tensor, slot: int, table: SlotTable, failed: Failures) -> tuple
             failed[slot] = NOT_NUMBERS
         else:
             adjust_logits(row, known, prompt_tokens, sampling, stop)
-            if table.grammars is not None and slot in table.grammars:
-                try:
-                    mask = table.grammars.mask(slot)
-                except ValueError as error:
-                    failed[slot] = RowFailed(f"{GRAMMAR_FAILED}: {error}")
-                    return touched, before
-                row[torch.from_numpy(~mask).to(row.device)] = -torch.inf
+            if mask is not None:
+                _exclude(row, mask)
         return touched, before
     return None
+
+
+def _exclude(row: Tensor, mask: Mask) -> None:
+    """Make impossible what ``mask [vocab]`` does not admit."""
+    if row.device.type == "cpu":
+        np.copyto(row.numpy(), -np.inf, where=~mask)  # a tenth of torch's time
+    else:
+        row[torch.from_numpy(~mask).to(row.device)] = -torch.inf
 
 
 def _blame(logits: Tensor, position: int, slot: int, changed: tuple[Int64s, Tensor] | None, failed: Failures) -> None:

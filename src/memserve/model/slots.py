@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from memserve.errors import InvariantError, check
-from memserve.instance.events import NO_TOKEN_LEFT, Before, OpenSequence, RowFailed
+from memserve.instance.events import NO_TOKEN_LEFT, Before, LateDraw, OpenSequence, RowFailed
 from memserve.model.attention.layered import PlacedRange
 from memserve.model.grammars import Grammars
 from memserve.types import VOCAB_MAX, SamplingParams, StopParams
@@ -88,6 +88,8 @@ class SlotTable:
         self.placed: dict[int, PlacedRange] = {}
         #: what comes before the table of sequences that are a part, by slot
         self.before: dict[int, Before] = {}
+        #: logits ``[vocab]`` of slots whose mask was late, by slot: a later plan draws from them
+        self.late: dict[int, torch.Tensor] = {}
         #: open slots that failed: they compute like any other, and draw nothing
         self.failed: Failures = {}
         #: digests of the adapters that rows of the slots are computed with, by slot
@@ -127,7 +129,7 @@ class SlotTable:
         with stage(self.failed, slot, "opening its slot"):
             self._set_sampling(slot, sequence.sampling, sequence.stop)
             if self.grammars is not None and sequence.sampling.grammar:
-                self.grammars.open(slot, sequence.sampling.grammar, tokens[prompt_tokens:].tolist())
+                self.grammars.open(slot, sequence.grammar_job, tokens[prompt_tokens:].tolist())
         if slot in self.failed:
             self.beam_candidates[slot] = 0
             self._set_sampling(slot, _HARMLESS, StopParams())
@@ -151,6 +153,7 @@ class SlotTable:
         self.failed.pop(slot, None)
         self.placed.pop(slot, None)
         self.before.pop(slot, None)
+        self.late.pop(slot, None)
         self.adapters.pop(slot, None)
         if self.grammars is not None:
             self.grammars.close(slot)
@@ -161,6 +164,7 @@ class SlotTable:
         self.failed.clear()
         self.placed.clear()
         self.before.clear()
+        self.late.clear()
         self.adapters.clear()
         if self.grammars is not None:
             self.grammars.close_all()
@@ -193,8 +197,14 @@ class SlotTable:
         self.lengths[slots] = lengths + 1
         if self.grammars:
             for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-                if slot in self.grammars:
+                if slot in self.grammars and slot not in self.late:
                     self.grammars.drawn(slot, token)
+            self.grammars.flush()
+
+    def cut(self, draw: LateDraw) -> None:
+        """Forget tokens behind those that are known: they stand where a draw was late."""
+        check(bool(self.opened[draw.slot]), f"slot {draw.slot} draws late although it is not open")
+        self.lengths[draw.slot] = int(self.firsts[draw.slot]) + draw.known
 
     def sampling(self, slot: int) -> SamplingParams:
         """How tokens of ``slot`` are drawn."""

@@ -17,11 +17,13 @@ from functools import partial
 
 from memserve.instance.events import (
     Action,
+    AwaitMask,
     BuildGrammar,
     Event,
     ForgetGrammar,
     GrammarBuilt,
     LayerFinished,
+    MaskComputed,
     RunStep,
     StepFailed,
     StepFinished,
@@ -245,9 +247,12 @@ class HostedInstance:
             if isinstance(action, RunStep):
                 self._plans.put(action.plan)
             elif isinstance(action, BuildGrammar):
-                self._device.build_grammar(action.grammar, partial(self._grammar_built, action.job_id))
+                built = partial(self._grammar_built, action.job_id)
+                self._device.build_grammar(action.job_id, action.grammar, built)
             elif isinstance(action, ForgetGrammar):
-                self._device.forget_grammar(action.grammar)
+                self._device.forget_grammar(action.job_id)
+            elif isinstance(action, AwaitMask):
+                self._device.await_mask(action.slot, partial(self.post, MaskComputed(action.job_id)))
             else:
                 self._outlet(action)
 
