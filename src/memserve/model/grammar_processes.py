@@ -72,6 +72,8 @@ class GrammarProcess:
         self.taken_bytes = 0
         #: whether it has the lowest priority, because it took long
         self.yields = False
+        #: how many masks were asked for, and how many of those were not there
+        self.masks = self.masks_late = 0
 
     # -- its life
 
@@ -316,13 +318,14 @@ class GrammarProcesses:
         return process
 
     def wait_built(self, text: str, seconds: float) -> tuple[str, GrammarProcess]:
-        """Build a grammar, and wait for that: why there is none, or "", and its process."""
+        """Build a grammar, and wait for that: why there is none, or "", and its process. Raises ``TimeoutError``."""
         done: queue.SimpleQueue[str] = queue.SimpleQueue()
         process = self.start(text, done.put)
         try:
             return done.get(timeout=seconds), process
         except queue.Empty:
-            return f"it was not built within {seconds:g} s", process
+            process.end()
+            raise TimeoutError(f"it was not built within {seconds:g} s") from None
 
     def close(self) -> None:
         """End all processes, and the source."""

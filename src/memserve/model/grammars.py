@@ -23,6 +23,9 @@ from memserve.model.grammar_processes import GrammarProcess, GrammarProcesses, M
 WAIT_S = 0.005
 """What one step waits for masks, all of its rows together: not for a grammar that was slow before."""
 
+LATE_OF = 16
+"""A grammar is slow if more than one mask of so many was late."""
+
 OnBuilt = Callable[[str], None]
 """Called from another thread, with the reason why a grammar cannot be built, or "": it is there."""
 
@@ -91,8 +94,10 @@ class Grammars:
         if process is None:
             raise ValueError("it is not built")
         begun_s = time.monotonic()
-        wait_s = 0.0 if process.yields else self._left_s
-        mask = process.mask(slot, begun_s + wait_s)
+        is_slow = process.yields or process.masks_late * LATE_OF > process.masks
+        mask = process.mask(slot, begun_s if is_slow else begun_s + self._left_s)
+        process.masks += 1
+        process.masks_late += mask is None
         self._left_s -= time.monotonic() - begun_s
         return mask
 
