@@ -15,6 +15,7 @@ from memserve.instance.events import GRAMMAR_FAILED, RowFailed
 from memserve.model.drawing import Truncation, draw, draw_native, uniforms
 from memserve.model.grammar_processes import Mask
 from memserve.model.slots import NOT_NUMBERS, NOTHING_LEFT, Failures, Int64s, SlotTable, each, stage
+from memserve.model.token_lists import TokenLists
 from memserve.types import SamplingParams, StopParams, TokenLogprobs
 
 _SLICE_ROWS = 64
@@ -135,23 +136,26 @@ def _masks(
 
 def _adjust(
     row: Tensor, slot: int, table: SlotTable, mask: Mask | None, failed: Failures
-) -> tuple[Int64s, Tensor] | None:
-    """Change ``row [vocab]`` as the request asks. Returns the tokens with changed logits, and their old logits.
+) -> tuple[Int64s | None, Tensor] | None:
+    """Change ``row [vocab]`` as the request asks. Returns the tokens with changed logits (None: all), and their old
+    logits.
 
     A logit that is no number stays so, except for stop tokens that ``min_tokens`` excludes.
     """
     with stage(failed, slot, "changing its logits"):
         known, prompt_tokens = table.tokens[slot, : table.lengths[slot]], int(table.prompt_tokens[slot])
-        sampling, stop = table.sampling(slot), table.stop(slot)
-        touched = touched_tokens(known, prompt_tokens, sampling, stop, len(row))
-        if row.device.type == "cpu":
+        sampling, stop, lists = table.sampling(slot), table.stop(slot), table.lists(slot)
+        touched = touched_tokens(known, prompt_tokens, sampling, lists)
+        if touched is None:
+            before = row.clone()
+        elif row.device.type == "cpu":
             before = torch.from_numpy(row.numpy()[touched])  # a third of torch's time
         else:
             before = row[torch.from_numpy(touched).to(row.device)]
         if stop.min_tokens and not (before < torch.inf).all():
             failed[slot] = NOT_NUMBERS
         else:
-            adjust_logits(row, known, prompt_tokens, sampling, stop)
+            adjust_logits(row, known, prompt_tokens, sampling, stop, lists)
             if mask is not None:
                 _exclude(row, mask)
         return touched, before
@@ -166,12 +170,13 @@ def _exclude(row: Tensor, mask: Mask) -> None:
         row[torch.from_numpy(~mask).to(row.device)] = -torch.inf
 
 
-def _blame(logits: Tensor, position: int, slot: int, changed: tuple[Int64s, Tensor] | None, failed: Failures) -> None:
+def _blame(logits: Tensor, position: int, slot: int, changed: tuple[Int64s | None, Tensor] | None, failed: Failures) -> None:
     """Note whether the model or the request is to blame for a row without a next token, judging by the row before it
     was ``changed``."""
     if changed is not None:
         touched, before = changed
-        logits[position, torch.from_numpy(touched).to(logits.device)] = before
+        everything = slice(None)
+        logits[position, everything if touched is None else torch.from_numpy(touched).to(logits.device)] = before
         if _best(logits[position : position + 1])[1].all():
             failed.setdefault(slot, NOTHING_LEFT)
             return
@@ -223,7 +228,12 @@ def _report(logits: Tensor, places: Int64s, slots: Int64s, table: SlotTable, dra
 
 
 def adjust_logits(
-    row: Tensor, tokens: NDArray[np.int32] | Tensor, prompt_tokens: int, sampling: SamplingParams, stop: StopParams
+    row: Tensor,
+    tokens: NDArray[np.int32] | Tensor,
+    prompt_tokens: int,
+    sampling: SamplingParams,
+    stop: StopParams,
+    lists: TokenLists,
 ) -> None:
     """Apply penalties, bias and ``min_tokens`` to ``row [vocab]`` in place.
 
@@ -242,12 +252,13 @@ def adjust_logits(
         row[ids] -= sampling.presence_penalty  # once per token, however often it is listed
         row.index_add_(0, ids, torch.full((len(ids),), -sampling.frequency_penalty, device=row.device))
     if sampling.logit_bias:
-        biased, bias = zip(*sampling.logit_bias, strict=True)
-        row.index_add_(0, torch.tensor(biased, device=row.device), torch.tensor(bias, device=row.device))
+        row.index_add_(0, *lists.biased(row.device))
     if len(output) < stop.min_tokens and stop.stop_token_ids:
-        row[torch.tensor(stop.stop_token_ids, device=row.device)] = -torch.inf
-    if sampling.allowed_token_ids:
-        allowed = torch.tensor(sampling.allowed_token_ids, device=row.device)
+        row[lists.stops(row.device)] = -torch.inf
+    if sampling.allowed_token_ids and row.device.type == "cpu":
+        np.copyto(row.numpy(), -np.inf, where=lists.excluded(len(row)))
+    elif sampling.allowed_token_ids:
+        allowed = lists.allowed(row.device)
         kept = row[allowed]
         row.fill_(-torch.inf)
         row[allowed] = kept
@@ -258,16 +269,14 @@ def _ids(tokens: NDArray[np.int32] | Tensor, device: torch.device) -> Tensor:
 
 
 def touched_tokens(
-    tokens: NDArray[np.int32], prompt_tokens: int, sampling: SamplingParams, stop: StopParams, vocab_size: int
-) -> NDArray[np.int64]:
-    """The tokens of which :func:`adjust_logits` may change logits, some of them more than once."""
+    tokens: NDArray[np.int32], prompt_tokens: int, sampling: SamplingParams, lists: TokenLists
+) -> NDArray[np.int64] | None:
+    """The tokens of which :func:`adjust_logits` or a grammar may change logits, some of them more than once. None: all
+    of them."""
     if sampling.allowed_token_ids or sampling.grammar:
-        return np.arange(vocab_size)
+        return None
     known = tokens if sampling.repetition_penalty != 1.0 else tokens[prompt_tokens:]
-    others = [token for token, _ in sampling.logit_bias]
-    if stop.min_tokens:
-        others += stop.stop_token_ids
-    return np.concatenate((known, np.array(others, np.int64))) if others else known.astype(np.int64)
+    return np.concatenate((known, lists.changed)) if len(lists.changed) else known.astype(np.int64)
 
 
 # -- log probabilities

@@ -22,6 +22,7 @@ from memserve.errors import InvariantError, check
 from memserve.instance.events import NO_TOKEN_LEFT, Before, LateDraw, OpenSequence, RowFailed
 from memserve.model.attention.layered import PlacedRange
 from memserve.model.grammars import Grammars
+from memserve.model.token_lists import TokenLists, token_lists
 from memserve.types import VOCAB_MAX, SamplingParams, StopParams
 from memserve.units import ceil_div
 
@@ -96,6 +97,7 @@ class SlotTable:
         self.adapters: dict[int, str] = {}
         self._known_adapters = adapters
         self._sampling: list[SamplingParams] = [SamplingParams()] * slots
+        self._lists: list[TokenLists] = [token_lists(SamplingParams(), StopParams())] * slots
         self._stop: list[StopParams] = [StopParams()] * slots
 
     def open(self, sequence: OpenSequence) -> None:
@@ -135,16 +137,15 @@ class SlotTable:
             self._set_sampling(slot, _HARMLESS, StopParams())
 
     def _set_sampling(self, slot: int, sampling: SamplingParams, stop: StopParams) -> None:
-        biased = [token for token, _ in sampling.logit_bias]
-        for ids in (stop.stop_token_ids, biased, sampling.allowed_token_ids, sampling.logprob_token_ids):
-            if ids and not self._knows(np.array(ids)):
-                raise ValueError("a token id outside of the vocabulary")
+        lists = token_lists(sampling, stop)
+        if not lists.all_below(self.vocab_size):
+            raise ValueError("a token id outside of the vocabulary")
         self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
         self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
         self.seed[slot] = sampling.seed & _SEED_MASK
         self.reports[slot] = sampling.logprobs is not None
         self.adjusts[slot] = sampling.changes_logits or bool(stop.min_tokens and stop.stop_token_ids)
-        self._sampling[slot], self._stop[slot] = sampling, stop
+        self._sampling[slot], self._stop[slot], self._lists[slot] = sampling, stop, lists
 
     def close(self, slot: int) -> None:
         """Unbind an open slot."""
@@ -209,6 +210,10 @@ class SlotTable:
     def sampling(self, slot: int) -> SamplingParams:
         """How tokens of ``slot`` are drawn."""
         return self._sampling[slot]
+
+    def lists(self, slot: int) -> TokenLists:
+        """The tokens that the parameters of ``slot`` name."""
+        return self._lists[slot]
 
     def stop(self, slot: int) -> StopParams:
         """When the sequence in ``slot`` ends."""
