@@ -30,7 +30,7 @@ GRAMMARS_PER_SLOT = 2
 MASK_NS = NS_PER_S
 """The longest that a sequence waits for one mask."""
 MASKS_NS = 5 * NS_PER_S
-"""The longest that the sequences of one request wait for masks, all together."""
+"""The longest that the sequences of one request wait for masks in all of their answers, on average."""
 
 Wanted = tuple[str, str]
 """Tenant and grammar."""
@@ -211,7 +211,7 @@ class LateMasks:
     def add(self, sequence: Sequence, now_ns: int) -> None:
         """``sequence``, which has a slot, waits from now on."""
         self._numbers += 1
-        left_ns = max(0, MASKS_NS - sequence.group.masks_ns)
+        left_ns = max(0, MASKS_NS * sequence.group.request.n - sequence.group.masks_ns)
         sequence.late = LateMask(self._numbers, now_ns, now_ns + min(MASK_NS, left_ns))
         self._jobs[self._numbers] = sequence
         self.orders.append(AwaitMask(self._numbers, sequence.slot))  # type: ignore[arg-type]  # it has a slot

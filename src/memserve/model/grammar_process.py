@@ -48,7 +48,7 @@ OPEN, TOKENS, CLOSE = 1, 2, 3
 cell is free again."""
 
 REPLY = struct.Struct("<BxHIQQ")
-"""Kind, cell, serial number, nanoseconds that it took, bytes of address space that the process has taken so far."""
+"""Kind, cell, serial number, nanoseconds of processor time, bytes of address space that the process has taken so far."""
 BUILT, MASK, FAULT = 1, 2, 3
 """The grammar is there; a mask is in its cell; the text in the cell says why there is none (serial number 0: why there
 is no grammar)."""
@@ -161,7 +161,7 @@ class Grammar:
         self._limit(BUILD_BYTES)
         length = int.from_bytes(self._memory[:HEAD_BYTES], "little")
         text = self._memory[HEAD_BYTES : HEAD_BYTES + length].decode()
-        begun_ns = time.monotonic_ns()
+        begun_ns = time.process_time_ns()
         why = self._build(text)
         self._limit(MASK_BYTES)
         self._answer(FAULT if why else BUILT, 0, 0, begun_ns, why)
@@ -210,7 +210,7 @@ class Grammar:
         if kind == CLOSE:
             self._matchers.pop(cell, None)
             return
-        begun_ns = time.monotonic_ns()
+        begun_ns = time.process_time_ns()
         if kind == OPEN and self._first is not None:
             self._matchers[cell] = self._first[0].deep_copy()
             if serial and not tokens:
@@ -226,7 +226,7 @@ class Grammar:
         if not why:
             self._put(cell, mask)
         self._masks += 1
-        if time.monotonic_ns() - begun_ns > NOTICED_NS or not self._masks % NOTICED_MASKS:
+        if time.process_time_ns() - begun_ns > NOTICED_NS or not self._masks % NOTICED_MASKS:
             self._limit(MASK_BYTES)
         self._answer(FAULT if why else MASK, cell, serial, begun_ns, why)
 
@@ -238,7 +238,7 @@ class Grammar:
         if why:
             text = why.split("\n", 1)[0].encode()[: FAULT_BYTES - 1]  # the state of the parser follows
             self._put(cell, text + b"\0")
-        self._line.sendall(REPLY.pack(kind, cell, serial, time.monotonic_ns() - begun_ns, self._taken))
+        self._line.sendall(REPLY.pack(kind, cell, serial, time.process_time_ns() - begun_ns, self._taken))
 
     def _limit(self, more_bytes: int) -> None:
         """From now on ``more_bytes`` of address space, and :data:`CPU_S` of processor time, beside those that are

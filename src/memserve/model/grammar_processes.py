@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 TOTAL_BYTES = 512 * MIB
 """What all grammars may take together, beside builds and masks under way: then the largest one ends."""
 YIELD_S = 0.05
-"""A grammar that takes longer, for its build or for a mask, has the lowest priority from then on: steps need the cores."""
+"""A grammar whose build, or one of whose masks, takes longer has the lowest priority from then on: steps need the
+cores."""
 
 TOO_MUCH = (
     f"it takes more than {wire.CPU_S} s of computing or {wire.BUILD_BYTES // MIB} MiB to build, or more than "
@@ -74,6 +75,8 @@ class GrammarProcess:
         self.yields = False
         #: how many masks were asked for, and how many of those were not there
         self.masks = self.masks_late = 0
+        #: when it has said something (of ``time.monotonic``)
+        self.heard_s = 0.0
 
     # -- its life
 
@@ -249,6 +252,7 @@ class GrammarProcess:
                 self._lost(TOO_MUCH)
                 return
             with self._lock:
+                self.heard_s = time.monotonic()
                 self._received += data
                 whole = len(self._received) // wire.REPLY.size * wire.REPLY.size
                 replies, self._received = self._received[:whole], self._received[whole:]
@@ -270,7 +274,9 @@ class GrammarProcess:
             except OSError:
                 return b""
 
-    def _hear(self, kind: int, cell: int, serial: int, _spent_ns: int, taken: int) -> list[Callable[[], None]]:
+    def _hear(self, kind: int, cell: int, serial: int, spent_ns: int, taken: int) -> list[Callable[[], None]]:
+        if spent_ns > YIELD_S * 1e9:
+            self.give_way()
         if taken != self.taken_bytes:
             self.taken_bytes = taken
             self._owner.grown()
@@ -426,6 +432,8 @@ class GrammarProcesses:
             process = self._alive.get(number)
             if process is None or not process.is_awaited:
                 self._timed.pop(number, None)
+            elif due_s <= now_s and process.heard_s > now_s - YIELD_S:
+                self._timed[number] = process.heard_s + YIELD_S  # many masks, and each takes little
             elif due_s <= now_s:
                 del self._timed[number]
                 process.give_way()

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memserve.types import SamplingParams, StopParams
+from memserve.types import VOCAB_MAX, SamplingParams, StopParams
 
 
 class TokenLists:
@@ -30,13 +30,17 @@ class TokenLists:
         self.changed: NDArray[np.int64] = torch.cat(others).numpy()
         """Tokens whose logits a bias or ``min_tokens`` may change, ``[n]``."""
         self._excluded: NDArray[np.bool_] | None = None
+        self._largest: int | None = None  # of all tokens; a negative one counts as none
 
     def all_below(self, vocab_size: int) -> bool:
         """Whether all tokens are in a vocabulary."""
-        cpu = torch.device("cpu")
-        named = torch.tensor(self._named, dtype=torch.int64)
-        lists = self._biased[cpu][0], self._stops[cpu], self._allowed[cpu], named
-        return all(not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size) for ids in lists)
+        if self._largest is None:
+            cpu = torch.device("cpu")
+            named = np.array(self._named, np.int64)
+            ids = [self._biased[cpu][0].numpy(), self._stops[cpu].numpy(), self._allowed[cpu].numpy(), named]
+            every = np.concatenate(ids)
+            self._largest = int(np.where(every < 0, VOCAB_MAX, every).max(initial=0))
+        return self._largest < vocab_size
 
     def biased(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Tokens and what is added to their logits, both ``[n]``: int64 and float32."""
