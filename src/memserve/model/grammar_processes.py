@@ -104,8 +104,8 @@ class GrammarProcess:
 
     def end(self, why: str = STOPPED) -> None:
         """Kill it. What waits for it is told ``why``."""
-        self._owner.kill(self.number)
         self._lost(why)
+        self._owner.kill(self.number)
 
     def _lost(self, why: str) -> None:
         with self._lock:
