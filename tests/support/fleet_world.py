@@ -14,15 +14,8 @@ import numpy as np
 from msgspec import structs
 
 from instance_world import PROMPT, VOCAB, config, lone_beams
-from memserve.instance.events import (
-    AwaitMask,
-    BuildGrammar,
-    ForgetGrammar,
-    GrammarBuilt,
-    LayerFinished,
-    MaskComputed,
-    RunStep,
-)
+from memserve.instance.events import LayerFinished, RunStep
+from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
 from memserve.instance.machine import Instance
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PullPages, SealPages
 from memserve.messages import (

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from memserve.instance.events import AwaitMask, RunStep
+from memserve.instance.events import RunStep
+from memserve.instance.grammar_events import AwaitMask
 from memserve.kv_transfer.events import PullPages, SealPages
 from memserve.messages import Dispatch, Fetch, Message, Offer, Peer, Ready
 from memserve.serving import ClockTicked, EmitTokens, RejectRequest, Send

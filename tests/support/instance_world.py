@@ -8,16 +8,8 @@ from random import Random
 import numpy as np
 
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.instance.events import (
-    AwaitMask,
-    BuildGrammar,
-    ForgetGrammar,
-    GrammarBuilt,
-    MaskComputed,
-    RowFailed,
-    RunStep,
-    StepFailed,
-)
+from memserve.instance.events import RowFailed, RunStep, StepFailed
+from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
 from memserve.instance.machine import Instance
 from memserve.instance.sequence import Phase
 from memserve.mempool.pool import BlockPool

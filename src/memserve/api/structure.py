@@ -156,8 +156,8 @@ def _need_engine(field: str) -> None:
 
 
 class _Checks:
-    """Checks grammars in processes of their own, as they are built (:mod:`memserve.model.grammar_processes`): whatever a
-    client sends, this process neither grows nor stops."""
+    """Checks grammars in processes of their own, as they are built (:mod:`memserve.model.grammar_processes`): whatever
+    a client sends, this process neither grows nor stops."""
 
     def __init__(self) -> None:
         self._processes = GrammarProcesses(None, 1)

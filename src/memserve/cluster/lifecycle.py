@@ -41,8 +41,7 @@ OUTRUN_MAX = 3
 
 
 GRAMMAR_DEATHS_MAX = 2
-"""A request with a grammar is not tried again once so many instances have died while they had it. Its grammar cannot end
-an instance by itself, but what all processes of a host take together may: one such death is chance."""
+"""A request with a grammar is not tried again once so many instances have died while they had it: one is chance."""
 DEADLY = "the instances that worked on it have died, and it is not tried on another one"
 
 

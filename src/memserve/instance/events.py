@@ -1,13 +1,14 @@
 """What the two machines of an instance hear and say: events in the past tense, actions in the imperative.
 
 ``machine.Instance`` runs requests; ``member.MemberMachine`` joins the cluster. Words that they share with the router's
-machine are in ``serving``, jobs on pages in ``kv_transfer.events``.
+machine are in ``serving``, jobs on pages in ``kv_transfer.events``, those of grammars in ``grammar_events``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import AnyMessage, Load, Peer, PeerInfo
 from memserve.segments import Segment
@@ -157,30 +158,6 @@ class RunStep:
     plan: StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class BuildGrammar:
-    """Build a grammar beside the steps, and answer with ``GrammarBuilt``. Then slots may be opened with it."""
-
-    job_id: int
-    grammar: str
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetGrammar:
-    """No request has this grammar any more, whether it is built or still being built: stop what works on it."""
-
-    job_id: int
-    grammar: str
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitMask:
-    """Answer with ``MaskComputed`` as soon as it is known what may come next in a slot with a late draw."""
-
-    job_id: int
-    slot: int
-
-
 # -- parts of longer sequences
 
 
@@ -217,9 +194,6 @@ class RowFailed:
 
 NO_TOKEN_LEFT = "penalties, biases and min_tokens leave no token that could come next"
 """Reason of a row when its own request made every token impossible."""
-
-GRAMMAR_FAILED = "the form that is asked of the answer is more than the grammar engine takes"
-"""The beginning of a row's reason when its own grammar cannot be followed, or of a request's."""
 
 
 @dataclass(slots=True)
@@ -287,23 +261,6 @@ class LayerFinished:
 
     step_id: int
     layer: int
-
-
-@dataclass(frozen=True, slots=True)
-class GrammarBuilt:
-    """The answer to ``BuildGrammar``."""
-
-    job_id: int
-    error: str = ""
-    """Why there is no such grammar. Empty: it is there."""
-
-
-@dataclass(frozen=True, slots=True)
-class MaskComputed:
-    """The answer to ``AwaitMask``: the next draw of the slot is not late, unless the slot has been given to another
-    sequence."""
-
-    job_id: int
 
 
 Event = (

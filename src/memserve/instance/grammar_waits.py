@@ -1,25 +1,19 @@
-"""Grammars of requests that run here: which ones the host builds, which ones it has, and which masks are late.
+"""Grammars of requests that run here: which ones the host builds, and which ones it has.
 
 A request waits for its grammar as it waits for KV of another instance: no step is planned with it, and so none waits
 for the grammar. A grammar that several requests of a tenant name is built once, and kept until the last of them has
 ended. How much of the host a tenant may have at a time is one rule: as much as is still free (:func:`may_have`), so
 that no number of grammars of one tenant, however long they take, keeps those of another one waiting.
-
-A sequence whose mask is late skips steps likewise: it stays where it is, with its slot and its blocks, until the mask
-is there, or has taken too long.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from memserve.instance.events import AwaitMask, BuildGrammar, ForgetGrammar
+from memserve.errors import check
+from memserve.instance.grammar_events import BuildGrammar, ForgetGrammar
 from memserve.units import NS_PER_S
-
-if TYPE_CHECKING:
-    from memserve.instance.sequence import Sequence
 
 BUILD_NS = 10 * NS_PER_S
 """The longest that a build may take. The processor time that it may take is less (``model/grammar_process.py``)."""
@@ -27,11 +21,6 @@ BUILDS_MAX = 4
 """Builds at a time."""
 GRAMMARS_PER_SLOT = 2
 """Grammars that may be built or being built, for each slot of the device. One tenant alone may have half of them."""
-MASK_NS = NS_PER_S
-"""The longest that a sequence waits for one mask."""
-MASKS_NS = 5 * NS_PER_S
-"""The longest that the sequences of one request wait for masks in all of their answers, on average."""
-
 Wanted = tuple[str, str]
 """Tenant and grammar."""
 
@@ -171,85 +160,12 @@ class GrammarWaits:
         return {wanted: job.requests for wanted, job in self._jobs.items()}
 
     def check_invariants(self) -> None:
-        """Raise ``AssertionError`` where the books contradict."""
+        """Raise :class:`InvariantError` where the books contradict."""
         queued = [wanted for queue in self._queues.values() for wanted in queue]
-        assert len(set(queued)) == len(queued) and not (self._building.keys() & set(queued))
+        apart = len(set(queued)) == len(queued) and not (self._building.keys() & set(queued))
+        check(apart and all(self._queues.values()), "a grammar is queued twice, or an empty queue is kept")
         held = Counter([wanted[0] for wanted in self._jobs if wanted not in queued])
-        assert held == self._held and held.total() <= self._places
-        assert len(self._building) <= BUILDS_MAX and all(self._queues.values())
+        check(held == self._held and held.total() <= self._places, "grammars are not counted right: {}", self._held)
         waiting = {wanted for wanted, job in self._jobs.items() if not job.is_built}
-        assert waiting == self._building.keys() | set(queued)
-
-
-# -- masks
-
-
-@dataclass(slots=True)
-class LateMask:
-    """Of a sequence that has drawn nothing because its mask was not there."""
-
-    job_id: int
-    since_ns: int
-    until_ns: int
-    is_there: bool = False
-
-
-class LateMasks:
-    """All sequences that wait for a mask."""
-
-    __slots__ = ("_jobs", "_numbers", "orders")
-
-    def __init__(self) -> None:
-        self._jobs: dict[int, Sequence] = {}
-        self._numbers = 0
-        #: for the host; the machine takes them
-        self.orders: list[AwaitMask] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._jobs)
-
-    def add(self, sequence: Sequence, now_ns: int) -> None:
-        """``sequence``, which has a slot, waits from now on."""
-        self._numbers += 1
-        left_ns = max(0, MASKS_NS * sequence.group.request.n - sequence.group.masks_ns)
-        sequence.late = LateMask(self._numbers, now_ns, now_ns + min(MASK_NS, left_ns))
-        self._jobs[self._numbers] = sequence
-        self.orders.append(AwaitMask(self._numbers, sequence.slot))  # type: ignore[arg-type]  # it has a slot
-
-    def computed(self, job_id: int, now_ns: int) -> None:
-        """A mask is there; unknown ones are not wanted any more."""
-        sequence = self._jobs.get(job_id)
-        if sequence is not None and sequence.late is not None and not sequence.late.is_there:
-            sequence.late.is_there = True
-            sequence.group.masks_ns += now_ns - sequence.late.since_ns
-
-    def due(self) -> list[Sequence]:
-        """Those that may draw in the next plan: no earlier plan has a row of theirs any more."""
-        return [one for one in self._jobs.values() if one.late is not None and one.late.is_there and not one.inflight]
-
-    def drop(self, sequence: Sequence, now_ns: int) -> None:
-        """``sequence`` does not wait any more, if it has waited."""
-        if sequence.late is not None:
-            self.computed(sequence.late.job_id, now_ns)
-            del self._jobs[sequence.late.job_id]
-            sequence.late = None
-
-    def overdue(self, now_ns: int) -> list[Sequence]:
-        """Those that have waited for as long as they may."""
-        waiting = [one for one in self._jobs.values() if one.late is not None and not one.late.is_there]
-        return [one for one in waiting if one.late is not None and one.late.until_ns <= now_ns]
-
-    @property
-    def next_deadline_ns(self) -> int | None:
-        """When :meth:`overdue` is worth calling. None: nothing waits."""
-        waiting = [one.late.until_ns for one in self._jobs.values() if one.late is not None and not one.late.is_there]
-        return min(waiting, default=None)
-
-    def take_orders(self) -> list[AwaitMask]:
-        """What the host has to do since the last call."""
-        taken, self.orders = self.orders, []
-        return taken
-
-    def sequences(self) -> list[Sequence]:
-        """All of them, for checks."""
-        return list(self._jobs.values())
+        check(waiting == self._building.keys() | set(queued), "a grammar is neither built nor waits for that")
+        check(len(self._building) <= BUILDS_MAX, "too many grammars are being built")

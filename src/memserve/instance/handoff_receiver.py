@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from memserve.instance.intake import RequestIntake
+from memserve.instance.remote_state import RemoteState
 from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause, Fact, Group, RemoteState, Sequence
+from memserve.instance.sequence import Cause, Fact, Group, Sequence
 from memserve.kv_transfer.events import HandoffArrived, HandoffFailed, HandoffOffered
 from memserve.kv_transfer.exchange import Exchange
 from memserve.messages import Peer

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from memserve.instance.events import StepPlan
 from memserve.instance.intake import RequestIntake
 from memserve.instance.kept import KeptAnswers
+from memserve.instance.remote_state import RemoteState
 from memserve.instance.routers import Routers
 from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause, Group, Phase, RemoteState, Sequence
+from memserve.instance.sequence import Cause, Group, Phase, Sequence
 from memserve.kv_transfer.exchange import Exchange
 from memserve.types import Tier, TransferMode
 from memserve.units import ceil_div

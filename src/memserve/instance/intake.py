@@ -10,10 +10,12 @@ from msgspec import structs
 
 from memserve.config import InstanceConfig
 from memserve.errors import UserError
-from memserve.instance.events import GRAMMAR_FAILED, GrammarBuilt
-from memserve.instance.grammar_waits import BUILD_NS, MASK_NS, MASKS_NS, Wanted
+from memserve.instance.grammar_events import GRAMMAR_FAILED, GrammarBuilt
+from memserve.instance.grammar_waits import BUILD_NS, Wanted
+from memserve.instance.late_masks import MASK_NS, MASKS_NS
+from memserve.instance.remote_state import RemoteState
 from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause, Group, Phase, RemoteState, Sequence
+from memserve.instance.sequence import Cause, Group, Phase, Sequence
 from memserve.messages import Dispatch, Peer
 from memserve.policy.capacity import impossible_reason
 from memserve.segments import RETRY_S
@@ -21,7 +23,6 @@ from memserve.serving import RejectRequest
 from memserve.types import FinishReason, Request
 from memserve.units import NS_PER_MS, NS_PER_S
 from memserve.validation import check_request
-
 
 _TOO_SLOW = (
     f"what may come next was not known within {MASK_NS // NS_PER_S} s, or {MASKS_NS // NS_PER_S} s in all of the answer"

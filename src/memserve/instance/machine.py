@@ -20,17 +20,8 @@ from memserve.config import InstanceConfig
 from memserve.errors import InvariantError, check
 from memserve.instance.batch import InflightPlan
 from memserve.instance.cluster_link import ClusterLink
-from memserve.instance.events import (
-    Action,
-    Event,
-    GrammarBuilt,
-    LayerFinished,
-    LoadRead,
-    MaskComputed,
-    RunStep,
-    StepFailed,
-    StepFinished,
-)
+from memserve.instance.events import Action, Event, LayerFinished, LoadRead, RunStep, StepFailed, StepFinished
+from memserve.instance.grammar_events import GrammarBuilt, MaskComputed
 from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
 from memserve.instance.layered import LayerPlacer

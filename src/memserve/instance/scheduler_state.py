@@ -19,12 +19,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from memserve import _core
 from memserve.errors import check
-from memserve.instance.grammar_waits import GrammarWaits, LateMasks
+from memserve.instance.counters import SchedulerCounters
+from memserve.instance.grammar_waits import GrammarWaits
+from memserve.instance.late_masks import LateMasks
 from memserve.instance.memory import SequenceMemory
 from memserve.instance.objectives import Objectives
 from memserve.instance.queues import RankedList, WaitingQueue
@@ -32,40 +33,6 @@ from memserve.instance.sequence import SEQUENCE, Cause, Group, Phase, Sequence, 
 from memserve.messages import Load
 from memserve.policy.fairness import Turns
 from memserve.types import FinishReason, TokenOutput
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Running totals since the instance was made."""
-
-    steps: int = 0
-    steps_failed: int = 0
-    rows_failed: int = 0
-    late_draws: int = 0  # put off because a grammar's mask was not there
-    requests: int = 0
-    requests_rejected: int = 0
-    requests_finished: int = 0
-    requests_cancelled: int = 0  # of those
-    generated_tokens: int = 0
-    prefill_tokens: int = 0  # computed
-    decode_tokens: int = 0  # computed
-    drafted_tokens: int = 0  # computed as drafts
-    kept_tokens: int = 0  # of those, drawn as well
-    prompt_tokens: int = 0  # of admitted requests
-    cached_tokens: int = 0  # of those, not computed
-    dropped_tokens: int = 0  # sampled after the sequence had ended (stop tokens are seen one step late)
-    preempted_by_swap: int = 0
-    preempted_by_recompute: int = 0
-    preempted_for_slots: int = 0  # of both: for a slot that another tenant was due
-    standstills: int = 0  # times that everything was preempted because nothing could move
-    prefix_holds: int = 0  # admissions put off because the prefix was being computed for another sequence
-    device_ns: int = 0
-    queued_ns: int = 0  # sum over admitted requests of the time until they were first scheduled
-    finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
-
-    def count_finish(self, reason: FinishReason) -> None:
-        """One more sequence ended for ``reason``."""
-        self.finished[reason.value] += 1
 
 
 class Transfers(Protocol):
@@ -236,7 +203,7 @@ class SchedulerState:
         self.move(sequence, Cause.AWAITS_TOKENS)
 
     def skip_draw(self, sequence: Sequence) -> None:
-        """A draw of ``sequence`` was late, and so are those of plans under way: it waits for its mask, with its slot."""
+        """A draw of ``sequence`` was late, and so are those of plans under way: it waits for its mask in its slot."""
         sequence.inflight -= 1
         sequence.left += 1
         if sequence.slot is None:  # it was preempted meanwhile: what it had computed for that token has no meaning

@@ -22,7 +22,7 @@ from memserve.model.adapting import StepAdapters, adapting
 from memserve.model.arena import KvArenas, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
-from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers
+from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers, copies_of
 from memserve.model.attention.segments import HeldKv, SegmentLines, SpannedAttention, SpannedRow
 from memserve.model.copier import Copy, PageCopier
 from memserve.model.crew import Crew, exchanging
@@ -74,10 +74,8 @@ class ModelDevice:
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
         self._vocab_size = model.vocab_size
         #: None: another worker draws
-        self.grammars: Grammars | None = None
-        if self._leads:
-            words = model.tokenizer, model.vocab_size, model.eos_token_ids
-            self.grammars = Grammars(*words, slots=scheduler.max_running)
+        words = model.tokenizer, model.vocab_size, model.eos_token_ids
+        self.grammars = Grammars(*words, slots=scheduler.max_running) if self._leads else None
         self._adapters = model.adapters
         if self._adapters is not None:
             self._adapters.pack()
@@ -199,8 +197,7 @@ class ModelDevice:
             self._slots.replace(slot, position, block)
         for placement in plan.place:
             self._place(placement)
-        for late in plan.late_draws:
-            self._slots.cut(late)
+        self._slots.cut(plan.late_draws)
 
     @property
     def _leads(self) -> bool:
@@ -228,41 +225,26 @@ class ModelDevice:
 
     def _move(self, orders: list[MovePages]) -> list[Copy]:
         """Begin to copy, a few pages at a time: what a layer waits for goes first."""
-        begun: list[Copy] = []
-        tiers, unit = self._tiers, self._tiers.num_layers
-        address = {Tier.HBM: tiers.hbm, Tier.DRAM: tiers.dram}
-        for order in orders:
-            src, dst = np.array(order.src, np.int32), np.array(order.dst, np.int32)
-            self._arenas.check_blocks(order.src_tier, src // unit)
-            self._arenas.check_blocks(order.dst_tier, dst // unit)
-            direction = order.dst_tier if order.dst_tier is not order.src_tier else None
-            for at in range(0, len(src), unit):
-                pages = src[at : at + unit], dst[at : at + unit]
-                ends = address[order.src_tier], address[order.dst_tier]
-                begun.append(Copy(*ends, *pages, tiers.page_bytes, direction, lower=tiers.lower))
+        begun = [copy for order in orders for copy in copies_of(order, self._tiers, self._arenas.check_blocks)]
         for copy in begun:
             self._copier.begin(copy, urgent=False)
         return begun
 
     def _compute(self, plan: StepPlan) -> StepFinished:
-        kept_logits = [self._slots.late.pop(draw.slot) for draw in plan.late_draws]
-        logits, drawing = self._logits(plan) if plan.slots else (torch.empty((0, self._vocab_size)), [])
+        late = [self._slots.late.pop(draw.slot)[None] for draw in plan.late_draws]
+        logits, drawing = self._logits(plan) if plan.slots else (late[0][:0], [])
         failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
         verified = len(drawing) + sum([plan.counts[row] for row in plan.drafts])
         prompt_logprobs = self._prompt_logprobs(plan, logits[verified:], failed)
-        rows = logits[: len(drawing)]
-        if kept_logits:
-            rows = torch.cat((rows.to(kept_logits[0].device), torch.stack(kept_logits)))
+        rows = torch.cat((logits[: len(drawing)], *late)) if late else logits[: len(drawing)]
         drawn = self._draw(plan, drawing, rows, failed)
         tokens = drawn.tokens.tolist()
         kept: dict[int, list[int]] = {}
         if plan.drafts:
             first, kept = self._verify(plan, logits[len(drawing) : verified], failed)
             tokens += first
-        return StepFinished(
-            plan.step_id, tokens, 0, drawn.logprobs, prompt_logprobs, drawn.candidates, kept=kept, failed=failed,
-            late=drawn.late,
-        )  # fmt: skip
+        reports = drawn.logprobs, prompt_logprobs, drawn.candidates
+        return StepFinished(plan.step_id, tokens, 0, *reports, kept=kept, failed=failed, late=drawn.late)
 
     def _logits(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
         """``[rows, vocab]`` float32 of the rows that draw one token, whose numbers they are, then of all tokens of rows

@@ -48,7 +48,7 @@ OPEN, TOKENS, CLOSE = 1, 2, 3
 cell is free again."""
 
 REPLY = struct.Struct("<BxHIQQ")
-"""Kind, cell, serial number, nanoseconds of processor time, bytes of address space that the process has taken so far."""
+"""Kind, cell, serial number, nanoseconds of processor time, bytes of address space that it has taken so far."""
 BUILT, MASK, FAULT = 1, 2, 3
 """The grammar is there; a mask is in its cell; the text in the cell says why there is none (serial number 0: why there
 is no grammar)."""
@@ -296,7 +296,7 @@ def main() -> None:
             tokenizer = llguidance.LLTokenizer(zlib.decompress(text).decode(), n_vocab=vocab_size, eos_token=eos)
         os.close(vocabulary)
     else:  # what a check imports, it has then imported already
-        from llguidance import gbnf_to_lark as _gbnf
+        pass
     gc.collect()
     gc.freeze()  # pages of what is there stay shared with the processes
     _Source(socket.socket(fileno=control), tokenizer, vocab_size).run()

@@ -1,9 +1,9 @@
 """Grammars of answers: which tokens may come next in each slot, computed beside the device's work.
 
-    a request comes     -> a process of its own builds its grammar and the first mask; no step has the request until then
-    a token is sampled  -> that process takes it in and computes the next mask, while the next step runs its forward
-                        -> the mask is there when that step's logits are; else the row keeps its logits, and samples in
-                           a later step
+    a request comes  -> a process of its own builds its grammar and the first mask; no step has the request until then
+    a token is drawn -> that process takes it in and computes the next mask, while the next step runs its forward
+                     -> the mask is there when that step's logits are; else the row's logits are kept, and a later step
+                        draws from them
 
 A mask takes microseconds where a step takes milliseconds, so it is hardly ever late. But a grammar may be made to take
 any time and memory, so no thread of this process builds one or computes a mask
@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from memserve.model.grammar_processes import GrammarProcess, GrammarProcesses, Mask, compressed
+from memserve.model.grammar_processes import GrammarProcesses, compressed
+from memserve.model.one_grammar import GrammarProcess, Mask
 
 WAIT_S = 0.005
 """What one step waits for masks, all of its rows together: not for a grammar that was slow before."""
@@ -74,8 +75,8 @@ class Grammars:
     # -- slots
 
     def open(self, slot: int, job_id: int, tokens: Sequence[int]) -> None:
-        """Begin with the ``tokens`` that the sequence has sampled before. A grammar that is not there fails the slot when
-        it samples: its request has ended meanwhile."""
+        """Begin with the ``tokens`` that the sequence has drawn before. A grammar that is not there fails the slot when
+        it draws: its request has ended meanwhile."""
         process = self._slots[slot] = self._built.get(job_id)
         if process is not None:
             process.open(slot, tokens)
@@ -102,7 +103,7 @@ class Grammars:
         return mask
 
     def drawn(self, slot: int, token: int) -> None:
-        """A token was sampled, and its sequence may go on. It is sent by :meth:`flush`."""
+        """A token was drawn, and its sequence may go on. It is sent by :meth:`flush`."""
         if (process := self._slots[slot]) is not None:
             process.take(slot, (token,))
             self._told[process.number] = process

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve import _kernels
-from memserve.instance.events import GRAMMAR_FAILED, RowFailed
+from memserve.instance.events import RowFailed
+from memserve.instance.grammar_events import GRAMMAR_FAILED
 from memserve.model.drawing import Truncation, draw, draw_native, uniforms
-from memserve.model.grammar_processes import Mask
+from memserve.model.one_grammar import Mask
 from memserve.model.slots import NOT_NUMBERS, NOTHING_LEFT, Failures, Int64s, SlotTable, each, stage
 from memserve.model.token_lists import TokenLists
 from memserve.types import SamplingParams, StopParams, TokenLogprobs
@@ -170,7 +171,9 @@ def _exclude(row: Tensor, mask: Mask) -> None:
         row[torch.from_numpy(~mask).to(row.device)] = -torch.inf
 
 
-def _blame(logits: Tensor, position: int, slot: int, changed: tuple[Int64s | None, Tensor] | None, failed: Failures) -> None:
+def _blame(
+    logits: Tensor, position: int, slot: int, changed: tuple[Int64s | None, Tensor] | None, failed: Failures
+) -> None:
     """Note whether the model or the request is to blame for a row without a next token, judging by the row before it
     was ``changed``."""
     if changed is not None:

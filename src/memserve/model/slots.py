@@ -202,10 +202,11 @@ class SlotTable:
                     self.grammars.drawn(slot, token)
             self.grammars.flush()
 
-    def cut(self, draw: LateDraw) -> None:
+    def cut(self, draws: list[LateDraw]) -> None:
         """Forget tokens behind those that are known: they stand where a draw was late."""
-        check(bool(self.opened[draw.slot]), f"slot {draw.slot} draws late although it is not open")
-        self.lengths[draw.slot] = int(self.firsts[draw.slot]) + draw.known
+        for draw in draws:
+            check(bool(self.opened[draw.slot]), f"slot {draw.slot} draws late although it is not open")
+            self.lengths[draw.slot] = int(self.firsts[draw.slot]) + draw.known
 
     def sampling(self, slot: int) -> SamplingParams:
         """How tokens of ``slot`` are drawn."""

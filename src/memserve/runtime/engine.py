@@ -15,20 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from memserve.instance.events import (
-    Action,
-    AwaitMask,
-    BuildGrammar,
-    Event,
-    ForgetGrammar,
-    GrammarBuilt,
-    LayerFinished,
-    MaskComputed,
-    RunStep,
-    StepFailed,
-    StepFinished,
-    StepPlan,
-)
+from memserve.instance.events import Action, Event, LayerFinished, RunStep, StepFailed, StepFinished, StepPlan
+from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
 from memserve.instance.machine import Instance
 from memserve.runtime.loop import ANSWER_TIMEOUT_S, MachineLoop
 from memserve.runtime.ports import Device

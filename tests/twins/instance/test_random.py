@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from instance_world import VOCAB, World, config, request
-from memserve.instance.grammar_waits import MASK_NS
+from memserve.instance.late_masks import MASK_NS
 from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import ClockTicked, RequestCancelled, SequenceStopped
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from fleet_world import BLOCK, GEOMETRY, LAYERS, ROUTER_PEER, fleet_config
 from golden import Script
 from instance_world import request
-from memserve.instance.events import GrammarBuilt, StepFailed, StepFinished
+from memserve.instance.events import StepFailed, StepFinished
+from memserve.instance.grammar_events import GrammarBuilt
 from memserve.instance.grammar_waits import BUILD_NS
 from memserve.instance.machine import Instance
 from memserve.kv_transfer.events import PagesPulled, PagesSealed

@@ -147,8 +147,8 @@ class LiteralDevice:
         for order in plan.place:
             self._place(order)
         for late in plan.late_draws:
-            slot = self.slots[late.slot]
-            del slot.tokens[slot.first + late.known :]
+            drawing = self.slots[late.slot]
+            del drawing.tokens[drawing.first + late.known :]
 
     def _place(self, order: PlaceByLayer) -> None:
         require(order.slot in self.slots, f"slot {order.slot} is placed by layer, but not open")
