@@ -102,11 +102,17 @@ class _Source:
 
     def _fork(self, number: int, fds: list[int]) -> None:
         parent = os.getpid()
-        process = os.fork()
+        try:
+            process = os.fork()
+        except OSError as error:  # too many processes, or too little memory: the other end finds its line closed
+            print(f"memserve: no process for a grammar: {error}", file=sys.stderr)
+            process = -1
         if process:
-            self._processes[number] = process
             for fd in fds:
                 os.close(fd)
+        if process > 0:
+            self._processes[number] = process
+        if process:
             return
         status = 1
         with suppress(BaseException):  # whatever it is: this process ends here, and never goes on as another source
