@@ -382,6 +382,13 @@ def pulls_on_one_host() -> bool:
     return True
 
 
+def late_draws() -> bool:
+    """A mask that is late, beside a slot that the host is ahead of."""
+    from late_grammar import check_late_draws
+
+    return check_late_draws(_driver())
+
+
 SCENARIOS = {
     "chunks and decodes": chunks_and_decodes,
     "graphs": lambda: chunks_and_decodes(graphs=True),
@@ -394,6 +401,7 @@ SCENARIOS = {
     "by layer": by_layer,
     "layers are told when they are written": layers_are_told_when_they_are_written,
     "what the host must know waits": what_the_host_must_know_waits,
+    "late draws": late_draws,
     "seals": seals,
     "pages": pages,
     "pulls on one host": pulls_on_one_host,
