@@ -44,7 +44,7 @@ class GrammarProcesses:
         self._alive: dict[int, GrammarProcess] = {}
         self._source: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._begun: queue.SimpleQueue[tuple[GrammarProcess, float]] = queue.SimpleQueue()
+        self._begun: queue.SimpleQueue[GrammarProcess] = queue.SimpleQueue()
         self._timed: dict[int, float] = {}  # number -> when it has taken long
         self._poll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -61,7 +61,7 @@ class GrammarProcesses:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="memserve-grammars", daemon=True)
                 self._thread.start()
-        self._begun.put((process, time.monotonic()))
+        self._begun.put(process)
         os.eventfd_write(self._wake, 1)
         return process
 
@@ -162,13 +162,11 @@ class GrammarProcesses:
 
     def _begin_waiting(self) -> None:
         while not self._begun.empty():
-            process, begun_s = self._begun.get()
+            process = self._begun.get()
             try:
                 process.begin()
             except OSError as error:
                 process.end(f"no process can be started for it: {error}")
-                continue
-            self._timed[process.number] = begun_s + YIELD_S
 
     def _make_way(self) -> None:
         now_s = time.monotonic()
@@ -192,7 +190,8 @@ class GrammarProcesses:
             inherited = [theirs.fileno(), *([vocabulary] if vocabulary >= 0 else [])]
             arguments = [theirs.fileno(), vocabulary, self.vocab_size, *self._eos]
             command = [sys.executable, "-m", wire.__name__, *map(str, arguments)]
-            self._source = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+            one_heap = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # else each thread's counts against the limits
+            self._source = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=one_heap)
         if vocabulary >= 0:
             os.close(vocabulary)
         self._control = ours

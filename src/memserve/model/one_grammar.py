@@ -19,8 +19,7 @@ from memserve.model import grammar_process as wire
 from memserve.units import MIB
 
 YIELD_S = 0.05
-"""A grammar whose build, or one of whose masks, takes longer has the lowest priority from then on: steps need the
-cores."""
+"""A grammar one of whose masks takes longer has the lowest priority from then on: steps need the cores."""
 
 TOO_MUCH = (
     f"it takes more than {wire.CPU_S} s of computing or {wire.BUILD_BYTES // MIB} MiB to build, or more than "
@@ -283,7 +282,7 @@ class GrammarProcess:
                 return b""
 
     def _hear(self, kind: int, cell: int, serial: int, spent_ns: int, taken: int) -> list[Callable[[], None]]:
-        if spent_ns > YIELD_S * 1e9:
+        if serial and spent_ns > YIELD_S * 1e9:
             self.give_way()
         if taken != self.taken_bytes:
             self.taken_bytes = taken
