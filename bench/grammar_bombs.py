@@ -186,6 +186,24 @@ def watched(served: Served) -> Iterator[tuple[Choices, Plain, Memory]]:
             watcher.end()
 
 
+def sizes(served: Served) -> str:
+    """What the sources have resident, and what a grammar has for itself while it is used."""
+    client = threading.Thread(
+        target=Client(served, "choices").ask, args=({"response_format": {"type": "json_object"}},)
+    )
+    client.start()
+    time.sleep(0.5)
+    found = []
+    for pid in filter(is_of_grammars, descendants(served.process.pid)):
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            kib = {line.split()[0]: int(line.split()[1]) for line in lines if line.endswith("kB")}
+            own = kib["Private_Clean:"] + kib["Private_Dirty:"]
+            found.append(f"{kib['Rss:'] / 1024:.0f} MiB, {own / 1024:.1f} for itself")
+    client.join()
+    return f"processes of grammars: {'; '.join(found)}"
+
+
 def drop(served: Served, bombs: list[Json], tokens: int = TOKENS) -> tuple[list[str], Choices, Plain, Memory, int]:
     answers: list[str] = [""] * len(bombs)
 
@@ -236,6 +254,7 @@ def main() -> None:
             memory = Memory(served)
             before = memory.bytes()
             processes = {pid for pid in descendants(served.process.pid) if not is_of_grammars(pid)}
+            print(sizes(served))
             print("| bomb | answer | choices: slowest / median | gap: longest three / median | memory: most / before |")
             print("| --- | --- | --- | --- | --- |")
             for tokens in (4, TOKENS):

@@ -35,9 +35,11 @@ TOGETHER = f"all grammars together take more than {TOTAL_BYTES // MIB} MiB, and 
 class GrammarProcesses:
     """The source, and the processes of all grammars that are alive. Threads may call it at the same time."""
 
-    def __init__(self, tokenizer: bytes | None, vocab_size: int, eos: Sequence[int] = (), *, cells: int = 1) -> None:
-        """``tokenizer``: its text (tokenizer.json), compressed by zlib; None: grammars are only checked. ``cells``: the
-        matchers that a grammar may have."""
+    def __init__(
+        self, tokenizer: Callable[[], bytes] | None, vocab_size: int, eos: Sequence[int] = (), *, cells: int = 1
+    ) -> None:
+        """``tokenizer`` gives its text, :func:`compressed`, for each start of the source; None: grammars are only
+        checked. ``cells``: the matchers that a grammar may have."""
         self.vocab_size, self._tokenizer, self._eos, self._cells = vocab_size, tokenizer, list(eos), cells
         self._lock = threading.RLock()  # guards all below
         self._numbers = 0
@@ -186,7 +188,8 @@ class GrammarProcesses:
         with theirs:
             if self._tokenizer is not None:
                 vocabulary = os.memfd_create("memserve-vocabulary")
-                os.write(vocabulary, self._tokenizer)
+                with os.fdopen(vocabulary, "wb", closefd=False) as file:
+                    file.write(self._tokenizer())
             inherited = [theirs.fileno(), *([vocabulary] if vocabulary >= 0 else [])]
             arguments = [theirs.fileno(), vocabulary, self.vocab_size, *self._eos]
             command = [sys.executable, "-m", wire.__name__, *map(str, arguments)]

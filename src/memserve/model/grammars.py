@@ -38,7 +38,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...], slots: int = 64) -> None:
         """``tokenizer``: a transformers fast tokenizer."""
         self._tokenizer, self._vocab_size, self._eos, self._count = tokenizer, vocab_size, eos_token_ids, slots
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the vocabulary
         self._vocabulary: bytes | None = None
         self._processes: GrammarProcesses | None = None
         self._built: dict[int, GrammarProcess] = {}
@@ -48,18 +48,19 @@ class Grammars:
 
     # -- building
 
-    def keep_vocabulary(self) -> None:
-        """Keep of the tokenizer only what grammars need, compressed."""
+    def keep_vocabulary(self) -> bytes:
+        """Keep of the tokenizer only what grammars need: its text, compressed. Returns that."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = compressed(self._tokenizer.backend_tokenizer.to_str())
                 self._tokenizer = None
+            return self._vocabulary
 
     def build(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
         """Slots may be opened with ``job_id`` once ``on_built`` has been called."""
-        self.keep_vocabulary()
         if self._processes is None:
-            self._processes = GrammarProcesses(self._vocabulary, self._vocab_size, self._eos, cells=self._count)
+            words = self.keep_vocabulary, self._vocab_size, self._eos
+            self._processes = GrammarProcesses(*words, cells=self._count)
         self._built[job_id] = self._processes.start(grammar, on_built)
 
     def forget(self, job_id: int) -> None:
@@ -126,7 +127,7 @@ class Grammars:
         """The slot is free."""
         if process := self._slots.pop(slot, None):
             process.close(slot)
-            self._told[process.number] = process
+            process.flush()
 
     def close_all(self) -> None:
         """All slots are free."""

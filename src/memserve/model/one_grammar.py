@@ -162,18 +162,17 @@ class GrammarProcess:
             self._sent += np.asarray(tokens, np.int32).tobytes()
 
     def flush(self) -> None:
-        """Send what cells were told since the last call."""
+        """Send what cells were told since the last call; of a long text, the rest when there is room."""
         with self._lock:
             if self._line is None or not self._sent:
                 return
-            with suppress(BlockingIOError):  # a long text: the rest goes when there is room
-                try:
-                    sent = self._line.send(self._sent)
-                except OSError as error:
-                    if isinstance(error, BlockingIOError):
-                        raise
-                    sent = len(self._sent)  # it has ended: that is found when it is read
-                del self._sent[:sent]
+            try:
+                sent = self._line.send(self._sent)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                sent = len(self._sent)  # it has ended: that is found when it is read
+            del self._sent[:sent]
             rest = bool(self._sent)
         if rest:
             self._owner.watch(self)
