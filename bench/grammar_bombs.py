@@ -188,11 +188,10 @@ def watched(served: Served) -> Iterator[tuple[Choices, Plain, Memory]]:
 
 def sizes(served: Served) -> str:
     """What the sources have resident, and what a grammar has for itself while it is used."""
-    client = threading.Thread(
-        target=Client(served, "choices").ask, args=({"response_format": {"type": "json_object"}},)
-    )
+    letters = {"structured_outputs": {"regex": "[a-z ]{600}"}}
+    client = threading.Thread(target=Client(served, "choices").ask, args=(letters,))
     client.start()
-    time.sleep(0.5)
+    time.sleep(1.0)
     found = []
     for pid in filter(is_of_grammars, descendants(served.process.pid)):
         with contextlib.suppress(OSError):
