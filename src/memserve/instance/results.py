@@ -159,6 +159,7 @@ class StepResults:
         if group.muted:
             return
         prompt_logprobs = group.prompt_logprobs if first else None
+        reused = group.cached_tokens if first and prompt_logprobs is None else 0  # else those of another sequence of it
         self.state.outputs.append(
             TokenOutput(
                 sequence.request_id,
@@ -166,7 +167,7 @@ class StepResults:
                 tokens,
                 logprobs=(logprobs,) if logprobs is not None and tokens else (),
                 finish_reason=reason,
-                cached_tokens=group.cached_tokens if first else 0,
+                cached_tokens=reused,
                 prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
                 queue_ns=group.queue_ns if first else None,
                 offset=len(sequence.out) - 1,
