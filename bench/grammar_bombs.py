@@ -143,9 +143,10 @@ class Memory(threading.Thread):
 
 
 def is_of_grammars(pid: int) -> bool:
-    """Whether a process builds grammars."""
+    """Whether a process builds grammars, or has ended and is not forgotten yet (it has no command any more)."""
     try:
-        return b"grammar_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return not command or b"grammar_process" in command
     except OSError:
         return True
 
