@@ -103,7 +103,7 @@ class Plain(threading.Thread):
 
     def run(self) -> None:
         body = {
-            "model": self._client.model, "prompt": "Once upon a time", "max_tokens": 1500, "stream": True,
+            "model": self._client.model, "prompt": "Once upon a time", "max_tokens": 1000, "stream": True,
             "ignore_eos": True, "temperature": 0,
         }  # fmt: skip
         while not self._ended.is_set():
