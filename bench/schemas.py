@@ -284,18 +284,21 @@ def walk(schemas: list[Json], seed: int) -> None:
     for at, schema in enumerate(schemas):
         said: list[int] = []
         grammar, built = json_grammar(schema, "schema"), threading.Event()
-        grammars.build(grammar, lambda _, built=built: built.set())
+        grammars.build(at, grammar, lambda _, built=built: built.set())
         built.wait()
-        grammars.open(0, grammar, [])
+        grammars.open(0, at, [])
         while len(said) < TOKENS_MAX and (not said or said[-1] != eos):
             begun_s = time.perf_counter()
-            allowed = np.flatnonzero(grammars.mask(0))
+            while (mask := grammars.mask(0)) is None:
+                pass
+            allowed = np.flatnonzero(mask)
             said.append(eos if eos in allowed else int(draw.choice(allowed)))
             spent_s += [time.perf_counter() - begun_s]
             if said[-1] != eos:
                 grammars.drawn(0, said[-1])
+                grammars.flush()
         grammars.close(0)
-        grammars.forget(grammar)
+        grammars.forget(at)
         text = tokenizer.decode(said, skip_special_tokens=True)
         why = fault(Answer(text, len(said), "stop" if said[-1] == eos else "length", 0.0, []), schema)
         valid, tokens = valid + (not why), tokens + len(said)

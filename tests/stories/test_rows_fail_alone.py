@@ -50,10 +50,10 @@ def opening(patch: pytest.MonkeyPatch) -> Iterator[SamplingParams]:
 def adjusting(patch: pytest.MonkeyPatch) -> Iterator[SamplingParams]:
     original = sampling.adjust_logits
 
-    def adjust(row: Any, tokens: Any, prompt_tokens: int, sampling: SamplingParams, stop: StopParams) -> None:
+    def adjust(row: Any, tokens: Any, prompt_tokens: int, sampling: SamplingParams, *rest: Any) -> None:
         if sampling.seed == SEED_AT_FAULT:
             raises()
-        original(row, tokens, prompt_tokens, sampling, stop)
+        original(row, tokens, prompt_tokens, sampling, *rest)
 
     patch.setattr(sampling, "adjust_logits", adjust)
     yield SamplingParams(temperature=0.0, frequency_penalty=0.5, logprobs=1, seed=SEED_AT_FAULT)

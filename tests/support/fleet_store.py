@@ -47,7 +47,7 @@ class StoreMember(Member):
         self.pool = FlatPool(blocks)
         self.exchange = Exchange(self.pool, GEOMETRY, ExchangeConfig(), self.peer)
         self.device = TruthDevice(BLOCK, blocks, 0, VOCAB, layers=GEOMETRY.num_layers)
-        self.plans, self.builds, self.jobs, self.said, self.heard = (), (), deque(), [], []
+        self.plans, self.builds, self.masks, self.jobs, self.said, self.heard = (), (), (), deque(), [], []
         self.corrupt_pulls, self.mute, self.host_id = 0, False, host_id
         self.kept = set()
         self.forgotten = []

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 from msgspec import structs
 
 from instance_world import PROMPT, VOCAB, config, lone_beams
-from memserve.instance.events import BuildGrammar, ForgetGrammar, GrammarBuilt, LayerFinished, RunStep
+from memserve.instance.events import LayerFinished, RunStep
+from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
 from memserve.instance.machine import Instance
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PullPages, SealPages
 from memserve.messages import (
@@ -55,8 +57,10 @@ class Member:
         self.fleet, self.cfg, self.peer = fleet, cfg, Peer(name, generation)
         self.machine = Instance(cfg, BLOCK, me=self.peer, geometry=GEOMETRY)
         self.device = TruthDevice(BLOCK, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB, layers=LAYERS)
-        self.plans, self.jobs, self.builds = deque(), deque(), deque()
-        self.built = {""}  # grammars
+        self.plans, self.jobs, self.builds, self.masks = deque(), deque(), deque(), deque()
+        self.built = {0}  # jobs
+        chance = Random(name)
+        self.device.mask_is_late = lambda opened: chance.random() < 0.4
         self.void, self.layers_told = set(), 0
         self.tells_layers = True
         self.corrupt_pulls = 0
@@ -84,7 +88,7 @@ class Member:
 
     def _perform(self, action):
         if isinstance(action, RunStep):
-            assert {opened.sampling.grammar for opened in action.plan.open} <= self.built
+            assert {opened.grammar_job for opened in action.plan.open} <= self.built
             self.plans.append(action.plan)
         elif isinstance(action, EmitTokens):
             self._say(ROUTER_PEER, Tokens(tuple(action.outputs)))
@@ -97,7 +101,9 @@ class Member:
         elif isinstance(action, BuildGrammar):
             self.builds.append(action)
         elif isinstance(action, ForgetGrammar):
-            self.built.discard(action.grammar)
+            self.built.discard(action.job_id)
+        elif isinstance(action, AwaitMask):
+            self.masks.append(action)
         else:
             assert isinstance(action, CancelPulls)
 
@@ -147,12 +153,16 @@ class Member:
     def do_build(self):
         """A grammar is built; it may be that no request wants it any more."""
         job = self.builds.popleft()
-        self.built.add(job.grammar)
+        self.built.add(job.job_id)
         return self.post(GrammarBuilt(job.job_id))
+
+    def do_mask(self):
+        """A mask is there; it may be that no sequence wants it any more."""
+        return self.post(MaskComputed(self.masks.popleft().job_id))
 
     @property
     def busy(self):
-        return bool(self.plans or self.jobs or self.builds)
+        return bool(self.plans or self.jobs or self.builds or self.masks)
 
     def check_nothing_held(self):
         """Idle: every block is free but for the cache, and that can be dropped."""
@@ -271,6 +281,7 @@ class Fleet:
             choices += [(member.do_plan, None)] if member.plans else []
             choices += [(member.do_job, None)] if member.jobs else []
             choices += [(member.do_build, None)] if member.builds else []
+            choices += [(member.do_mask, None)] if member.masks else []
         return choices
 
     def run(self, until=lambda: False, limit=6000):

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from memserve.instance.events import RunStep
+from memserve.instance.grammar_events import AwaitMask
 from memserve.kv_transfer.events import PullPages, SealPages
 from memserve.messages import Dispatch, Fetch, Message, Offer, Peer, Ready
 from memserve.serving import ClockTicked, EmitTokens, RejectRequest, Send
@@ -51,6 +52,8 @@ def brief(action: Any) -> str:
             return f"SealPages({_list(action.blocks)}, layers {action.first_layer} to {action.end_layer})"
         case PullPages():
             return f"PullPages({_list(action.src_blocks)} of {action.peer.name} into {_list(action.dst_blocks)})"
+        case AwaitMask():
+            return f"AwaitMask({action.job_id}, slot {action.slot})"
     words = [_word(getattr(action, name)) for name in type(action).__slots__]
     return f"{type(action).__name__}({', '.join(filter(None, words))})"
 
@@ -118,6 +121,7 @@ def _plan(plan: Any) -> str:
     words += [f"open {opened.slot}" for opened in plan.open]
     for slot, start, count, draws in rows:
         words.append(f"slot {slot} [{start}, {start + count})" + (" draws" if draws else ""))
+    words += [f"slot {late.slot} draws behind {late.known}" for late in plan.late_draws]
     return f"{plan.step_id}: {', '.join(words)}"
 
 

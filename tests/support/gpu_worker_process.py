@@ -23,8 +23,8 @@ ROOM_BLOCKS = {0: 40, 1: 20, 2: 37, 3: 50}
 
 
 def install(*, whole: bool = False) -> None:
-    """Let this process take what is made up for what a machine with GPUs has. ``whole``: it is an instance, maybe of one
-    worker, in a cluster of processes."""
+    """Let this process take what is made up for what a machine with GPUs has. ``whole``: it is an instance, maybe of
+    one worker, in a cluster of processes."""
     load, make = loader.load_model, Part.__init__
 
     def on_host(model: str, dtype: str, device: str, **options: Any) -> Any:

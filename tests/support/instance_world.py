@@ -8,12 +8,13 @@ from random import Random
 import numpy as np
 
 from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.instance.events import BuildGrammar, ForgetGrammar, GrammarBuilt, RowFailed, RunStep, StepFailed
+from memserve.instance.events import RowFailed, RunStep, StepFailed
+from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
 from memserve.instance.machine import Instance
 from memserve.instance.sequence import Phase
 from memserve.mempool.pool import BlockPool
 from memserve.policy.reuse import PreemptionCosts
-from memserve.serving import EmitTokens, RejectRequest, RequestArrived
+from memserve.serving import ClockTicked, EmitTokens, RejectRequest, RequestArrived
 from memserve.sim.fuzz.drafts import foretell
 from memserve.sim.fuzz.literal_device import LiteralDevice, fail_row
 from memserve.sim.fuzz.truth import lone_beams as beams_of
@@ -75,8 +76,10 @@ class World:
         self.machine = self.new_machine()
         sizes = block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB
         self.device = LiteralDevice(*sizes, layers=1 if cfg.scheduler.layerwise == "off" else LAYERS)
-        self.plans, self.builds = deque(), deque()
-        self.built = {""}  # grammars
+        self.plans, self.builds, self.masks = deque(), deque(), deque()
+        self.built = {0}  # jobs
+        self.jobs = {}  # job -> grammar
+        self.slow = set()  # requests with a mask that has taken too long
         self.requests, self.got, self.final, self.rejected = {}, {}, {}, {}
         self.facts = []  # of all requests
         self.asked_to_end = set()
@@ -105,12 +108,16 @@ class World:
         self.diary.append((event, self.now, repr(actions)))
         for action in actions:
             if isinstance(action, RunStep):
-                assert {opened.sampling.grammar for opened in action.plan.open} <= self.built
+                assert {opened.grammar_job for opened in action.plan.open} <= self.built
+                assert all(bool(opened.grammar_job) == bool(opened.sampling.grammar) for opened in action.plan.open)
                 self.plans.append(action.plan)
             elif isinstance(action, BuildGrammar):
                 self.builds.append(action)
+                self.jobs[action.job_id] = action.grammar
+            elif isinstance(action, AwaitMask):
+                self.masks.append(action)
             elif isinstance(action, ForgetGrammar):
-                self.built.discard(action.grammar)
+                self.built.discard(action.job_id)
             elif isinstance(action, EmitTokens):
                 for output in action.outputs:
                     self._judge(output)
@@ -119,11 +126,12 @@ class World:
                 self.rejected[action.request_id] = action
         assert len(self.plans) <= self.cfg.scheduler.steps_in_flight
         for plan in self.plans:
-            assert plan.moves or plan.num_tokens > 0
+            assert plan.moves or plan.late_draws or plan.num_tokens > 0
             assert plan.num_tokens <= self.cfg.scheduler.max_step_tokens
         self.machine.check_invariants()
         report = self.machine.report()
-        assert report.fragmentation_tokens_max < self.block_tokens
+        ahead = self.machine.state.counters.late_draws > 0  # a block for tokens that were late may be there already
+        assert report.fragmentation_tokens_max < self.block_tokens * (2 if ahead else 1)
         return actions
 
     def arrive(self, req):
@@ -169,13 +177,24 @@ class World:
         if error:
             self.no_grammars.add(job.grammar)
         else:
-            self.built.add(job.grammar)
+            self.built.add(job.job_id)
         return self.post(GrammarBuilt(job.job_id, error))
+
+    def mask(self):
+        """The mask that is awaited longest is there; it may be that no sequence wants it any more."""
+        return self.post(MaskComputed(self.masks.popleft().job_id))
+
+    def too_slow(self, now):
+        """Time passes while masks are awaited."""
+        waiting = self.machine.state.late_masks.sequences()
+        self.slow |= {one.request_id for one in waiting if not one.late.is_there}
+        self.now = max(self.now, now)
+        return self.post(ClockTicked())
 
     def drain(self, limit=3000):
         """Run until nothing is under way."""
-        while self.plans or self.builds:
-            self.step() if self.plans else self.build()
+        while self.plans or self.builds or self.masks:
+            self.step() if self.plans else self.build() if self.builds else self.mask()
             limit -= 1
             assert limit, f"no end: {self.machine}"
 
@@ -220,7 +239,7 @@ class World:
         elif reason is FinishReason.LENGTH:
             assert len(got) == limit
         elif reason is FinishReason.ERROR:
-            hopeless = req.request_id in self.rows_failed or req.sampling.grammar in self.no_grammars
+            hopeless = req.request_id in self.rows_failed | self.slow or req.sampling.grammar in self.no_grammars
             assert self.failed or hopeless
         elif reason is FinishReason.CANCELLED:
             assert req.request_id in self.asked_to_end

@@ -7,7 +7,8 @@ import math
 import msgspec
 
 from memserve.errors import UserError
-from memserve.instance.events import GRAMMAR_FAILED, NO_TOKEN_LEFT
+from memserve.instance.events import NO_TOKEN_LEFT
+from memserve.instance.grammar_events import GRAMMAR_FAILED
 from memserve.runtime.engine import Refusal, Rejected
 
 ECHO_CHARS_MAX = 200

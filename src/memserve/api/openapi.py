@@ -234,7 +234,7 @@ ERRORS = (
     Error(400, "request_rejected", "the request could never run here"),
     Error(400, "too_many_documents", "this key has as many documents as it may; delete some"),
     Error(400, "malformed", "not a valid HTTP request"),
-    Error(400, "grammar_too_complex", "a schema beyond the grammar engine's limits, e.g. 700 optional fields"),
+    Error(400, "grammar_too_complex", "a grammar beyond the engine's limits, or too large or slow to follow"),
     Error(400, "no_token_left", "penalties, biases and `min_tokens` exclude every token that could come next"),
     Error(400, None, "anything else that is wrong with the request itself"),
     Error(401, "invalid_api_key", "no key, or a wrong one"),

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from functools import lru_cache
 from typing import Any
 
 from memserve.api.closing import closed
 from memserve.api.errors import bad_request, unsupported
+from memserve.api.prompts import INLINE_BYTES_MAX
 from memserve.api.schema import ChatBody, GenerationBody
 from memserve.api.tools.plan import CallPlan
+from memserve.model.grammar_process import GBNF
+from memserve.model.grammar_processes import GrammarProcesses
 
 GRAMMAR_CHARS_MAX = 1 << 18
+CHECK_S = 10.0
+"""The longest that a check may wait for a processor. Of processor time it gets less: two seconds."""
 CHOICES_MAX = 1000
 CHECKING_A_SCHEMA = 8
 """How many times longer than tokenizing it takes to check a schema of as many bytes: 2 us a byte, sometimes 10."""
@@ -21,10 +27,11 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 def work_of(body: GenerationBody, text_bytes: int) -> int:
-    """How much text takes as long to tokenize as planning ``body`` of ``text_bytes``, as far as is known before."""
+    """How much text takes as long to tokenize as planning ``body`` of ``text_bytes``, as far as is known before: a
+    grammar is never checked in the event loop."""
     forces_calls = isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto")
     has_structure = forces_calls or body.response_format is not None or body.structured_outputs is not None
-    return text_bytes * CHECKING_A_SCHEMA if has_structure else text_bytes
+    return max(text_bytes * CHECKING_A_SCHEMA, INLINE_BYTES_MAX + 1) if has_structure else text_bytes
 
 
 def structure_of(body: GenerationBody, calls: CallPlan | None) -> str:
@@ -117,37 +124,60 @@ def _lark(text: str) -> str:
 
 
 def _from_gbnf(text: str, field: str) -> str:
-    try:
-        from llguidance.gbnf_to_lark import gbnf_to_lark
-
-        return str(gbnf_to_lark(text))
-    except ImportError:
-        raise _missing(field) from None
-    except Exception as error:  # its parser raises what it meets
-        raise bad_request(f"'{field}' is no grammar: {str(error)[:200]}", field, "invalid_value") from None
+    _refuse_long(text, field)
+    _need_engine(field)
+    why, made = _checks.convert(text)
+    if why:
+        raise bad_request(f"'{field}' is no grammar: {why[:200]}", field, "invalid_value")
+    return made
 
 
 def _checked(grammar: str, field: str) -> str:
-    if len(grammar) > GRAMMAR_CHARS_MAX:
-        message = f"'{field}' has {len(grammar)} characters; the limit is {GRAMMAR_CHARS_MAX}"
-        raise bad_request(message, field, "invalid_value")
+    _refuse_long(grammar, field)
+    _need_engine(field)
     try:
-        why = _fault(grammar)
-    except ImportError:
-        raise _missing(field) from None
+        why = _checks.fault(grammar)
+    except TimeoutError as error:
+        why = str(error)
     if why:
-        reason = next(iter(why.splitlines()), why)
-        raise bad_request(f"'{field}' cannot be used: {reason[:200]}", field, "invalid_value")
+        raise bad_request(f"'{field}' cannot be used: {why[:200]}", field, "invalid_value")
     return grammar
 
 
-@lru_cache(256)
-def _fault(grammar: str) -> str:
-    from llguidance import LLMatcher
-
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None)
-    return messages[0] if is_error else ""
+def _refuse_long(grammar: str, field: str) -> None:
+    if len(grammar) > GRAMMAR_CHARS_MAX:
+        message = f"'{field}' has {len(grammar)} characters; the limit is {GRAMMAR_CHARS_MAX}"
+        raise bad_request(message, field, "invalid_value")
 
 
-def _missing(field: str) -> Exception:
-    return unsupported(field, "Structured output without the package llguidance (pip install llguidance)")
+def _need_engine(field: str) -> None:
+    if importlib.util.find_spec("llguidance") is None:
+        raise unsupported(field, "Structured output without the package llguidance (pip install llguidance)")
+
+
+class _Checks:
+    """Checks grammars in processes of their own, as they are built (:mod:`memserve.model.grammar_processes`): whatever
+    a client sends, this process neither grows nor stops."""
+
+    def __init__(self) -> None:
+        self._processes = GrammarProcesses(None, 1)
+        self.fault = lru_cache(256)(self._fault)
+        """Why a grammar cannot be used; "": it can be."""
+
+    def _fault(self, grammar: str) -> str:
+        why, process = self._processes.wait_built(grammar, CHECK_S)  # its TimeoutError is not remembered
+        process.end()
+        return why
+
+    def convert(self, text: str) -> tuple[str, str]:
+        """Why a text in llama.cpp's notation is no grammar, or "", and what it is in Lark's."""
+        try:
+            why, process = self._processes.wait_built(GBNF + text, CHECK_S)
+        except TimeoutError as error:
+            return str(error), ""
+        made = "" if why else process.text()
+        process.end()
+        return why, made
+
+
+_checks = _Checks()

@@ -40,6 +40,11 @@ OUTRUN_MAX = 3
 """A request is placed anew so often because other routers were quicker; then it runs where it is placed."""
 
 
+GRAMMAR_DEATHS_MAX = 2
+"""A request with a grammar is not tried again once so many instances have died while they had it: one is chance."""
+DEADLY = "the instances that worked on it have died, and it is not tried on another one"
+
+
 class Lifecycle:
     """The way of each request from arrival to its end. All of its methods leave the books balanced."""
 
@@ -82,9 +87,10 @@ class Lifecycle:
             return
         if req.request.key and (self.answers.awaits(req) or self._goes_on(req, now)):
             return
-        if req.tries >= self._config.attempts_max:
+        is_suspect = bool(req.request.sampling.grammar) and req.deaths >= GRAMMAR_DEATHS_MAX
+        if req.tries >= self._config.attempts_max or is_suspect:
             self._counters.requests_failed += 1
-            self.end(req, FinishReason.ERROR, now)
+            self.end(req, FinishReason.ERROR, now, DEADLY if is_suspect else "")
             return
         chosen = self._placer.place(req)
         if chosen is None and self._gives_second_chance(req):
@@ -348,23 +354,27 @@ class Lifecycle:
             if member is not but:
                 self._outbox.send(member.peer, Cancel(attempt.attempt_id))
 
-    def abandon_member(self, member: Member, now: int) -> list[RequestState]:
+    def abandon_member(self, member: Member, now: int, *, died: bool) -> list[RequestState]:
         """``member`` is gone: attempts that depend on it have failed. Returns the requests to be placed again."""
         self.guests.member_gone(member, now)
         failed = [self.requests.by_attempt[attempt_id] for attempt_id in member.attempts]
         for req in failed:
+            req.deaths += died
             self._abandon(req, "gone", but=member)
         return failed
 
     # -- ending
 
-    def end(self, req: RequestState, reason: FinishReason, now: int) -> None:
+    def end(self, req: RequestState, reason: FinishReason, now: int, error: str = "") -> None:
         """End every unfinished sequence with ``reason``, now."""
         for index in req.unfinished:
             offset = len(req.emitted[index])
             req.finished[index] = reason
             self._counters.finished[reason.value] += 1
-            ending = TokenOutput(req.request_id, index, (), finish_reason=reason, story=req.told(), offset=offset)
+            story = req.told()
+            ending = TokenOutput(
+                req.request_id, index, (), finish_reason=reason, error=error, story=story, offset=offset
+            )  # fmt: skip
             self._outbox.emit(ending)
         req.is_stopped = True
         self.leave(req, now)

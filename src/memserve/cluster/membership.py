@@ -313,7 +313,7 @@ class Membership:
             self._counters.members_left += 1
         change = MemberChange.DIED if died else MemberChange.LEFT
         self._outbox.report(change, member.peer, member.info.address, reason, role=member.info.role)
-        failed = self._lifecycle.abandon_member(member, now)
+        failed = self._lifecycle.abandon_member(member, now, died=died)
         self._registry.leave(member, is_final=self.announces)
         self._loads.leave(member.number)
         self._lifecycle.admission.memory.leave(member)

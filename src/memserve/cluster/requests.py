@@ -194,6 +194,8 @@ class RequestState:
     tries: int = 0
     """Attempts that count against ``attempts_max``."""
     stalls: int = 0
+    deaths: int = 0
+    """Instances that have died while they had it."""
     avoid: dict[Peer, float | None] = field(default_factory=dict)
     """Instances to avoid, with a retry-after in seconds. ``None``: it can never run there. 0: an attempt failed
     there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from memserve import _core
-from memserve.instance.events import Before, OpenSequence, StepPlan
+from memserve.instance.events import Before, LateDraw, OpenSequence, StepPlan
 from memserve.instance.scheduler_state import SchedulerState
 from memserve.instance.sequence import Cause, Group, Sequence
 from memserve.policy.costs import attended_pairs
@@ -18,7 +18,7 @@ class InflightPlan:
 
     step_id: int
     plan: StepPlan
-    #: the sequences that get the sampled tokens: ``plan.sample_slots`` flattened
+    #: the sequences that get the sampled tokens, in the order of ``plan.draws``
     targets: list[Sequence] = field(default_factory=list)
     #: sequences with a row that samples nothing
     chunks: list[Sequence] = field(default_factory=list)
@@ -37,9 +37,8 @@ class InflightPlan:
     def by_slot(self) -> dict[int, Sequence]:
         """Slot -> the sequence that had a row or a draw there in this plan; it may have ended since."""
         plan = self.plan
-        drawn = (slot for slots in plan.sample_slots for slot in slots)
         silent = (slot for slot, slots in zip(plan.slots, plan.sample_slots, strict=True) if not slots)
-        return dict(zip(drawn, self.targets, strict=True)) | dict(zip(silent, self.chunks, strict=True))
+        return dict(zip(plan.draws, self.targets, strict=True)) | dict(zip(silent, self.chunks, strict=True))
 
     def __repr__(self) -> str:
         void = " void" if self.void else ""
@@ -155,6 +154,17 @@ class BatchBuilder:
             self._draw(sequence, row)
         return end - start
 
+    def add_late_draws(self) -> None:
+        """Let the sequences draw whose masks were late, and are there now. Only rows with drafts may follow."""
+        for sequence in self.state.late_masks.due():
+            self.plan.late_draws.append(LateDraw(sequence.slot, sequence.known))  # type: ignore[arg-type]  # it waits with its slot
+            self.inflight.targets.append(sequence)
+            self.state.late_masks.drop(sequence, self.state.now)
+            sequence.inflight += 1
+            sequence.left -= 1
+            if sequence.left:
+                self.state.move(sequence, Cause.TOKENS_KNOWN)
+
     def add_drafts(self, sequence: Sequence, drafts: list[int]) -> None:
         """Add a row for the last known token of a held sequence, which draws, and ``drafts`` behind it. No row but
         further ones with drafts may follow."""
@@ -184,6 +194,7 @@ class BatchBuilder:
                 stop=group.request.stop,
                 before=_before(group),
                 adapter=group.request.adapter,
+                grammar_job=self.state.grammars.job_of(group.wanted_grammar),
             )
         )
         sequence.opened = True

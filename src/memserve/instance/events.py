@@ -1,13 +1,14 @@
 """What the two machines of an instance hear and say: events in the past tense, actions in the imperative.
 
 ``machine.Instance`` runs requests; ``member.MemberMachine`` joins the cluster. Words that they share with the router's
-machine are in ``serving``, jobs on pages in ``kv_transfer.events``.
+machine are in ``serving``, jobs on pages in ``kv_transfer.events``, those of grammars in ``grammar_events``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
 from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.messages import AnyMessage, Load, Peer, PeerInfo
 from memserve.segments import Segment
@@ -51,6 +52,16 @@ class OpenSequence:
     stop: StopParams = field(default_factory=StopParams)  # the device never draws a stop token before ``min_tokens``
     before: Before | None = None  # the sequence is a part: rows count from its first token. None: it is whole
     adapter: str = ""  # digest of the LoRA adapter that computes its rows; empty: none
+    grammar_job: int = 0  # the ``BuildGrammar`` that built ``sampling.grammar``; 0: it has none
+
+
+@dataclass(frozen=True, slots=True)
+class LateDraw:
+    """Draw the token of a slot whose mask was late (``StepFinished.late``), from the logits that the device has kept.
+    Tokens behind the ``known`` ones have no meaning: they are forgotten before anything is computed."""
+
+    slot: int
+    known: int  # tokens of the sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +123,8 @@ class StepPlan:
     drafts: dict[int, list[int]] = field(default_factory=dict)
     """Row -> tokens that may follow its first one, one by one. Such a row has one token more than drafts; its slot
     draws behind each, as far as what was drawn is what the next draft says. They are the last rows of the plan."""
+    late_draws: list[LateDraw] = field(default_factory=list)
+    """Draws without a row, behind those of rows without drafts."""
     prompt_logprob_rows: list[int] = field(default_factory=list)
     reset_slots: bool = False  # an earlier plan failed: before all else, forget every slot
     report_layers: int = 0
@@ -123,27 +136,26 @@ class StepPlan:
         """Tokens computed in this step."""
         return sum(self.counts)
 
+    @property
+    def draws(self) -> list[int]:
+        """The slots that draw, in the order of ``StepFinished.tokens``: of rows without drafts, late ones, of rows with
+        drafts."""
+        plain = self.sample_slots[: len(self.sample_slots) - len(self.drafts)]
+        drafted = self.sample_slots[len(plain) :]
+        late = [draw.slot for draw in self.late_draws]
+        return [slot for slots in plain for slot in slots] + late + [slot for slots in drafted for slot in slots]
+
+    @property
+    def gives_tokens(self) -> bool:
+        """Whether it computes or draws anything."""
+        return bool(self.slots or self.late_draws)
+
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
     """Give ``plan`` to the device (after all earlier ones)."""
 
     plan: StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class BuildGrammar:
-    """Build a grammar beside the steps, and answer with ``GrammarBuilt``. Then slots may be opened with it."""
-
-    job_id: int
-    grammar: str
-
-
-@dataclass(frozen=True, slots=True)
-class ForgetGrammar:
-    """No request has this grammar any more, whether it is built or still being built."""
-
-    grammar: str
 
 
 # -- parts of longer sequences
@@ -183,9 +195,6 @@ class RowFailed:
 NO_TOKEN_LEFT = "penalties, biases and min_tokens leave no token that could come next"
 """Reason of a row when its own request made every token impossible."""
 
-GRAMMAR_FAILED = "the form that is asked of the answer is more than the grammar engine takes"
-"""The beginning of a row's reason when its own grammar cannot be followed."""
-
 
 @dataclass(slots=True)
 class LinkUse:
@@ -218,7 +227,7 @@ class StepFinished:
     """The device executed a plan."""
 
     step_id: int
-    tokens: list[int]  # sampled tokens: plan.sample_slots flattened in order
+    tokens: list[int]  # sampled tokens, one for each of plan.draws
     device_ns: int  # time that the device worked on this plan
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # position in ``tokens`` -> logprobs
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)  # row -> per token
@@ -230,6 +239,10 @@ class StepFinished:
     failed: dict[int, RowFailed] = field(default_factory=dict)
     """Slots with a row or a draw in the plan that failed alone. A failed draw has a token in ``tokens``, too, any one:
     the device has written it behind the slot's last one, so that a plan under way may name its position."""
+    late: frozenset[int] = frozenset()
+    """Slots that have drawn nothing, because the mask of their grammar was not there in time: the token in ``tokens``
+    has no meaning, and neither have those of later plans for the slot, which count as late, until one has a
+    ``LateDraw``."""
     link: LinkUse | None = None
     """What the step used. None: nothing lies by layer."""
 
@@ -250,15 +263,6 @@ class LayerFinished:
     layer: int
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarBuilt:
-    """The answer to ``BuildGrammar``."""
-
-    job_id: int
-    error: str = ""
-    """Why there is no such grammar. Empty: it is there."""
-
-
 Event = (
     RequestArrived
     | RequestCancelled
@@ -269,6 +273,7 @@ Event = (
     | MessageArrived
     | LayerFinished
     | GrammarBuilt
+    | MaskComputed
     | PagesSealed
     | PagesPulled
     | PrefixPinned
@@ -276,7 +281,7 @@ Event = (
 )
 Action = (
     RunStep | EmitTokens | RejectRequest | Send | SealPages | PullPages | CancelPulls | BuildGrammar | ForgetGrammar
-    | HoldSegment | DropSegment
+    | AwaitMask | HoldSegment | DropSegment
 )  # fmt: skip
 
 # -- events of the member machine, beside MessageArrived and ClockTicked

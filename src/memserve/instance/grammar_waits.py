@@ -1,92 +1,171 @@
 """Grammars of requests that run here: which ones the host builds, and which ones it has.
 
 A request waits for its grammar as it waits for KV of another instance: no step is planned with it, and so none waits
-for the grammar. A grammar that several requests name is built once, and kept until the last of them has ended.
+for the grammar. A grammar that several requests of a tenant name is built once, and kept until the last of them has
+ended. How much of the host a tenant may have at a time is one rule: as much as is still free (:func:`may_have`), so
+that no number of grammars of one tenant, however long they take, keeps those of another one waiting.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from dataclasses import dataclass
 
-from memserve.instance.events import BuildGrammar, ForgetGrammar
+from memserve.errors import check
+from memserve.instance.grammar_events import BuildGrammar, ForgetGrammar
 from memserve.units import NS_PER_S
 
-BUILD_NS = 15 * NS_PER_S
-"""The longest that requests wait for their grammar."""
+BUILD_NS = 10 * NS_PER_S
+"""The longest that a build may take. The processor time that it may take is less (``model/grammar_process.py``)."""
+BUILDS_MAX = 4
+"""Builds at a time."""
+GRAMMARS_PER_SLOT = 2
+"""Grammars that may be built or being built, for each slot of the device. One tenant alone may have half of them."""
+Wanted = tuple[str, str]
+"""Tenant and grammar."""
+
+
+def may_have(own: int, taken: int, limit: int) -> bool:
+    """Whether a tenant that has ``own`` of the ``taken`` ones may take another one of ``limit``: it may have as many as
+    are free. The first tenant gets half, the next one half of the rest, and the last place is for one that has none."""
+    return own < limit - taken
 
 
 @dataclass(slots=True)
-class _Wanted:
-    job_id: int
+class _Job:
+    number: int
     requests: int
+    until_ns: int | None = None
+    """When requests wait no longer. None: it does not wait for the host, or the host does not build it yet."""
+    is_built: bool = False
 
 
 class GrammarWaits:
-    """All grammars of unfinished requests, by their texts."""
+    """All grammars of unfinished requests, by tenant and text."""
 
-    __slots__ = ("_jobs", "_pending", "_wanted", "orders")
+    __slots__ = ("_building", "_held", "_jobs", "_numbers", "_places", "_queues", "orders")
 
-    def __init__(self) -> None:
-        self._wanted: dict[str, _Wanted] = {}
-        #: those that are being built, oldest first -> when requests wait no longer
-        self._pending: dict[str, int] = {}
-        self._jobs = 0
+    def __init__(self, slots: int) -> None:
+        self._places = GRAMMARS_PER_SLOT * slots
+        self._jobs: dict[Wanted, _Job] = {}
+        #: those that the host builds, oldest first
+        self._building: dict[Wanted, _Job] = {}
+        #: those that it is yet to build, by tenant, oldest first
+        self._queues: dict[str, deque[Wanted]] = {}
+        #: those that it builds or has built, by tenant
+        self._held: Counter[str] = Counter()
+        self._numbers = 0
         #: for the host, in order; the machine takes them
         self.orders: list[BuildGrammar | ForgetGrammar] = []
 
-    def opened(self, grammar: str, now: int) -> None:
-        """A request with ``grammar`` has come; empty: it has none."""
-        if not grammar:
+    def opened(self, wanted: Wanted, now_ns: int) -> None:
+        """A request has come; an empty text: it has no grammar."""
+        if not wanted[1]:
             return
-        wanted = self._wanted.get(grammar)
-        if wanted is not None:
-            wanted.requests += 1
+        if (job := self._jobs.get(wanted)) is not None:
+            job.requests += 1
             return
-        self._jobs += 1
-        self._wanted[grammar] = _Wanted(self._jobs, 1)
-        self._pending[grammar] = now + BUILD_NS
-        self.orders.append(BuildGrammar(self._jobs, grammar))
+        self._numbers += 1
+        self._jobs[wanted] = _Job(self._numbers, 1)
+        self._queues.setdefault(wanted[0], deque()).append(wanted)
+        self._build_next(now_ns)
 
-    def closed(self, grammar: str) -> None:
-        """A request with ``grammar`` has ended."""
-        if not grammar:
+    def closed(self, wanted: Wanted, now_ns: int) -> None:
+        """A request has ended."""
+        if not wanted[1]:
             return
-        wanted = self._wanted[grammar]
-        wanted.requests -= 1
-        if not wanted.requests:
-            del self._wanted[grammar]
-            self._pending.pop(grammar, None)
-            self.orders.append(ForgetGrammar(grammar))
+        job = self._jobs[wanted]
+        job.requests -= 1
+        if job.requests:
+            return
+        del self._jobs[wanted]
+        tenant = wanted[0]
+        queue = self._queues.get(tenant)
+        if queue is not None and wanted in queue:
+            queue.remove(wanted)
+            if not queue:
+                del self._queues[tenant]
+            return
+        self._building.pop(wanted, None)
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
+        self.orders.append(ForgetGrammar(job.number, wanted[1]))
+        self._build_next(now_ns)
 
-    def awaited(self, grammar: str) -> bool:
-        """Whether ``grammar`` is being built."""
-        return grammar in self._pending
+    def _build_next(self, now_ns: int) -> None:
+        while (tenant := self._next_tenant()) is not None:
+            queue = self._queues[tenant]
+            wanted = queue.popleft()
+            if not queue:
+                del self._queues[tenant]
+            job = self._jobs[wanted]
+            job.until_ns = now_ns + BUILD_NS
+            self._building[wanted] = job
+            self._held[tenant] += 1
+            self.orders.append(BuildGrammar(job.number, wanted[1]))
 
-    def built(self, job_id: int) -> str:
-        """A job is done. Returns its grammar; empty: no request waits for it any more."""
-        for grammar in self._pending:
-            if self._wanted[grammar].job_id == job_id:
-                del self._pending[grammar]
-                return grammar
-        return ""
+    def _next_tenant(self) -> str | None:
+        """Of those that may have another build, the one with the fewest; among equals the one that waits longest."""
+        builds, held = Counter([tenant for tenant, _ in self._building]), self._held.total()
+        able = [
+            (builds[tenant], self._jobs[queue[0]].number, tenant)
+            for tenant, queue in self._queues.items()
+            if may_have(builds[tenant], len(self._building), BUILDS_MAX)
+            and may_have(self._held[tenant], held, self._places)
+        ]
+        return min(able)[2] if able else None
 
-    def overdue(self, now: int) -> list[str]:
-        """Grammars that requests have waited for as long as they may; they count as built from now on."""
-        late = [grammar for grammar, until_ns in self._pending.items() if until_ns <= now]
-        for grammar in late:
-            del self._pending[grammar]
+    def awaited(self, wanted: Wanted) -> bool:
+        """Whether its requests wait for it."""
+        job = self._jobs.get(wanted)
+        return job is not None and not job.is_built
+
+    def job_of(self, wanted: Wanted) -> int:
+        """The number of the job that has built it; 0: there is no grammar."""
+        return self._jobs[wanted].number if wanted[1] else 0
+
+    def built(self, job_id: int, now_ns: int) -> Wanted | None:
+        """A job is done. None: no request waits for it any more."""
+        for wanted, job in self._building.items():
+            if job.number == job_id:
+                self._end(wanted, now_ns)
+                return wanted
+        return None
+
+    def overdue(self, now_ns: int) -> list[Wanted]:
+        """Grammars that have been built for as long as they may; they count as built from now on."""
+        late = [wanted for wanted, job in self._building.items() if job.until_ns is not None and job.until_ns <= now_ns]
+        for wanted in late:
+            self._end(wanted, now_ns)
         return late
+
+    def _end(self, wanted: Wanted, now_ns: int) -> None:
+        job = self._building.pop(wanted)
+        job.until_ns, job.is_built = None, True
+        self._build_next(now_ns)
 
     @property
     def next_deadline_ns(self) -> int | None:
         """When :meth:`overdue` is worth calling. None: nothing is being built."""
-        return next(iter(self._pending.values()), None)
+        return next((job.until_ns for job in self._building.values()), None)
 
     def take_orders(self) -> list[BuildGrammar | ForgetGrammar]:
         """What the host has to do since the last call."""
         taken, self.orders = self.orders, []
         return taken
 
-    def users(self) -> dict[str, int]:
+    def users(self) -> dict[Wanted, int]:
         """Requests by grammar, for checks."""
-        return {grammar: wanted.requests for grammar, wanted in self._wanted.items()}
+        return {wanted: job.requests for wanted, job in self._jobs.items()}
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` where the books contradict."""
+        queued = [wanted for queue in self._queues.values() for wanted in queue]
+        apart = len(set(queued)) == len(queued) and not (self._building.keys() & set(queued))
+        check(apart and all(self._queues.values()), "a grammar is queued twice, or an empty queue is kept")
+        held = Counter([wanted[0] for wanted in self._jobs if wanted not in queued])
+        check(held == self._held and held.total() <= self._places, "grammars are not counted right: {}", self._held)
+        waiting = {wanted for wanted, job in self._jobs.items() if not job.is_built}
+        check(waiting == self._building.keys() | set(queued), "a grammar is neither built nor waits for that")
+        check(len(self._building) <= BUILDS_MAX, "too many grammars are being built")

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from memserve.instance.intake import RequestIntake
+from memserve.instance.remote_state import RemoteState
 from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause, Fact, Group, RemoteState, Sequence
+from memserve.instance.sequence import Cause, Fact, Group, Sequence
 from memserve.kv_transfer.events import HandoffArrived, HandoffFailed, HandoffOffered
 from memserve.kv_transfer.exchange import Exchange
 from memserve.messages import Peer
@@ -148,7 +149,7 @@ class HandoffReceiver:
     def _await_grammar(self, group: Group) -> None:
         """If the grammar of ``group`` is still being built: memory does not wait for that. The KV is given up; what the
         cache has of it is found again on admission."""
-        if self._state.grammars.awaited(group.request.sampling.grammar):
+        if self._state.grammars.awaited(group.wanted_grammar):
             for sequence in list(group.sequences.values()):
                 self._state.reset(sequence)
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from memserve.instance.events import StepPlan
 from memserve.instance.intake import RequestIntake
 from memserve.instance.kept import KeptAnswers
+from memserve.instance.remote_state import RemoteState
 from memserve.instance.routers import Routers
 from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause, Group, Phase, RemoteState, Sequence
+from memserve.instance.sequence import Cause, Group, Phase, Sequence
 from memserve.kv_transfer.exchange import Exchange
 from memserve.types import Tier, TransferMode
 from memserve.units import ceil_div
@@ -177,7 +178,7 @@ class HandoffSender:
 
     @staticmethod
     def _is_done(sequence: Sequence) -> bool:
-        return sequence.phase is Phase.IDLE and not sequence.inflight
+        return sequence.phase is Phase.IDLE and not sequence.inflight and sequence.late is None
 
     def _hand_over(self, group: Group) -> None:
         """Let a request leave, each of whose sequences has its first token, or has ended with it."""
@@ -224,7 +225,7 @@ class HandoffSender:
             return
         for sequence in group.sequences.values():
             sequence.left = sequence.draws_left
-            if sequence.phase is Phase.IDLE and sequence.left:
+            if sequence.phase is Phase.IDLE and sequence.left and sequence.late is None:
                 self._state.move(sequence, Cause.HANDOFF_ABANDONED)
 
     def _stay(self, group: Group, remote: RemoteState, why: str) -> None:

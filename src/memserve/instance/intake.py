@@ -10,10 +10,12 @@ from msgspec import structs
 
 from memserve.config import InstanceConfig
 from memserve.errors import UserError
-from memserve.instance.events import GRAMMAR_FAILED, GrammarBuilt
-from memserve.instance.grammar_waits import BUILD_NS
+from memserve.instance.grammar_events import GRAMMAR_FAILED, GrammarBuilt
+from memserve.instance.grammar_waits import BUILD_NS, Wanted
+from memserve.instance.late_masks import MASK_NS, MASKS_NS
+from memserve.instance.remote_state import RemoteState
 from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause, Group, Phase, RemoteState, Sequence
+from memserve.instance.sequence import Cause, Group, Phase, Sequence
 from memserve.messages import Dispatch, Peer
 from memserve.policy.capacity import impossible_reason
 from memserve.segments import RETRY_S
@@ -21,6 +23,10 @@ from memserve.serving import RejectRequest
 from memserve.types import FinishReason, Request
 from memserve.units import NS_PER_MS, NS_PER_S
 from memserve.validation import check_request
+
+_TOO_SLOW = (
+    f"what may come next was not known within {MASK_NS // NS_PER_S} s, or {MASKS_NS // NS_PER_S} s in all of the answer"
+)
 
 
 class RequestIntake:
@@ -145,12 +151,12 @@ class RequestIntake:
 
     def grammar_built(self, event: GrammarBuilt) -> None:
         """The host has built a grammar, or cannot."""
-        if grammar := self._state.grammars.built(event.job_id):
-            self._grammar_ready(grammar, event.error)
+        if wanted := self._state.grammars.built(event.job_id, self._state.now):
+            self._grammar_ready(wanted, event.error)
 
-    def _grammar_ready(self, grammar: str, error: str) -> None:
+    def _grammar_ready(self, wanted: Wanted, error: str) -> None:
         state = self._state
-        for group in [group for group in state.groups.values() if group.request.sampling.grammar == grammar]:
+        for group in [group for group in state.groups.values() if group.wanted_grammar == wanted]:
             if error:
                 state.finish_group(group, FinishReason.ERROR, f"{GRAMMAR_FAILED}: {error}")
                 continue
@@ -237,9 +243,12 @@ class RequestIntake:
             self.finish_known(sequence, FinishReason.STOP)
 
     def expire(self, now: int) -> None:
-        """End all requests that have outlived their deadlines, or wait too long for their grammars."""
-        for grammar in self._state.grammars.overdue(now):
-            self._grammar_ready(grammar, f"it was not built within {BUILD_NS // NS_PER_S} s")
+        """End all requests that have outlived their deadlines, or wait too long for their grammars or masks."""
+        for wanted in self._state.grammars.overdue(now):
+            self._grammar_ready(wanted, f"it was not built within {BUILD_NS // NS_PER_S} s")
+        for sequence in self._state.late_masks.overdue(now):
+            if sequence.phase is not Phase.FINISHED:  # with another one of its request
+                self._state.finish_group(sequence.group, FinishReason.ERROR, f"{GRAMMAR_FAILED}: {_TOO_SLOW}")
         deadlines, groups = self._deadlines, self._state.groups
         while deadlines and deadlines[0][0] <= now:
             _, arrival, request_id = heapq.heappop(deadlines)
@@ -250,7 +259,8 @@ class RequestIntake:
     @property
     def next_deadline_ns(self) -> int | None:
         """When :meth:`expire` is worth calling. None: no request has a deadline, or waits for a grammar."""
-        ends = self._deadlines[0][0] if self._deadlines else None, self._state.grammars.next_deadline_ns
+        grammars, masks = self._state.grammars.next_deadline_ns, self._state.late_masks.next_deadline_ns
+        ends = self._deadlines[0][0] if self._deadlines else None, grammars, masks
         return min([end for end in ends if end is not None], default=None)
 
 

@@ -15,6 +15,7 @@ from memserve.units import ceil_div
 
 _RUNNING = (Phase.PREFILLING, Phase.DECODING, Phase.IDLE)
 _HOLDING = (*_RUNNING, Phase.REMOTE_KV_READY)
+_AHEAD_MAX = 4  # plans that may be under way behind one with a late draw
 
 
 def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link: ClusterLink | None) -> None:
@@ -89,11 +90,13 @@ def _check_containers(state: SchedulerState, sequences: list[Sequence]) -> None:
     for group in state.groups.values():
         check(group.sequences, "{} is unfinished but has no sequence", group)
     check(state.sequences == len(sequences), "{} sequences were counted, there are {}", state.sequences, len(sequences))
-    users = Counter(group.request.sampling.grammar for group in state.groups.values())
-    del users[""]
+    users = Counter(group.wanted_grammar for group in state.groups.values() if group.request.sampling.grammar)
+    state.grammars.check_invariants()
+    late = [id(sequence) for sequence in sequences if sequence.late is not None]
+    check(sorted(late) == sorted(map(id, state.late_masks.sequences())), "masks are late for other sequences")
     check(users == state.grammars.users(), "grammars have other users than {}", users)
     for sequence in sequences:
-        awaits = state.grammars.awaited(sequence.group.request.sampling.grammar)
+        awaits = state.grammars.awaited(sequence.wanted_grammar)
         check(
             awaits or sequence.phase is not Phase.WAITING_FOR_GRAMMAR, "{} waits for a grammar that is built", sequence
         )
@@ -132,7 +135,9 @@ def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
     check(not (sequence.dram_blocks and sequence.blocks), "{} is on two tiers", sequence)
     check(sequence.phase is not Phase.PARKED or sequence.dram_blocks, "{} is parked without KV", sequence)
     check(runs or not sequence.opened, "{} is open on the device", sequence)
-    complete = bool(sequence.inflight) or sequence.candidates is not None  # else its last token is to be computed
+    waits = sequence.candidates is not None or sequence.late is not None
+    complete = bool(sequence.inflight) or waits  # else its last token is to be computed
+    check(sequence.late is None or sequence.phase is Phase.IDLE, "{} waits for a mask, and is not idle", sequence)
     check(sequence.computed <= sequence.length - (not complete), "{} computed what it does not have", sequence)
     again = sequence.computed == sequence.known - 1  # the last token is computed even if its block is there
     check(sequence.published <= sequence.computed + again, "{} published what is not computed", sequence)
@@ -140,7 +145,8 @@ def _check_sequence(state: SchedulerState, sequence: Sequence) -> None:
         capacity = sequence.entries * block_tokens
         check(sequence.computed <= capacity, "{} has computed beyond its blocks", sequence)
         check(sequence.writable_until <= capacity, "{} may write beyond its blocks", sequence)
-        tokens = max(sequence.computed + 1, sequence.known)
+        ahead = _AHEAD_MAX if sequence.group.request.sampling.grammar else 0  # for tokens that were late
+        tokens = max(sequence.computed + 1, sequence.known) + ahead
         check(sequence.entries <= ceil_div(tokens, block_tokens), "{} has blocks for tokens that it lacks", sequence)
     elif not sequence.dram_blocks:
         check(sequence.computed == 0 and sequence.lease is None, "{} has no blocks, but KV or a lease", sequence)

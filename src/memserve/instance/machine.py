@@ -20,16 +20,8 @@ from memserve.config import InstanceConfig
 from memserve.errors import InvariantError, check
 from memserve.instance.batch import InflightPlan
 from memserve.instance.cluster_link import ClusterLink
-from memserve.instance.events import (
-    Action,
-    Event,
-    GrammarBuilt,
-    LayerFinished,
-    LoadRead,
-    RunStep,
-    StepFailed,
-    StepFinished,
-)
+from memserve.instance.events import Action, Event, LayerFinished, LoadRead, RunStep, StepFailed, StepFinished
+from memserve.instance.grammar_events import GrammarBuilt, MaskComputed
 from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
 from memserve.instance.layered import LayerPlacer
@@ -148,6 +140,8 @@ class Instance:
             self._fail(event, now)
         elif isinstance(event, GrammarBuilt):
             self.intake.grammar_built(event)
+        elif isinstance(event, MaskComputed):
+            self.state.late_masks.computed(event.job_id, now)
         elif isinstance(event, PrefixPinned):
             name, until_ns = _pin_name(event.handle, event.tenant), now + event.ttl_ns
             self.pins.pin(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
@@ -163,7 +157,7 @@ class Instance:
             link.settle(now)
             actions += link.segments.take_dropped()
         self._plan(now, actions)
-        actions += self.state.grammars.take_orders()
+        actions += [*self.state.grammars.take_orders(), *self.state.late_masks.take_orders()]
         if outputs := self._take_outputs():
             actions += link.tell(outputs) if link is not None else [EmitTokens(outputs)]
         if link is not None:

@@ -62,15 +62,17 @@ class Planner:
         state = self.state
         if self.speculation is not None and not (nothing_under_way or copies_only) and self.speculation.waits():
             return None
-        if state.decoding.items or state.prefilling.items or state.waiting or state.remote_kv_ready or state.parked:
+        lines = state.decoding.items, state.prefilling.items, state.waiting, state.remote_kv_ready, state.parked
+        if any(lines) or state.late_masks.due():
             batch = self._fill(now, begins_ns)
-            if not (batch.plan.slots or batch.plan.moves) and nothing_under_way:
+            stands = not (batch.plan.gives_tokens or batch.plan.moves)
+            if stands and nothing_under_way and not state.late_masks:  # masks come, or their sequences end
                 batch = self._start_over(batch, now, begins_ns)
         elif copies_only:
             batch = BatchBuilder(state, self.next_step_id)
         else:
             return None
-        if not (batch.plan.slots or batch.plan.moves or copies_only):
+        if not (batch.plan.gives_tokens or batch.plan.moves or copies_only):
             return None
         self.next_step_id += 1
         return self._seal(batch)
@@ -121,6 +123,8 @@ class Planner:
             for sequence in self.admission.parked():
                 if not self.admission.admit(sequence, now):
                     break
+        if self.state.late_masks:
+            batch.add_late_draws()
         for sequence, tokens in drafts:
             batch.add_drafts(sequence, tokens)
         return batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from memserve import _core
 from memserve.errors import check
@@ -39,12 +40,15 @@ class StepResults:
         check(len(tokens) == len(targets), f"step {plan.step_id}: {len(tokens)} tokens for {len(targets)} draws")
         if self.speculation is not None:
             self.speculation.learn(plan, event)
-        if not plan.drafts:
+        if plan.plan.slots and not plan.drafts:
             self.state.costs.learn(plan.prefill_tokens, plan.decode_rows, event.device_ns, plan.prefill_pairs)
         if event.failed:  # first: further results of sequences that have ended are dropped
             self._end_failed(plan, event.failed)
         if event.prompt_logprobs:
             self._take_prompt_logprobs(plan, event)
+        if event.late:
+            plan, event = self._skip_late(plan, event)
+            targets, tokens = plan.targets, event.tokens
         dropped_before = counters.dropped_tokens
         if event.logprobs or event.candidates:
             self._apply_rich(targets, event)
@@ -54,6 +58,24 @@ class StepResults:
             self._take_kept(plan, event)
         drawn = len(targets) + sum(map(len, event.kept.values()))
         counters.generated_tokens += drawn - (counters.dropped_tokens - dropped_before)
+
+    def _skip_late(self, plan: InflightPlan, event: StepFinished) -> tuple[InflightPlan, StepFinished]:
+        """Note the draws that were late; what is left of both."""
+        there: list[int] = []
+        for place, slot in enumerate(plan.plan.draws):
+            if slot not in event.late:
+                there.append(place)
+            elif plan.targets[place].phase is not Phase.FINISHED:
+                self.state.counters.late_draws += 1
+                self.state.skip_draw(plan.targets[place])
+        places = {place: number for number, place in enumerate(there)}
+        told = replace(
+            event,
+            tokens=[event.tokens[place] for place in there],
+            logprobs={places[place]: logprobs for place, logprobs in event.logprobs.items()},
+            candidates={places[place]: candidates for place, candidates in event.candidates.items()},
+        )
+        return replace(plan, targets=[plan.targets[place] for place in there]), told
 
     def _apply_plain(self, plan: InflightPlan, tokens: list[int]) -> None:
         """The hot loop: a token for each sequence. Most sequences draw on; first and last tokens need more care."""
@@ -137,6 +159,7 @@ class StepResults:
         if group.muted:
             return
         prompt_logprobs = group.prompt_logprobs if first else None
+        reused = group.cached_tokens if first and prompt_logprobs is None else 0  # else those of another sequence of it
         self.state.outputs.append(
             TokenOutput(
                 sequence.request_id,
@@ -144,7 +167,7 @@ class StepResults:
                 tokens,
                 logprobs=(logprobs,) if logprobs is not None and tokens else (),
                 finish_reason=reason,
-                cached_tokens=group.cached_tokens if first else 0,
+                cached_tokens=reused,
                 prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs is not None else None,
                 queue_ns=group.queue_ns if first else None,
                 offset=len(sequence.out) - 1,

@@ -19,12 +19,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from memserve import _core
 from memserve.errors import check
+from memserve.instance.counters import SchedulerCounters
 from memserve.instance.grammar_waits import GrammarWaits
+from memserve.instance.late_masks import LateMasks
 from memserve.instance.memory import SequenceMemory
 from memserve.instance.objectives import Objectives
 from memserve.instance.queues import RankedList, WaitingQueue
@@ -32,39 +33,6 @@ from memserve.instance.sequence import SEQUENCE, Cause, Group, Phase, Sequence, 
 from memserve.messages import Load
 from memserve.policy.fairness import Turns
 from memserve.types import FinishReason, TokenOutput
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Running totals since the instance was made."""
-
-    steps: int = 0
-    steps_failed: int = 0
-    rows_failed: int = 0
-    requests: int = 0
-    requests_rejected: int = 0
-    requests_finished: int = 0
-    requests_cancelled: int = 0  # of those
-    generated_tokens: int = 0
-    prefill_tokens: int = 0  # computed
-    decode_tokens: int = 0  # computed
-    drafted_tokens: int = 0  # computed as drafts
-    kept_tokens: int = 0  # of those, drawn as well
-    prompt_tokens: int = 0  # of admitted requests
-    cached_tokens: int = 0  # of those, not computed
-    dropped_tokens: int = 0  # sampled after the sequence had ended (stop tokens are seen one step late)
-    preempted_by_swap: int = 0
-    preempted_by_recompute: int = 0
-    preempted_for_slots: int = 0  # of both: for a slot that another tenant was due
-    standstills: int = 0  # times that everything was preempted because nothing could move
-    prefix_holds: int = 0  # admissions put off because the prefix was being computed for another sequence
-    device_ns: int = 0
-    queued_ns: int = 0  # sum over admitted requests of the time until they were first scheduled
-    finished: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
-
-    def count_finish(self, reason: FinishReason) -> None:
-        """One more sequence ended for ``reason``."""
-        self.finished[reason.value] += 1
 
 
 class Transfers(Protocol):
@@ -96,6 +64,7 @@ class SchedulerState:
         "grammars",
         "groups",
         "idle",
+        "late_masks",
         "memory",
         "now",
         "objectives",
@@ -121,7 +90,8 @@ class SchedulerState:
         self.counters = SchedulerCounters()
         #: time of the event that is being handled
         self.now = 0
-        self.grammars = GrammarWaits()
+        self.grammars = GrammarWaits(slots)
+        self.late_masks = LateMasks()
         #: None: requests have no objectives
         self.objectives: Objectives | None = None
         #: None: outside a cluster, where no request has transfers
@@ -164,7 +134,7 @@ class SchedulerState:
         self.groups[group.request.request_id] = group
         self.tenants[group.tenant] = self.tenants.get(group.tenant, 0) + 1
         self.turns.enter(group.tenant, group.request.weight)
-        self.grammars.opened(group.request.sampling.grammar, self.now)
+        self.grammars.opened(group.wanted_grammar, self.now)
 
     def first_urgency(self, tenant: str) -> int:
         """The lowest urgency of the tenant's sequences that have prompts to compute."""
@@ -216,7 +186,7 @@ class SchedulerState:
     def move(self, sequence: Sequence, cause: Cause) -> None:
         """Change the phase, and the container that goes with it. Raises :class:`InvariantError` for an illegal move."""
         before, after = sequence.phase, SEQUENCE.step(sequence.phase, cause)
-        if after is Phase.WAITING and self.grammars.awaited(sequence.group.request.sampling.grammar):
+        if after is Phase.WAITING and self.grammars.awaited(sequence.wanted_grammar):
             after = SEQUENCE.step(after, Cause.GRAMMAR_EXPECTED)
         container = self._containers.get(before)
         if container is not None:
@@ -231,6 +201,20 @@ class SchedulerState:
         """It decodes on when its tokens under way are known."""
         sequence.held = True
         self.move(sequence, Cause.AWAITS_TOKENS)
+
+    def skip_draw(self, sequence: Sequence) -> None:
+        """A draw of ``sequence`` was late, and so are those of plans under way: it waits for its mask in its slot."""
+        sequence.inflight -= 1
+        sequence.left += 1
+        if sequence.slot is None:  # it was preempted meanwhile: what it had computed for that token has no meaning
+            sequence.computed = min(sequence.computed, sequence.known - 1 + sequence.inflight)
+            self.resume(sequence)
+        elif sequence.late is not None:
+            sequence.computed -= 1
+        else:
+            self.late_masks.add(sequence, self.now)
+            if sequence.phase is Phase.DECODING:
+                self.move(sequence, Cause.AWAITS_TOKENS)
 
     def resume(self, sequence: Sequence) -> None:
         """A token came. One that was held decodes on; a preempted one waits for admission again, unless tokens or
@@ -253,6 +237,7 @@ class SchedulerState:
     def preempt(self, sequence: Sequence) -> None:
         """Take slot and blocks away; the sequence continues with the tokens that it has."""
         memory, counters = self.memory, self.counters
+        self._stop_waiting(sequence)
         tokens, blocks = sequence.computed, sequence.blocks_held
         finished_by_count = sequence.phase is Phase.IDLE and sequence.left == 0
         swap = memory.is_swapped_at_no_cost(sequence) or self.costs.prefers_swap(self.preemption, tokens, blocks)
@@ -269,6 +254,12 @@ class SchedulerState:
         if sequence.group.tokens_here is not None and self.transfers is not None:
             self.transfers.request_preempted(sequence.group)
 
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        """It loses its slot, and with it the logits that it would have drawn from."""
+        if sequence.late is not None:
+            self.late_masks.drop(sequence, self.now)
+            sequence.computed = min(sequence.computed, sequence.known - 1)
+
     def preempt_all(self) -> None:
         """Preempt every sequence that holds blocks, but for segments that are kept for others: the way out of a
         standstill (see ``Planner``)."""
@@ -280,6 +271,7 @@ class SchedulerState:
 
     def reset(self, sequence: Sequence) -> None:
         """The device failed: drop all KV of the sequence, which starts over from its known tokens."""
+        self._stop_waiting(sequence)
         self.memory.abandon(sequence)
         self._leave_slot(sequence)
         sequence.inflight, sequence.held = 0, False
@@ -353,7 +345,7 @@ class SchedulerState:
 
     def _forget(self, group: Group) -> None:
         del self.groups[group.request.request_id]
-        self.grammars.closed(group.request.sampling.grammar)
+        self.grammars.closed(group.wanted_grammar, self.now)
         left = self.tenants[group.tenant] - 1
         if left:
             self.tenants[group.tenant] = left
@@ -369,6 +361,7 @@ class SchedulerState:
         self._retire(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
+        self._stop_waiting(sequence)
         self.memory.detach(sequence)
         self._leave_slot(sequence)
         self.move(sequence, Cause.FINISHED)

@@ -14,17 +14,17 @@ Tokens of a sequence, by what has happened to them::
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from memserve import _core
 from memserve.instance.beam import BeamSearch
-from memserve.messages import Holder, Peer
+from memserve.instance.remote_state import RemoteState
 from memserve.segments import Span
 from memserve.transitions import Transitions
-from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput, TransferMode
+from memserve.types import FinishReason, Request, TokenArray, TokenLogprobs, TokenOutput
 
 if TYPE_CHECKING:
     from memserve.instance.layered_kv import LayeredKV
@@ -50,7 +50,7 @@ class Phase(enum.Enum):
     PARKED = "parked"  # parked: has told tokens, its KV is in DRAM; prompts need not wait behind it
     PREFILLING = "prefilling"  # prefilling: has known tokens to compute
     DECODING = "decoding"  # decoding: computes one token, known or not, each step
-    IDLE = "idle"  # idle: nothing to schedule; every token is under way, or drafts are, or a beam waits for others
+    IDLE = "idle"  # idle: nothing to schedule: tokens or drafts are under way, a mask is late, a beam waits for others
     PREEMPTED = "preempted"  # no container: holds no slot and no HBM block; resumed when all its tokens are known
     FINISHED = "finished"  # no container: tokens still under way are dropped
 
@@ -74,7 +74,8 @@ class Cause(enum.Enum):
     BEAM_FORKED = enum.auto()
     BEAM_EXTENDED = enum.auto()
     AWAITS_TOKENS = enum.auto()
-    """Drafts are to be compared with tokens under way: it has no further row until they are known."""
+    """Drafts are to be compared with tokens under way, or its mask is late: it has no further row until that is
+    known."""
     TOKENS_KNOWN = enum.auto()
     HANDOFF_ABANDONED = enum.auto()
     """The request decodes where it was prefilled."""
@@ -123,39 +124,13 @@ SEQUENCE = Transitions(
 
 
 @dataclass(slots=True)
-class RemoteState:
-    """What other processes have to do with a request. At most one of ``fetch_id``, ``import_id`` and ``offer_id`` is
-    set: a request moves one way at a time."""
+class LateMask:
+    """Of a sequence that has drawn nothing because its mask was not there."""
 
-    decode_at: Peer | None = None
-    """The instance that decodes after the first token. None: this one."""
-    mode: TransferMode = TransferMode.BY_REQUEST_AGG
-    return_kv: bool = False
-    """The decode instance sends back the KV of what it generates."""
-    deadline_ns: int | None = None
-    original: Request | None = None
-    """A beam search to be handed over: the request that the decode instance gets. A substitute runs here and draws
-    nothing of use."""
-    holders: list[Holder] = field(default_factory=list)
-    """Instances that may be asked for the prefix, best first."""
-    fetch_id: str | None = None
-    """The fetch that the request waits for."""
-    fetch_until_ns: int = 0
-    """When the request waits for no further holder."""
-    import_id: str | None = None
-    """The handoff that brings the request here."""
-    offer_id: str | None = None
-    """The handoff by which the request leaves."""
-    offered_blocks: int = 0
-    """Blocks of that offer."""
-    named_blocks: int = 0
-    """Of them: named as computed, or about to be, layer by layer."""
-    home: Peer | None = None
-    """The instance that gets the generated KV back."""
-    home_tokens: int = 0
-    """Tokens whose KV ``home`` has."""
-    stopped: list[int] = field(default_factory=list)
-    """Sequences with a stop string that was found before they came here."""
+    job_id: int
+    since_ns: int
+    until_ns: int
+    is_there: bool = False
 
 
 class Group:
@@ -171,6 +146,7 @@ class Group:
         "forks_pending",
         "held_steps",
         "isolation",
+        "masks_ns",
         "max_tokens",
         "muted",
         "next_index",
@@ -196,6 +172,8 @@ class Group:
         self.admitted_ns: int | None = None
         self.preemptions = 0
         self.cached_tokens = 0
+        #: how long its sequences have waited for masks of its grammar
+        self.masks_ns = 0
         #: times that admission waited because the next blocks were just being computed by another sequence
         self.held_steps = 0
         #: sequences that still have to be forked from the first one, when the prompt is done
@@ -237,6 +215,11 @@ class Group:
         return told
 
     @property
+    def wanted_grammar(self) -> tuple[str, str]:
+        """Its tenant and grammar; an empty grammar: it has none."""
+        return self.tenant, self.request.sampling.grammar
+
+    @property
     def queue_ns(self) -> int | None:
         """Time from arrival to the first step that computed any of the prompt."""
         return None if self.admitted_ns is None else self.admitted_ns - self.arrived_ns
@@ -260,6 +243,7 @@ class Sequence(_core.SequenceRow):
         "group",
         "held",
         "index",
+        "late",
         "layered",
         "lease",
         "logprobs",
@@ -312,6 +296,8 @@ class Sequence(_core.SequenceRow):
         self.opened = False
         self.scheduled_step = 0
         self.failures = 0
+        #: None: it does not wait for a mask of its grammar
+        self.late: LateMask | None = None
         # speculation only
         #: whether it is idle until its tokens under way are known
         self.held = False
@@ -362,6 +348,11 @@ class Sequence(_core.SequenceRow):
         if self.out and self.out[-1] in self.stops and len(self.out) >= self.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if 0 < self.max_tokens <= len(self.out) else None
+
+    @property
+    def wanted_grammar(self) -> tuple[str, str]:
+        """Tenant and grammar (empty: none) of its request."""
+        return self.group.wanted_grammar
 
     def known_tokens(self) -> TokenArray:
         """Prompt and generated tokens, shape ``[known]``, int32."""

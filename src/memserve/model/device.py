@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from memserve.model.adapting import StepAdapters, adapting
 from memserve.model.arena import KvArenas, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
-from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers
+from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers, copies_of
 from memserve.model.attention.segments import HeldKv, SegmentLines, SpannedAttention, SpannedRow
 from memserve.model.copier import Copy, PageCopier
 from memserve.model.crew import Crew, exchanging
@@ -73,7 +73,8 @@ class ModelDevice:
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
         self._vocab_size = model.vocab_size
         #: None: another worker draws
-        self.grammars = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids) if self._leads else None
+        words = model.tokenizer, model.vocab_size, model.eos_token_ids
+        self.grammars = Grammars(*words, slots=scheduler.max_running) if self._leads else None
         self._adapters = model.adapters
         if self._adapters is not None:
             self._adapters.pack()
@@ -127,7 +128,7 @@ class ModelDevice:
         finished = StepFinished(plan.step_id, [], 0)
         try:
             moving = self._move(plan.moves)
-            if plan.slots:
+            if plan.gives_tokens:
                 with torch.inference_mode():
                     finished = self._compute(plan)
             for copy in moving:
@@ -138,15 +139,20 @@ class ModelDevice:
         link = self._copier.take_used()
         return replace(finished, device_ns=time.perf_counter_ns() - started_ns, link=link)
 
-    def build_grammar(self, grammar: str, on_built: OnBuilt) -> None:
+    def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
         """See :class:`memserve.runtime.ports.Device`."""
         check(self.grammars is not None, "this worker draws no tokens")
-        self.grammars.build(grammar, on_built)  # type: ignore[union-attr]  # checked in the line before
+        self.grammars.build(job_id, grammar, on_built)  # type: ignore[union-attr]  # checked in the line before
 
-    def forget_grammar(self, grammar: str) -> None:
+    def forget_grammar(self, job_id: int) -> None:
         """See :class:`memserve.runtime.ports.Device`."""
         if self.grammars is not None:
-            self.grammars.forget(grammar)
+            self.grammars.forget(job_id)
+
+    def await_mask(self, slot: int, on_mask: Callable[[], None]) -> None:
+        """See :class:`memserve.runtime.ports.Device`."""
+        check(self.grammars is not None, "this worker draws no tokens")
+        self.grammars.await_mask(slot, on_mask)  # type: ignore[union-attr]  # checked in the line before
 
     def take_drawn(self) -> Drawing:
         """What was drawn since the last call."""
@@ -165,6 +171,8 @@ class ModelDevice:
     def close(self) -> None:
         """Release the arenas (with the last reference to this device)."""
         self._copier.close()
+        if self.grammars is not None:
+            self.grammars.end()
         if self.segment_lines is not None:
             self.segment_lines.close()
         del self._attention, self._page_attention, self._arenas, self.held_kv
@@ -188,6 +196,7 @@ class ModelDevice:
             self._slots.replace(slot, position, block)
         for placement in plan.place:
             self._place(placement)
+        self._slots.cut(plan.late_draws)
 
     @property
     def _leads(self) -> bool:
@@ -215,36 +224,26 @@ class ModelDevice:
 
     def _move(self, orders: list[MovePages]) -> list[Copy]:
         """Begin to copy, a few pages at a time: what a layer waits for goes first."""
-        begun: list[Copy] = []
-        tiers, unit = self._tiers, self._tiers.num_layers
-        address = {Tier.HBM: tiers.hbm, Tier.DRAM: tiers.dram}
-        for order in orders:
-            src, dst = np.array(order.src, np.int32), np.array(order.dst, np.int32)
-            self._arenas.check_blocks(order.src_tier, src // unit)
-            self._arenas.check_blocks(order.dst_tier, dst // unit)
-            direction = order.dst_tier if order.dst_tier is not order.src_tier else None
-            for at in range(0, len(src), unit):
-                pages = src[at : at + unit], dst[at : at + unit]
-                ends = address[order.src_tier], address[order.dst_tier]
-                begun.append(Copy(*ends, *pages, tiers.page_bytes, direction, lower=tiers.lower))
+        begun = [copy for order in orders for copy in copies_of(order, self._tiers, self._arenas.check_blocks)]
         for copy in begun:
             self._copier.begin(copy, urgent=False)
         return begun
 
     def _compute(self, plan: StepPlan) -> StepFinished:
-        logits, drawing = self._logits(plan)
+        late = [self._slots.late.pop(draw.slot)[None] for draw in plan.late_draws]
+        logits, drawing = self._logits(plan) if plan.slots else (late[0][:0], [])
         failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
         verified = len(drawing) + sum([plan.counts[row] for row in plan.drafts])
         prompt_logprobs = self._prompt_logprobs(plan, logits[verified:], failed)
-        drawn = self._draw(plan, drawing, logits[: len(drawing)], failed)
+        rows = torch.cat((logits[: len(drawing)], *late)) if late else logits[: len(drawing)]
+        drawn = self._draw(plan, drawing, rows, failed)
         tokens = drawn.tokens.tolist()
         kept: dict[int, list[int]] = {}
         if plan.drafts:
             first, kept = self._verify(plan, logits[len(drawing) : verified], failed)
             tokens += first
-        return StepFinished(
-            plan.step_id, tokens, 0, drawn.logprobs, prompt_logprobs, drawn.candidates, kept=kept, failed=failed
-        )
+        reports = drawn.logprobs, prompt_logprobs, drawn.candidates
+        return StepFinished(plan.step_id, tokens, 0, *reports, kept=kept, failed=failed, late=drawn.late)
 
     def _logits(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
         """``[rows, vocab]`` float32 of the rows that draw one token, whose numbers they are, then of all tokens of rows
@@ -347,9 +346,10 @@ class ModelDevice:
     def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Drawn:
         """Sample, and append each token to its slot; a slot that ``failed`` gets one too, because later plans may
         already refer to its position."""
-        if not drawing:
-            return Drawn(np.empty(0, np.int64))
         groups = [plan.sample_slots[row] for row in drawing]
+        groups += [(draw.slot,) for draw in plan.late_draws]
+        if not groups:
+            return Drawn(np.empty(0, np.int64))
         slots = np.array([slot for group in groups for slot in group], np.int64)
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         drawn = sample(logits, rows, slots, self._slots)

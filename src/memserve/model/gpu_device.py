@@ -176,7 +176,7 @@ class GpuDevice(ModelDevice):
 
     def needs_host(self, plan: StepPlan) -> bool:
         """Whether ``plan`` can only begin when what was drawn before is known on the host."""
-        if plan.drafts or plan.prompt_logprob_rows:
+        if plan.drafts or plan.prompt_logprob_rows or plan.late_draws:
             return True
         opened = {sequence.slot: sequence for sequence in plan.open}
         for slot in (slot for group in plan.sample_slots for slot in group):
@@ -193,7 +193,7 @@ class GpuDevice(ModelDevice):
         self._prepare(plan)
         self._mirror.update()
         moving = self._move(plan.moves)
-        if plan.slots and self._waits_for_host:
+        if plan.gives_tokens and self._waits_for_host:
             begun.finished = self._compute(plan)
         elif plan.slots:
             self._launch(begun)
@@ -310,7 +310,8 @@ class GpuDevice(ModelDevice):
         drawn = super()._draw(plan, drawing, logits, failed)
         if self._crew is None:
             self._drawn.clear()  # no worker follows
-        for slot in {slot for row in drawing for slot in plan.sample_slots[row]}:
+        late = {draw.slot for draw in plan.late_draws}
+        for slot in late | {slot for row in drawing for slot in plan.sample_slots[row]}:
             length = int(self._slots.lengths[slot])
             self._mirror.tokens_changed(slot, length - 1, length)
         return drawn

@@ -91,7 +91,8 @@ class GpuPart(GpuDevice):
     def _compute(self, plan: StepPlan) -> StepFinished:
         if self._leads:
             return super()._compute(plan)
-        self._logits(plan)
+        if plan.slots:
+            self._logits(plan)
         return StepFinished(plan.step_id, [], 0)
 
     def _begin_draw(self, logits: Tensor, rows: Int64s, slots: Int64s) -> BegunDraw:

@@ -72,7 +72,8 @@ def begin_draw(
         slot = int(slots[draw])
         with stage(failed, slot, "changing its logits"):
             known, prompt_tokens = mirror.tokens[slot, : int(positions[draw])], int(table.prompt_tokens[slot])
-            adjust_logits(logits[draw], known, prompt_tokens, table.sampling(slot), table.stop(slot))
+            how = table.sampling(slot), table.stop(slot), table.lists(slot)
+            adjust_logits(logits[draw], known, prompt_tokens, *how)
     behind, tokens = _are_numbers(logits), logits.argmax(-1)
     random = table.temperature[slots] > 0
     if random.any():

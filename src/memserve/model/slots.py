@@ -19,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 
 from memserve.errors import InvariantError, check
-from memserve.instance.events import NO_TOKEN_LEFT, Before, OpenSequence, RowFailed
+from memserve.instance.events import NO_TOKEN_LEFT, Before, LateDraw, OpenSequence, RowFailed
 from memserve.model.attention.layered import PlacedRange
 from memserve.model.grammars import Grammars
 from memserve.model.rotary import LENGTH_SHIFT
+from memserve.model.token_lists import TokenLists, token_lists
 from memserve.types import NO_REGIMES, VOCAB_MAX, PositionRegimes, SamplingParams, StopParams
 from memserve.units import ceil_div
 
@@ -90,12 +91,15 @@ class SlotTable:
         self.placed: dict[int, PlacedRange] = {}
         #: what comes before the table of sequences that are a part, by slot
         self.before: dict[int, Before] = {}
+        #: logits ``[vocab]`` of slots whose mask was late, by slot: a later plan draws from them
+        self.late: dict[int, torch.Tensor] = {}
         #: open slots that failed: they compute like any other, and draw nothing
         self.failed: Failures = {}
         #: digests of the adapters that rows of the slots are computed with, by slot
         self.adapters: dict[int, str] = {}
         self._known_adapters, self._regimes = adapters, regimes
         self._sampling: list[SamplingParams] = [SamplingParams()] * slots
+        self._lists: list[TokenLists] = [token_lists(SamplingParams(), StopParams())] * slots
         self._stop: list[StopParams] = [StopParams()] * slots
 
     def open(self, sequence: OpenSequence) -> None:
@@ -129,7 +133,7 @@ class SlotTable:
         with stage(self.failed, slot, "opening its slot"):
             self._set_sampling(slot, sequence.sampling, sequence.stop)
             if self.grammars is not None and sequence.sampling.grammar:
-                self.grammars.open(slot, sequence.sampling.grammar, tokens[prompt_tokens:].tolist())
+                self.grammars.open(slot, sequence.grammar_job, tokens[prompt_tokens:].tolist())
         if slot in self.failed:
             self.beam_candidates[slot] = 0
             self._set_sampling(slot, _HARMLESS, StopParams())
@@ -143,16 +147,15 @@ class SlotTable:
         return positions + (lengths << LENGTH_SHIFT)
 
     def _set_sampling(self, slot: int, sampling: SamplingParams, stop: StopParams) -> None:
-        biased = [token for token, _ in sampling.logit_bias]
-        for ids in (stop.stop_token_ids, biased, sampling.allowed_token_ids, sampling.logprob_token_ids):
-            if ids and not self._knows(np.array(ids)):
-                raise ValueError("a token id outside of the vocabulary")
+        lists = token_lists(sampling, stop)
+        if not lists.all_below(self.vocab_size):
+            raise ValueError("a token id outside of the vocabulary")
         self.temperature[slot], self.top_k[slot] = sampling.temperature, sampling.top_k
         self.top_p[slot], self.min_p[slot] = sampling.top_p, sampling.min_p
         self.seed[slot] = sampling.seed & _SEED_MASK
         self.reports[slot] = sampling.logprobs is not None
         self.adjusts[slot] = sampling.changes_logits or bool(stop.min_tokens and stop.stop_token_ids)
-        self._sampling[slot], self._stop[slot] = sampling, stop
+        self._sampling[slot], self._stop[slot], self._lists[slot] = sampling, stop, lists
 
     def close(self, slot: int) -> None:
         """Unbind an open slot."""
@@ -161,6 +164,7 @@ class SlotTable:
         self.failed.pop(slot, None)
         self.placed.pop(slot, None)
         self.before.pop(slot, None)
+        self.late.pop(slot, None)
         self.adapters.pop(slot, None)
         if self.grammars is not None:
             self.grammars.close(slot)
@@ -171,6 +175,7 @@ class SlotTable:
         self.failed.clear()
         self.placed.clear()
         self.before.clear()
+        self.late.clear()
         self.adapters.clear()
         if self.grammars is not None:
             self.grammars.close_all()
@@ -203,12 +208,23 @@ class SlotTable:
         self.lengths[slots] = lengths + 1
         if self.grammars:
             for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-                if slot in self.grammars:
+                if slot in self.grammars and slot not in self.late:
                     self.grammars.drawn(slot, token)
+            self.grammars.flush()
+
+    def cut(self, draws: list[LateDraw]) -> None:
+        """Forget tokens behind those that are known: they stand where a draw was late."""
+        for draw in draws:
+            check(bool(self.opened[draw.slot]), f"slot {draw.slot} draws late although it is not open")
+            self.lengths[draw.slot] = int(self.firsts[draw.slot]) + draw.known
 
     def sampling(self, slot: int) -> SamplingParams:
         """How tokens of ``slot`` are drawn."""
         return self._sampling[slot]
+
+    def lists(self, slot: int) -> TokenLists:
+        """The tokens that the parameters of ``slot`` name."""
+        return self._lists[slot]
 
     def stop(self, slot: int) -> StopParams:
         """When the sequence in ``slot`` ends."""

@@ -15,18 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from memserve.instance.events import (
-    Action,
-    BuildGrammar,
-    Event,
-    ForgetGrammar,
-    GrammarBuilt,
-    LayerFinished,
-    RunStep,
-    StepFailed,
-    StepFinished,
-    StepPlan,
-)
+from memserve.instance.events import Action, Event, LayerFinished, RunStep, StepFailed, StepFinished, StepPlan
+from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
 from memserve.instance.machine import Instance
 from memserve.runtime.loop import ANSWER_TIMEOUT_S, MachineLoop
 from memserve.runtime.ports import Device
@@ -245,9 +235,12 @@ class HostedInstance:
             if isinstance(action, RunStep):
                 self._plans.put(action.plan)
             elif isinstance(action, BuildGrammar):
-                self._device.build_grammar(action.grammar, partial(self._grammar_built, action.job_id))
+                built = partial(self._grammar_built, action.job_id)
+                self._device.build_grammar(action.job_id, action.grammar, built)
             elif isinstance(action, ForgetGrammar):
-                self._device.forget_grammar(action.grammar)
+                self._device.forget_grammar(action.job_id)
+            elif isinstance(action, AwaitMask):
+                self._device.await_mask(action.slot, partial(self.post, MaskComputed(action.job_id)))
             else:
                 self._outlet(action)
 

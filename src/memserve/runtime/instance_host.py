@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import itertools
 import signal
 import time
@@ -116,7 +115,7 @@ def run_instance(
     try:
         member.start()
         if wait_joined(member, place, say):
-            _read_vocabulary(parts)
+            _keep_vocabulary(parts)
             on_ready()
             tell_health()
             member.wait(tell_health)
@@ -166,12 +165,11 @@ def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:
     )
 
 
-def _read_vocabulary(parts: Parts) -> None:
-    """Grammars need it, and to read it holds the interpreter's lock for a quarter of a second: beside the last steps of
-    the router's start, not when a request waits for it."""
-    grammars = parts.device.grammars
-    if grammars is not None and importlib.util.find_spec("llguidance") is not None:
-        grammars.read_vocabulary().add_done_callback(lambda _: trim_heap())  # of the tokenizer
+def _keep_vocabulary(parts: Parts) -> None:
+    """Of the tokenizer, grammars need the text alone: a megabyte."""
+    if parts.device.grammars is not None:
+        parts.device.grammars.keep_vocabulary()
+        trim_heap()
 
 
 def _open_segments(parts: Parts, where: Listening) -> SegmentPort | None:

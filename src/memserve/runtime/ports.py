@@ -27,12 +27,15 @@ class Device(Protocol):
     def execute(self, plan: StepPlan) -> StepFinished:
         """Do the copies, compute the rows, draw the tokens. Blocks until done; called from one thread only."""
 
-    def build_grammar(self, grammar: str, on_built: Callable[[str], None]) -> None:
+    def build_grammar(self, job_id: int, grammar: str, on_built: Callable[[str], None]) -> None:
         """Begin to build what slots will be opened with, beside the steps. ``on_built`` is called from another thread,
         with the reason why there is no such grammar, or ""."""
 
-    def forget_grammar(self, grammar: str) -> None:
-        """No slot will be opened with it."""
+    def forget_grammar(self, job_id: int) -> None:
+        """No slot will be opened with it, and none of its slots is of use any more: end what works on it."""
+
+    def await_mask(self, slot: int, on_mask: Callable[[], None]) -> None:
+        """``on_mask`` is called, from any thread, once it is known what may come next in a slot whose draw was late."""
 
     def close(self) -> None:
         """Give back arenas and threads."""

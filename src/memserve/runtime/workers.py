@@ -238,13 +238,17 @@ class Divided:
         self.broke()
         return WorkersBroken(self._crew.broken)
 
-    def build_grammar(self, grammar: str, on_built: OnBuilt) -> None:
+    def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
         """See :class:`memserve.runtime.ports.Device`."""
-        self._own.build_grammar(grammar, on_built)
+        self._own.build_grammar(job_id, grammar, on_built)
 
-    def forget_grammar(self, grammar: str) -> None:
+    def forget_grammar(self, job_id: int) -> None:
         """See :class:`memserve.runtime.ports.Device`."""
-        self._own.forget_grammar(grammar)
+        self._own.forget_grammar(job_id)
+
+    def await_mask(self, slot: int, on_mask: Callable[[], None]) -> None:
+        """See :class:`memserve.runtime.ports.Device`."""
+        self._own.await_mask(slot, on_mask)
 
     @property
     def grammars(self) -> Grammars | None:

@@ -34,6 +34,7 @@ from memserve.instance.events import (
     StepFinished,
     StepPlan,
 )
+from memserve.instance.grammar_events import AwaitMask, BuildGrammar, GrammarBuilt, MaskComputed
 from memserve.instance.machine import Instance
 from memserve.instance.member import MemberMachine
 from memserve.kv_transfer.events import CancelPulls, PullPages, SealPages
@@ -42,6 +43,7 @@ from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequ
 from memserve.sim.member_node import DataPort, MemberHost, MemberNode
 from memserve.sim.process import Process, Ticking
 from memserve.types import Role, TokenOutput
+from memserve.units import NS_PER_MS
 
 ROUTER_ADDRESS = "virtual://router"
 
@@ -215,6 +217,10 @@ class InstanceNode(MemberNode):
                 self.port_job(action)
             case HoldSegment() | DropSegment():
                 self.segment(action)
+            case BuildGrammar():
+                self.later(GRAMMAR_NS, self.post, GrammarBuilt(action.job_id))
+            case AwaitMask():
+                self.later(GRAMMAR_NS, self.post, MaskComputed(action.job_id))
 
     def segment(self, order: HoldSegment | DropSegment) -> None:
         """Answer queries about a part of a longer sequence, or no more: in a world where such queries have content."""
@@ -246,6 +252,10 @@ class InstanceNode(MemberNode):
         self._working = False
         self.post(self.device.run(plan))
         self._start_step()
+
+
+GRAMMAR_NS = 10 * NS_PER_MS
+"""How long a grammar is built, and how late a mask is, in virtual time."""
 
 
 class FollowerNode(MemberNode):

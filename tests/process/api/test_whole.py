@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from memserve.config import EngineOptions, SchedulerConfig
 from memserve.instance.stats import InstanceStats
 from memserve.model import sampling
 from memserve.runtime.build import build_engine
-from memserve.units import KIB
+from memserve.runtime.memory import resident_bytes
+from memserve.units import KIB, MIB
 from waiting import eventually
 
 NAME = "tiny-llama"
@@ -181,6 +183,36 @@ def test_a_schema_beyond_the_grammar_engine_is_the_clients_mistake(whole: WholeW
     assert "items" in error["message"] and "\n" not in error["message"]
     small = {**body, "structured_outputs": {"json": {"enum": [1]}}}
     assert whole.http.post("/v1/completions", json=small).json()["choices"][0]["text"] == "1"
+    whole.check_nothing_is_held()
+
+
+BOMBS = {
+    "structured_outputs": {"json": {"type": "integer", "multipleOf": 99999989}},
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {"type": "integer", "multipleOf": 99999971}},
+    },
+}
+
+
+@pytest.mark.parametrize("field", BOMBS)
+def test_a_grammar_that_would_take_gigabytes_ends_alone(whole: WholeWorld, field: str) -> None:
+    """The answer is an error, and comes while others get theirs; this process does not grow, and no other is left."""
+    pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
+    small = {"model": NAME, "prompt": "hello", "max_tokens": 8, "structured_outputs": {"choice": ["yes", "no"]}}
+    assert whole.http.post("/v1/completions", json=small).json()["choices"][0]["text"] in ("yes", "no")
+    resident = resident_bytes()
+    route = "/v1/chat/completions" if field == "response_format" else "/v1/completions"
+    asked = {"messages": [{"role": "user", "content": "x"}]} if field == "response_format" else {"prompt": "x"}
+    with ThreadPoolExecutor(1) as pool:
+        bomb = pool.submit(whole.http.post, route, json={"model": NAME, "max_tokens": 4, **asked, field: BOMBS[field]})
+        answers = 0
+        while not bomb.done() or not answers:
+            assert whole.http.post("/v1/completions", json=small).json()["choices"][0]["text"] in ("yes", "no")
+            answers += 1
+        answer = bomb.result()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "grammar_too_complex"), answer.text
+    assert resident_bytes() - resident < 64 * MIB
     whole.check_nothing_is_held()
 
 

@@ -1,6 +1,6 @@
-"""Processes of ``memserve`` that find four GPUs, which are made up: for tests that start it with this folder, and the one
-above, on ``PYTHONPATH``. Routers and stores compute nothing; instances take what ``gpu_worker_process`` puts in the place
-of a device."""
+"""Processes of ``memserve`` that find four GPUs, which are made up: for tests that start it with this folder, and the
+one above, on ``PYTHONPATH``. Routers and stores compute nothing; instances take what ``gpu_worker_process`` puts in the
+place of a device."""
 
 from __future__ import annotations
 

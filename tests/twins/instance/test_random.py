@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from random import Random
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from instance_world import VOCAB, World, config, request
+from memserve.instance.late_masks import MASK_NS
 from memserve.policy.reuse import PreemptionCosts
 from memserve.serving import ClockTicked, RequestCancelled, SequenceStopped
 
@@ -33,9 +35,12 @@ class InstanceLife(RuleBasedStateMachine):
         preemption=st.sampled_from(["auto", "swap", "recompute"]),
         block_bytes=st.sampled_from([1, 1 << 30]),
         draft_tokens=st.sampled_from([0, 1, 3, 8]),
+        late=st.sampled_from([0.0, 0.3, 0.9]),
     )
-    def begin(self, block_bytes, **sizes):
+    def begin(self, block_bytes, late, **sizes):
         self.world = World(config(context=48, **sizes), 4, self.twin, PreemptionCosts(block_bytes=block_bytes))
+        chance = Random(len(sizes))
+        self.world.device.mask_is_late = lambda opened: chance.random() < late
         self.count = 0
 
     @rule(
@@ -110,6 +115,16 @@ class InstanceLife(RuleBasedStateMachine):
     @rule(error=st.sampled_from(["", "", "", "it is no grammar"]))
     def build(self, error):
         self.world.build(error)
+
+    @precondition(lambda self: self.world.masks)
+    @rule()
+    def mask(self):
+        self.world.mask()
+
+    @precondition(lambda self: self.world.masks)
+    @rule()
+    def too_slow(self):
+        self.world.too_slow(self.world.now + MASK_NS)
 
     @rule(ticks=st.integers(1, 5))
     def tick(self, ticks):

@@ -3,8 +3,10 @@ attempt; ``r 3:[9]`` is token 9 as the fourth of its answer."""
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from cluster_world import a_request, info
-from golden import Script
+from golden import Script, brief
 from memserve.cluster.events import (
     InstanceDied,
     InstanceDrained,
@@ -138,6 +140,20 @@ def test_an_instance_dies_and_another_one_goes_on() -> None:
     it.hears(6, D.peer, tokens("r#1", 2, 9), no_member, told)
     it.hears(7, P.peer, tokens("r#2", 2, 9), "EmitTokens(r 2:[9])")
     it.hears(8, E.peer, tokens("r#2", 3, 1, last=True), "EmitTokens(r 3:[1] LENGTH)")
+
+
+def test_a_grammar_beside_two_deaths_is_not_tried_again() -> None:
+    """One death is chance. A request without a grammar goes on."""
+    third = info("e", Role.COLOCATED)
+    for grammar, ended in (("json", True), ("", False)):
+        it = Router(C, F, third)
+        request = a_request("r", PROMPT, max_tokens=4)
+        request = structs.replace(request, sampling=structs.replace(request.sampling, grammar=grammar))
+        it.machine.handle(RequestArrived(request), 0)
+        assert "Send(f, Dispatch r#2)" in map(brief, it.machine.handle(InstanceDied("c", "was killed"), 1))
+        last = list(map(brief, it.machine.handle(InstanceDied("f", "was killed"), 2)))
+        assert ("EmitTokens(r 0:[] ERROR)" in last) == ended
+        assert ("Send(e, Dispatch r#3)" in last) != ended
 
 
 def test_a_silent_instance_is_taken_to_be_dead() -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from fleet_world import BLOCK, GEOMETRY, LAYERS, ROUTER_PEER, fleet_config
 from golden import Script
 from instance_world import request
-from memserve.instance.events import GrammarBuilt, StepFailed, StepFinished
+from memserve.instance.events import StepFailed, StepFinished
+from memserve.instance.grammar_events import GrammarBuilt, MaskComputed
 from memserve.instance.grammar_waits import BUILD_NS
+from memserve.instance.late_masks import MASK_NS, MASKS_NS
 from memserve.instance.machine import Instance
 from memserve.kv_transfer.events import PagesPulled, PagesSealed
 from memserve.messages import (
@@ -27,7 +29,7 @@ from memserve.messages import (
     Ready,
     Release,
 )
-from memserve.serving import MessageArrived, RequestArrived, RequestCancelled
+from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RequestArrived, RequestCancelled
 from memserve.types import Request, Role
 from memserve.units import NS_PER_MS
 
@@ -168,6 +170,65 @@ def test_a_grammar_that_cannot_be_built_or_takes_too_long_ends_its_requests() ->
     assert not it.machine.is_idle
     planned = "RunStep(1: open 0, slot 0 [0, 8))", "RunStep(2: slot 0 [8, 10) draws)"
     it.at(late_ms + 2, GrammarBuilt(3), *planned)
+
+
+def test_a_sequence_whose_mask_is_late_skips_steps() -> None:
+    """Others go on. The plan under way has a row of it that means nothing; its token is drawn from the logits that
+    were kept, when the mask has come."""
+    it = Alone()
+    it.at(1, RequestArrived(a_request("a", PROMPT[:4], grammar="json")), "BuildGrammar(json)")
+    begun = "RunStep(1: open 0, slot 0 [0, 4) draws)", "RunStep(2: slot 0 [4, 5) draws)"
+    it.at(2, RequestArrived(a_request("b", PROMPT[4:8], 9)), *begun)
+    it.at(3, GrammarBuilt(1))
+    joined = "RunStep(3: open 1, slot 0 [5, 6) draws, slot 1 [0, 4) draws)"
+    it.steps(4, 1, joined, "EmitTokens(b 0:[7])", drawn=(7,))
+    both = "RunStep(4: slot 1 [4, 5) draws, slot 0 [6, 7) draws)"
+    it.steps(5, 2, both, "EmitTokens(b 1:[8])", drawn=(8,))
+    late = StepFinished(3, [9, 0], 1_000_000, late=frozenset((1,)))
+    it.at(6, late, "RunStep(5: slot 0 [7, 8) draws)", "AwaitMask(1, slot 1)", "EmitTokens(b 2:[9])")
+    late = StepFinished(4, [0, 1], 1_000_000, late=frozenset((1,)))
+    it.at(7, late, "RunStep(6: slot 0 [8, 9) draws)", "EmitTokens(b 3:[1])")
+    it.at(8, MaskComputed(1))
+    drawn = "RunStep(7: slot 0 [9, 10) draws, slot 1 draws behind 4)"
+    it.steps(9, 5, drawn, "EmitTokens(b 4:[2])", drawn=(2,))
+    both = "RunStep(8: slot 1 [4, 5) draws, slot 0 [10, 11) draws)"
+    it.steps(10, 6, both, "EmitTokens(b 5:[3])", drawn=(3,))
+    both = "RunStep(9: slot 1 [5, 6) draws, slot 0 [11, 12) draws)"
+    it.steps(11, 7, both, "EmitTokens(b 6:[4]; a 0:[6])", drawn=(4, 6))
+
+
+def test_a_mask_that_does_not_come_ends_its_request_alone() -> None:
+    it = Alone(depth=1)
+    it.at(1, RequestArrived(a_request("a", PROMPT[:4], grammar="json")), "BuildGrammar(json)")
+    it.at(2, GrammarBuilt(1), "RunStep(1: open 0, slot 0 [0, 4) draws)")
+    it.at(3, RequestArrived(a_request("b", PROMPT[4:8], 2)))
+    late = StepFinished(1, [0], 1_000_000, late=frozenset((0,)))
+    it.at(4, late, "RunStep(2: open 1, slot 1 [0, 4) draws)", "AwaitMask(1, slot 0)")
+    it.steps(5, 2, "RunStep(3: slot 1 [4, 5) draws)", "EmitTokens(b 0:[7])", drawn=(7,))
+    it.steps(6, 3, "EmitTokens(b 1:[8] LENGTH)", drawn=(8,))
+    assert it.machine.next_deadline_ns == 4 * NS_PER_MS + MASK_NS
+    it.later(4 + MASK_NS / NS_PER_MS, "ForgetGrammar(json)", "EmitTokens(a 0:[] ERROR)")
+    it.at(2000, MaskComputed(1))
+    assert it.machine.is_idle
+
+
+def test_masks_may_take_so_long_in_all_of_an_answer() -> None:
+    """Each is within its time, and all together are not."""
+    it = Alone(depth=1, context=64)
+    it.at(0, RequestArrived(a_request("a", PROMPT[:4], 40, grammar="json")), "BuildGrammar(json)")
+    actions = it.machine.handle(GrammarBuilt(1), 0)
+    now, waited_ns, step = 0, 0, 1
+    while not any(isinstance(action, EmitTokens) and action.outputs[0].error for action in actions):
+        actions = it.machine.handle(StepFinished(step, [0], 1, late=frozenset((0,))), now)
+        due = it.machine.next_deadline_ns - now
+        now += min(due, MASK_NS - 1)
+        waited_ns += min(due, MASK_NS - 1)
+        if due <= MASK_NS - 1:
+            actions = it.machine.handle(ClockTicked(), now)
+            continue
+        actions = it.machine.handle(MaskComputed(step), now)  # and the draw is late again
+        step += 1
+    assert waited_ns == MASKS_NS and it.machine.is_idle
 
 
 def test_a_prefill_instance_hands_over() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from late_grammar import check_late_draws
 from memserve.errors import InvariantError
 from memserve.instance.events import OpenSequence
 from memserve.model.attention.context import attending
@@ -175,6 +176,10 @@ def test_drafts_give_the_tokens_of_one_step_each(sampling: SamplingParams) -> No
     assert got == expected[: len(got)] and others == beside[:4]
     got += drafting.decode(0, 40 + len(got), 2)
     assert got == expected[: len(got)] and len(got) == 12
+
+
+def test_a_late_draw_is_what_it_would_have_been(llama: tuple[object, Driver]) -> None:
+    assert check_late_draws(llama[1])
 
 
 def test_broken_plans_are_refused(llama: tuple[object, Driver]) -> None:

@@ -426,6 +426,13 @@ def graphs_keep_what_they_read() -> bool:
     return True
 
 
+def late_draws() -> bool:
+    """A mask that is late, beside a slot that the host is ahead of."""
+    from late_grammar import check_late_draws
+
+    return check_late_draws(_driver())
+
+
 SCENARIOS = {
     "graphs keep what they read": graphs_keep_what_they_read,
     "chunks and decodes": chunks_and_decodes,
@@ -439,6 +446,7 @@ SCENARIOS = {
     "by layer": by_layer,
     "layers are told when they are written": layers_are_told_when_they_are_written,
     "what the host must know waits": what_the_host_must_know_waits,
+    "late draws": late_draws,
     "seals": seals,
     "pages": pages,
     "pulls on one host": pulls_on_one_host,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import signal
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +16,11 @@ import pytest
 import torch
 
 from api_world import EOS, TinyModel, encode
-from memserve.instance.events import OpenSequence
+from memserve.instance.events import LateDraw, OpenSequence
+from memserve.model import grammar_processes
+from memserve.model.grammar_processes import TOGETHER
 from memserve.model.grammars import Grammars
+from memserve.model.one_grammar import STOPPED
 from memserve.model.sampling import sample
 from memserve.model.slots import SlotTable
 from memserve.types import SamplingParams, StopParams
@@ -28,139 +35,234 @@ def grammar(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-def build(grammars: Grammars, text: str) -> str:
-    """Build a grammar, and wait for that; what was said about it."""
-    said: queue.Queue[str] = queue.Queue()
-    grammars.build(grammar(text), said.put)
-    return said.get(timeout=WAIT_S)
+def build(grammars: Grammars, job_id: int, text: str) -> str:
+    """Build a grammar, and wait for that; what was reported about it."""
+    reports: queue.Queue[str] = queue.Queue()
+    grammars.build(job_id, grammar(text), reports.put)
+    return reports.get(timeout=WAIT_S)
 
 
-def ready(grammars: Grammars, word: str) -> None:
-    assert build(grammars, f'start: "{word}"') == ""
+def mask(grammars: Grammars, slot: int) -> Any:
+    """The mask of a slot, however late."""
+    there = threading.Event()
+    grammars.flush()
+    grammars.await_mask(slot, there.set)
+    assert there.wait(WAIT_S)
+    return grammars.mask(slot)
 
 
 @pytest.fixture
-def grammars() -> Grammars:
+def grammars() -> Iterator[Grammars]:
     model = TinyModel()
-    return Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids)
+    made = Grammars(model.tokenizer, model.vocab_size, model.eos_token_ids, slots=8)
+    yield made
+    made.end()
 
 
-def test_a_mask_follows_the_drawn_tokens_to_the_end(grammars: Grammars) -> None:
-    assert build(grammars, 'start: "hello" | "help"') == ""
-    grammars.open(3, grammar('start: "hello" | "help"'), [])
+def test_a_mask_follows_the_tokens_to_the_end(grammars: Grammars) -> None:
+    assert build(grammars, 1, 'start: "hello" | "help"') == ""
+    grammars.open(3, 1, [])
     for token in encode("hello"):
-        assert grammars.mask(3)[token] and not grammars.mask(3)[EOS]
+        assert mask(grammars, 3)[token] and not mask(grammars, 3)[EOS]
         grammars.drawn(3, token)
-    assert np.flatnonzero(grammars.mask(3)).tolist() == [EOS]
+    assert np.flatnonzero(mask(grammars, 3)).tolist() == [EOS]
 
 
 def test_a_sequence_that_moves_goes_on_where_it_was(grammars: Grammars) -> None:
     tokens = encode("hello")
-    ready(grammars, "hello")
-    grammars.open(0, grammar('start: "hello"'), [])
+    assert build(grammars, 1, 'start: "hello"') == ""
+    grammars.open(0, 1, [])
     for token in tokens[:2]:
-        grammars.drawn(0, token) if grammars.mask(0) is not None else None
-    grammars.open(1, grammar('start: "hello"'), tokens[:2])
-    assert (grammars.mask(0) == grammars.mask(1)).all()
+        grammars.drawn(0, token)
+    grammars.open(1, 1, tokens[:2])
+    assert (mask(grammars, 0) == mask(grammars, 1)).all()
 
 
 def test_slots_are_apart_and_a_closed_one_is_gone(grammars: Grammars) -> None:
     assert not grammars
-    for word in "ab":
-        ready(grammars, word)
-    grammars.open(0, grammar('start: "a"'), [])
-    grammars.open(1, grammar('start: "b"'), [])
-    assert not (grammars.mask(0) & grammars.mask(1)).any()
+    for job_id, word in enumerate("ab", 1):
+        assert build(grammars, job_id, f'start: "{word}"') == ""
+    grammars.open(0, 1, [])
+    grammars.open(1, 2, [])
+    assert not (mask(grammars, 0) & mask(grammars, 1)).any()
     grammars.close(0)
     assert 0 not in grammars and 1 in grammars
+    grammars.open(0, 2, [])  # another sequence in the slot
+    assert (mask(grammars, 0) == mask(grammars, 1)).all()
     grammars.close_all()
     assert not grammars
 
 
-def test_a_grammar_that_cannot_be_built_says_so_and_fails_slots_that_name_it(grammars: Grammars) -> None:
-    assert "lexer" in build(grammars, "start: /[")
-    ready(grammars, "b")
-    grammars.open(0, grammar("start: /["), [])
-    grammars.open(1, grammar('start: "b"'), [])
-    with pytest.raises(ValueError, match="lexer"):
-        grammars.mask(0)
+def test_what_is_no_grammar_is_reported_and_fails_its_slots(grammars: Grammars) -> None:
+    assert "lexer" in build(grammars, 1, "start: /[")
+    assert build(grammars, 2, 'start: "b"') == ""
+    for slot, job_id in enumerate((1, 2, 7)):
+        grammars.open(slot, job_id, [])
+    for slot in (0, 2):
+        with pytest.raises(ValueError, match=r"takes|built"):
+            mask(grammars, slot)
     grammars.drawn(0, 1)
-    assert grammars.mask(1).any()
+    assert mask(grammars, 1).any()
 
 
-def test_slots_with_a_grammar_draw_by_it_and_others_draw_freely(grammars: Grammars) -> None:
+def test_a_grammar_that_takes_too_much_ends_alone(grammars: Grammars) -> None:
+    """Of a multiple of a large number the automaton has as many states. Another grammar is built and used meanwhile."""
+    number = {"type": "integer", "multipleOf": 99999989}
+    reports: queue.Queue[str] = queue.Queue()
+    grammars.build(1, json.dumps({"grammars": [{"json_schema": number}]}), reports.put)
+    assert build(grammars, 2, 'start: "b"') == ""
+    grammars.open(0, 2, [])
+    assert mask(grammars, 0)[encode("b")[0]]
+    assert "MiB to build" in reports.get(timeout=WAIT_S)
+    assert build(grammars, 3, 'start: "c"') == ""
+
+
+def test_a_build_is_stopped_when_it_is_forgotten(grammars: Grammars) -> None:
+    """Within a call of native code that would go on for minutes."""
+    reports: queue.Queue[str] = queue.Queue()
+    number = {"type": "integer", "multipleOf": 99999989}
+    assert build(grammars, 1, 'start: "b"') == ""
+    grammars.build(2, json.dumps({"grammars": [{"json_schema": number}]}), reports.put)
+    process = grammars._built[2]
+    grammars.forget(2)
+    assert reports.get(timeout=WAIT_S) == STOPPED and process.fileno() == -1
+    assert build(grammars, 3, 'start: "c"') == ""
+
+
+def test_a_mask_that_is_late_comes_and_the_step_does_not_wait(grammars: Grammars) -> None:
+    """The process is stopped in the place of a mask that takes long."""
+    assert build(grammars, 1, 'start: "hello"') == ""
+    grammars.open(0, 1, [])
+    assert mask(grammars, 0).any()
+    pids = _children(grammars)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    there = threading.Event()
+    try:
+        grammars.drawn(0, encode("h")[0])
+        grammars.flush()
+        assert grammars.mask(0) is None
+        grammars.await_mask(0, there.set)
+        assert not there.is_set()
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert there.wait(WAIT_S)
+    assert grammars.mask(0)[encode("e")[0]]
+
+
+def test_a_process_that_is_killed_fails_its_slots_alone(grammars: Grammars) -> None:
+    assert build(grammars, 1, 'start: "a"') == ""
+    grammars.open(0, 1, [])
+    assert mask(grammars, 0).any()
+    for pid in _children(grammars):
+        os.kill(pid, signal.SIGKILL)
+    grammars.drawn(0, encode("a")[0])
+    with pytest.raises(ValueError, match="takes more than"):
+        mask(grammars, 0)
+    assert build(grammars, 2, 'start: "b"') == ""
+
+
+def test_a_source_that_is_killed_is_started_again(grammars: Grammars) -> None:
+    assert build(grammars, 1, 'start: "a"') == ""
+    source = grammars._processes._source
+    os.kill(source.pid, signal.SIGKILL)
+    source.wait()
+    grammars.open(0, 1, [])
+    with pytest.raises(ValueError, match="takes more than"):  # it ended with its source
+        grammars.drawn(0, encode("a")[0])
+        mask(grammars, 0)
+    assert build(grammars, 2, 'start: "b"') == ""
+
+
+def test_grammars_that_take_too_much_together_lose_one(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_processes, "TOTAL_BYTES", 0)
+    fields = {f"field{at}": {"type": "integer", "minimum": at} for at in range(600)}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    reports: queue.Queue[str] = queue.Queue()
+    grammars.build(1, json.dumps({"grammars": [{"json_schema": schema}]}), reports.put)
+    first = reports.get(timeout=WAIT_S)
+    assert first in ("", TOGETHER)
+    grammars.open(0, 1, [])
+    with pytest.raises(ValueError, match="together"):
+        while True:
+            mask(grammars, 0)
+
+
+def test_slots_with_a_grammar_draw_by_it_and_others_freely(grammars: Grammars) -> None:
     model = TinyModel()
-    assert build(grammars, 'start: "hello" | "help"') == ""
+    assert build(grammars, 1, 'start: "hello" | "help"') == ""
     table = SlotTable(4, 32, 4, model.vocab_size, grammars)
     bound = SamplingParams(temperature=1.0, grammar=grammar('start: "hello" | "help"'))
     prompt = np.array(encode("x"), np.int32)
     for slot, sampling in enumerate((bound, SamplingParams(temperature=0.0), bound)):
-        table.open(OpenSequence(slot, prompt, len(prompt), slot, sampling, [0], 0, StopParams(16, 0, (EOS,))))
+        stop, job_id = StopParams(16, 0, (EOS,)), 1 if sampling.grammar else 0
+        table.open(OpenSequence(slot, prompt, 1, slot, sampling, [0], 0, stop, grammar_job=job_id))
     slots, rows = np.arange(3), np.arange(3)
     generator = torch.Generator().manual_seed(1)
     drawn: list[list[int]] = [[], [], []]
     for _ in range(8):
+        for slot in (0, 2):
+            mask(grammars, slot)
         logits = torch.randn(3, model.vocab_size, generator=generator)
         free = int(logits[1].argmax())
         tokens = sample(logits, rows, slots, table)
-        assert not tokens.failed and tokens.tokens[1] == free
+        assert not tokens.failed and not tokens.late and tokens.tokens[1] == free
         table.append(slots, tokens.tokens)
-        for said, token in zip(drawn, tokens.tokens.tolist(), strict=True):
-            said.append(token)
-    for said in (drawn[0], drawn[2]):
-        text = model.tokenizer.decode(said[: said.index(EOS)])
+        for answer, token in zip(drawn, tokens.tokens.tolist(), strict=True):
+            answer.append(token)
+    for answer in (drawn[0], drawn[2]):
+        text = model.tokenizer.decode(answer[: answer.index(EOS)])
         assert text in ("hello", "help")
-        assert set(said[said.index(EOS) :]) == {EOS}  # rows that are one too many
+        assert set(answer[answer.index(EOS) :]) == {EOS}  # rows that are one too many
     table.close_all()
     assert not grammars
 
 
-def test_a_slot_whose_grammar_is_no_grammar_fails_alone(grammars: Grammars) -> None:
-    assert build(grammars, "start: /[")
-    table = SlotTable(2, 32, 4, TinyModel().vocab_size, grammars)
-    prompt = np.array(encode("x"), np.int32)
-    for slot, sampling in enumerate((SamplingParams(grammar=grammar("start: /[")), SamplingParams(temperature=0.0))):
-        table.open(OpenSequence(slot, prompt, len(prompt), 0, sampling, [0]))
-    drawn = sample(torch.randn(2, TinyModel().vocab_size), np.arange(2), np.arange(2), table)
-    assert list(drawn.failed) == [0]
+def test_a_late_draw_gives_the_token_that_was_due(grammars: Grammars) -> None:
+    """Draws of plans under way have no meaning; the late one is made from the logits of its own step."""
+    model = TinyModel()
+    assert build(grammars, 1, "start: /[a-z]{9}/") == ""
+    table = SlotTable(1, 32, 4, model.vocab_size, grammars)
+    sampling = SamplingParams(temperature=0.0, grammar=grammar("start: /[a-z]{9}/"))
+    prompt, slots = np.array(encode("x"), np.int32), np.arange(1)
+    table.open(OpenSequence(0, prompt, 1, 0, sampling, [0], 0, StopParams(16, 0, (EOS,)), grammar_job=1))
+    mask(grammars, 0)
+    logits = torch.randn(3, model.vocab_size, generator=torch.Generator().manual_seed(1))
+    pids = _children(grammars)
+    first = sample(logits[:1].clone(), slots, slots, table)
+    assert not first.late
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        table.append(slots, first.tokens)
+        for row in (1, 2):
+            late = sample(logits[row : row + 1].clone(), slots, slots, table)
+            assert late.late == {0} and not late.failed
+            table.append(slots, late.tokens)
+        assert (table.late[0] == logits[1]).all()
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    allowed = torch.from_numpy(mask(grammars, 0))
+    due = int(torch.where(allowed, logits[1], -torch.inf).argmax())
+    table.cut([LateDraw(0, 2)])
+    kept = table.late.pop(0)
+    there = sample(kept[None], slots, slots, table)
+    assert there.tokens.tolist() == [due] and not there.late
+    table.append(slots, there.tokens)
+    assert table.tokens[0, : int(table.lengths[0])].tolist() == [*prompt.tolist(), int(first.tokens[0]), due]
+    assert mask(grammars, 0).any()
 
 
-def test_a_grammar_that_is_being_built_holds_up_no_other(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A builder does not come back until it is released: masks are computed, and another grammar is built."""
-    ready(grammars, "b")
-    grammars.open(1, grammar('start: "b"'), [])
-    build, may_go_on, built = grammars._build, threading.Event(), threading.Event()
-
-    def slowly(vocabulary: Any, text: str) -> Any:
-        assert may_go_on.wait(WAIT_S)
-        return build(vocabulary, text)
-
-    monkeypatch.setattr(grammars, "_build", slowly)
-    grammars.build(grammar('start: "slow"'), lambda _: built.set())
-    monkeypatch.setattr(grammars, "_build", build)
-    ready(grammars, "another")
-    grammars.drawn(1, encode("b")[0])
-    assert grammars.mask(1)[EOS] and not built.is_set()
-    grammars.open(0, grammar('start: "slow"'), [])  # too early
-    with pytest.raises(ValueError, match="not built"):
-        grammars.mask(0)
-    may_go_on.set()
-    assert built.wait(WAIT_S)
-    grammars.open(2, grammar('start: "slow"'), [])
-    assert grammars.mask(2)[encode("slow")[0]]
+def test_the_tokenizer_is_let_go_and_its_text_is_kept(grammars: Grammars) -> None:
+    grammars.keep_vocabulary()
+    grammars.keep_vocabulary()
+    assert grammars._tokenizer is None
+    assert build(grammars, 1, 'start: "a"') == ""
 
 
-def test_a_grammar_is_forgotten_while_its_slots_go_on(grammars: Grammars) -> None:
-    ready(grammars, "hello")
-    grammars.open(0, grammar('start: "hello"'), [])
-    grammars.forget(grammar('start: "hello"'))
-    grammars.forget(grammar('start: "unknown"'))
-    assert grammars.mask(0)[encode("hello")[0]]
-    grammars.open(1, grammar('start: "hello"'), [])
-    with pytest.raises(ValueError, match="not built"):
-        grammars.mask(1)
-
-
-def test_the_vocabulary_is_read_once_and_the_tokenizer_is_let_go(grammars: Grammars) -> None:
-    first = grammars.read_vocabulary()
-    assert first.result(WAIT_S) is grammars.read_vocabulary().result() and grammars._tokenizer is None
+def _children(grammars: Grammars) -> list[int]:
+    """The processes of grammars."""
+    source = grammars._processes._source
+    return [int(pid) for pid in Path(f"/proc/{source.pid}/task/{source.pid}/children").read_text().split()]

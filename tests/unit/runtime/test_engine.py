@@ -34,12 +34,18 @@ class Device(LiteralDevice):
         self.void = False  # a step failed, and the plans made before that was known are still coming
         self.closed = False
         self.grammars = {}  # those being built -> what says that one is
+        self.jobs = {}  # their numbers
+        self.awaited = []  # slots with masks that are late
 
-    def build_grammar(self, grammar, on_built):
+    def build_grammar(self, job_id, grammar, on_built):
+        self.jobs[job_id] = grammar
         self.grammars[grammar] = on_built
 
-    def forget_grammar(self, grammar):
-        del self.grammars[grammar]
+    def forget_grammar(self, job_id):
+        del self.grammars[self.jobs.pop(job_id)]
+
+    def await_mask(self, slot, on_mask):
+        self.awaited.append((slot, on_mask))
 
     def execute(self, plan):
         assert self.gate.wait(WAIT_S)

@@ -128,7 +128,7 @@ class EvenTokens:
     def __bool__(self) -> bool:
         return bool(self.slots)
 
-    def open(self, slot: int, grammar: str, drawn: list[int]) -> None:
+    def open(self, slot: int, job_id: int, drawn: list[int]) -> None:
         self.slots.add(slot)
 
     def close(self, slot: int) -> None:
@@ -136,6 +136,9 @@ class EvenTokens:
 
     def drawn(self, slot: int, token: int) -> None:
         assert slot not in self.slots or token % 2 == 0
+
+    def flush(self) -> None:
+        """Nothing is sent."""
 
     def mask(self, slot: int) -> np.ndarray:
         return np.arange(131) % 2 == 0

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve import _core
-from memserve.instance.events import PlaceByLayer
+from memserve.instance.events import MovePages, PlaceByLayer
 from memserve.model.attention.backends import AttentionFactory
 from memserve.model.copier import Copy, PageCopier, Pages
 from memserve.types import Tier
@@ -39,6 +39,18 @@ class Tiers:
     num_layers: int
     lower: _core.LowerPages | None = None
     """Converts pages between them. None: they lie alike in both."""
+
+
+def copies_of(order: MovePages, tiers: Tiers, check_blocks: Callable[[Tier, Pages], None]) -> list[Copy]:
+    """The copies of an order, a few pages each. ``check_blocks`` raises where a block does not exist."""
+    src, dst, unit = np.array(order.src, np.int32), np.array(order.dst, np.int32), tiers.num_layers
+    check_blocks(order.src_tier, src // unit)
+    check_blocks(order.dst_tier, dst // unit)
+    address = {Tier.HBM: tiers.hbm, Tier.DRAM: tiers.dram}
+    ends = address[order.src_tier], address[order.dst_tier]
+    direction = order.dst_tier if order.dst_tier is not order.src_tier else None
+    pieces = [slice(at, at + unit) for at in range(0, len(src), unit)]
+    return [Copy(*ends, src[part], dst[part], tiers.page_bytes, direction, lower=tiers.lower) for part in pieces]
 
 
 class PlacedRange:

@@ -12,6 +12,7 @@ from random import Random
 
 import numpy as np
 
+from memserve.cluster.lifecycle import DEADLY
 from memserve.sim.fuzz.truth import lone_beams, lone_tokens, require
 from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
 from memserve.units import NS_PER_MS
@@ -123,8 +124,9 @@ class Ask:
 class Referee:
     """Judges every output as it arrives, and at the end that each request ended once."""
 
-    def __init__(self, contexts: list[int], caching: bool) -> None:
-        self.contexts, self.caching = sorted(set(contexts)), caching
+    def __init__(self, contexts: list[int], caching: bool, grammars: Random | None = None) -> None:
+        """``grammars``: which requests have one. None: none has."""
+        self.contexts, self.caching, self._grammars = sorted(set(contexts)), caching, grammars
         self.context_tokens = self.contexts[-1]
         self.asks: dict[str, Ask] = {}
         self.dispatched_twice: Collection[str] = ()
@@ -141,7 +143,12 @@ class Referee:
         request = Request(
             f"{conversation.name}.{conversation.done}",
             np.asarray(prompt, dtype=np.int32),
-            SamplingParams(seed=turn.seed, logprobs=turn.logprobs, prompt_logprobs=turn.prompt_logprobs),
+            SamplingParams(
+                seed=turn.seed,
+                logprobs=turn.logprobs,
+                prompt_logprobs=turn.prompt_logprobs,
+                grammar=self._grammar(turn),
+            ),
             StopParams(turn.max_tokens, turn.min_tokens, turn.stops),
             n=turn.n,
             beam_width=turn.beam_width,
@@ -154,6 +161,11 @@ class Referee:
         )
         self.asks[request.request_id] = Ask(request, turn, arrived_ns=now)
         return request
+
+    def _grammar(self, turn: Turn) -> str:
+        """One that admits everything; its masks may be late."""
+        has_one = self._grammars is not None and self._grammars.random() < 0.4 and not turn.beam_width
+        return f"g{turn.seed % 3}" if has_one else ""
 
     # -- outputs
 
@@ -276,6 +288,8 @@ class Referee:
             require(ask.cancelled, f"{key}: no client cancelled it")
         elif reason is FinishReason.DEADLINE:
             require(deadline_ns is not None and deadline_ns <= now, f"{key}: DEADLINE {deadline_ns} at {now}")
+        elif reason is FinishReason.ERROR and output.error == DEADLY and ask.request.sampling.grammar:
+            require(self.excused, f"{key}: no instance has died")
         elif reason is FinishReason.ERROR:
             require(self.excused or ask.row_failed, f"{key}: ERROR in a healthy world")
             require(bool(output.error) <= ask.row_failed, f"{key}: an error of a row that did not fail")

@@ -8,7 +8,7 @@ from random import Random
 from typing import Protocol
 
 from memserve.instance.events import DropSegment, HoldSegment, RowFailed, StepFailed, StepFinished, StepPlan
-from memserve.instance.sequence import Phase
+from memserve.instance.sequence import Group, Phase
 from memserve.kv_transfer.sender import Export
 from memserve.messages import Peer
 from memserve.segments import Segment
@@ -25,6 +25,10 @@ from memserve.units import ceil_div
 FIRST_GENERATION = 100_000_000
 STEP_MAX_NS = 10_000_000_000
 PLANTED = "a planted failure of this row"
+
+
+LATE_SHARE = 0.2
+"""Of the masks of grammars."""
 
 
 class FuzzHost(Host, FuzzedMemberHost, Protocol):
@@ -74,6 +78,8 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
         self.skew_ns = self.random.choice([0, self.random.randrange(1 << 60)])
         self.forget_promises()
         super().boot()
+        masks = Random(f"{self.host.scenario.seed}/{self.peer}/masks")
+        self.memory.mask_is_late = lambda opened: masks.random() < LATE_SHARE
 
     def boot_in_the_past(self, by: int) -> None:
         """A new process after the wall clock, from which generations come, was set back."""
@@ -95,6 +101,21 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
     def _boot_unless_alive(self) -> None:
         if not self.alive:
             self.boot()
+
+    def post(self, event: object) -> None:
+        """As any node; after a pause, builds and masks have taken too long."""
+        state, now = self.machine.state, self.now
+        deadline_ns = state.grammars.next_deadline_ns
+        for group in state.groups.values() if deadline_ns is not None and deadline_ns <= now else ():
+            if state.grammars.awaited(group.wanted_grammar):
+                self._too_slow(group)
+        for sequence in state.late_masks.overdue(now):
+            self._too_slow(sequence.group)
+        super().post(event)
+
+    def _too_slow(self, group: Group) -> None:
+        for index in group.sequences:
+            self.host.row_fails(self, group.request.request_id, index)
 
     def segment(self, order: HoldSegment | DropSegment) -> None:
         """Remember what the segment holds, to see whether that stays so."""
@@ -124,6 +145,8 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
             done.update(pulled=exchange.pulled_blocks, reused=exchange.reused_blocks, expired=exchange.expired)
             done.update(withdrawn=exchange.withdrawn, failed=link.receiver.failed)
         counters = self.machine.state.counters
+        if counters.late_draws:
+            done["late draws"] = counters.late_draws
         if counters.drafted_tokens:
             done.update({"drafts: tokens": counters.drafted_tokens, "drafts: kept": counters.kept_tokens})
         if layers is not None:

@@ -8,6 +8,7 @@ misuse of the contract between machine and device is a :class:`Violation`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from memserve.instance.events import OpenSequence, PlaceByLayer, RowFailed, StepFailed, StepFinished, StepPlan
 from memserve.segments import Segment
@@ -30,6 +31,7 @@ class Slot:
         self.is_lost = False  # an earlier part was not to be had
         self.table = list(opened.blocks)
         self.opened = opened
+        self.late: int | None = None  # what attention has seen where a draw was late
         self.placed: PlaceByLayer | None = None
 
     def place_of(self, entry: int) -> int | None:
@@ -42,7 +44,7 @@ def fail_row(plan: StepPlan, event: StepFinished, slot: int, why: RowFailed) -> 
     """Let ``slot``, which has a row or a draw in ``plan``, fail alone; ``event``: the plan's result without the
     failure."""
     event.failed[slot] = why
-    draws = [drawn for slots in plan.sample_slots for drawn in slots]
+    draws = plan.draws
     if slot in draws:
         place = draws.index(slot)
         event.tokens[place] = 0
@@ -75,6 +77,8 @@ class LiteralDevice:
         self.computed_tokens = 0
         self.segment: Callable[[Segment, str], list[int] | None] = lambda segment, name: None
         """Asks a holder for the cells of its part of a sequence. None: it does not answer."""
+        self.mask_is_late: Callable[[OpenSequence], bool] = lambda opened: False
+        """Whether the mask of a grammar is not there when it is needed."""
         self._step_id = 0  # of the plan that was begun last
         self._written_by_layer: list[
             tuple[PlaceByLayer, int, int, int]
@@ -142,6 +146,9 @@ class LiteralDevice:
             self.slots[slot].table[place] = block
         for order in plan.place:
             self._place(order)
+        for late in plan.late_draws:
+            drawing = self.slots[late.slot]
+            del drawing.tokens[drawing.first + late.known :]
 
     def _place(self, order: PlaceByLayer) -> None:
         require(order.slot in self.slots, f"slot {order.slot} is placed by layer, but not open")
@@ -164,17 +171,30 @@ class LiteralDevice:
             if row in plan.prompt_logprob_rows:
                 logprobs[row] = entries
         event = StepFinished(plan.step_id, [], self.device_ns, prompt_logprobs=logprobs)
+        late: set[int] = set()
+        plain = len(plan.sample_slots) - len(plan.drafts)
         for row, draws in enumerate(plan.sample_slots):
+            if row == plain:
+                self._draw_late(plan, event, late)
             drafts, seen = plan.drafts.get(row, []), seen_by_row[row]
             at_end = self.slots[plan.slots[row]].first + plan.starts[row] + plan.counts[row] - len(drafts)
             for number in draws:
-                self._sample(self.slots[number], at_end, seen[-1 - len(drafts)], event)
+                self._sample(number, at_end, seen[-1 - len(drafts)], event, late)
             if drafts:
                 self._verify(plan.slots[row], drafts, seen[-len(drafts) :], event)
+        if not plan.drafts:
+            self._draw_late(plan, event, late)
         for number in plan.slots:
             if self.slots[number].is_lost:
                 fail_row(plan, event, number, RowFailed(""))
-        return event
+        return replace(event, late=frozenset(late))
+
+    def _draw_late(self, plan: StepPlan, event: StepFinished, late: set[int]) -> None:
+        for draw_late in plan.late_draws:
+            slot = self.slots[draw_late.slot]
+            require(slot.late is not None, f"slot {draw_late.slot} draws what was not late")
+            seen, slot.late = slot.late or 0, None
+            self._sample(draw_late.slot, len(slot.tokens), seen, event, late)
 
     def _verify(self, number: int, drafts: list[int], seen: list[int], event: StepFinished) -> None:
         """``seen``: by attention, behind each of the ``drafts``."""
@@ -260,11 +280,18 @@ class LiteralDevice:
         for layer, page in enumerate(self.kv.of_block(Tier.HBM, block)):
             page[inside] = in_layer(value, layer)
 
-    def _sample(self, slot: Slot, at_end: int, seen: int, event: StepFinished) -> None:
+    def _sample(self, number: int, at_end: int, seen: int, event: StepFinished, late: set[int]) -> None:
+        slot = self.slots[number]
         opened = slot.opened
         require(at_end == len(slot.tokens), "a draw that is not at the end of the slot's tokens")
         if opened.beam_candidates:
             event.candidates[len(event.tokens)] = candidates(seen, opened.beam_candidates, self.vocab)
+            event.tokens.append(0)
+            return
+        if slot.late is not None or (opened.sampling.grammar and self.mask_is_late(opened)):
+            slot.late = seen if slot.late is None else slot.late  # what is behind a late draw has no meaning
+            late.add(number)
+            slot.tokens.append(0)
             event.tokens.append(0)
             return
         token = draw(seen, opened.sampling.seed, opened.index, self.vocab)

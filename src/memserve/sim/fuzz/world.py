@@ -72,7 +72,10 @@ class World:
         self.geometry = KVGeometry(layers, 1, 1, 1, "float32", BLOCK_TOKENS)
         rooms = [min(scenario.context_tokens, blocks * BLOCK_TOKENS + 1) for blocks in scenario.hbm_blocks]
         rooms += [scenario.context_tokens] * (scenario.shared is not None)
-        self.referee = Referee(rooms, scenario.setting.caching is not Caching.OFF)
+        grammars = Random(f"lark/{scenario.seed}")
+        has_grammars = grammars.random() < 0.12
+        caches = scenario.setting.caching is not Caching.OFF
+        self.referee = Referee(rooms, caches, grammars if has_grammars else None)
         self.referee.dispatched_twice = self.network.dispatched_twice
         self.gate_judge = GateJudge()
         self.links_cut = True
