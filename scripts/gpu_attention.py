@@ -171,10 +171,10 @@ def settings() -> Iterator[Row]:
     from memserve.model.attention import triton_attention
 
     steps = [Step(KVGeometry(2, 8, 128, 128, "bfloat16"), 32, *shape) for shape in SETTINGS_DECODES]
-    usual = triton_attention._KEY_ELEMENTS, triton_attention._STAGES, triton_attention._WARPS
-    for chosen in [usual, *itertools.product((1 << 12, 1 << 13, 1 << 14), (2, 3, 4, 5), (4, 8))]:
-        triton_attention._KEY_ELEMENTS, triton_attention._STAGES, triton_attention._WARPS = chosen
-        row: Row = {"what": f"{chosen[0] // 128} keys, {chosen[1]} stages, {chosen[2]} warps"}
+    usual = triton_attention._DECODE_LOADS
+    for chosen in [usual, *itertools.product((1 << 13, 1 << 14, 1 << 15), (3, 4, 5, 6), (4, 8))]:
+        triton_attention._DECODE_LOADS = chosen
+        row: Row = {"what": f"{chosen[0] // 256} keys, {chosen[1]} stages, {chosen[2]} warps"}
         for step in steps:
             with contextlib.suppress(Exception):  # too much for this device
                 row[f"{step.rows} of {step.context}, gb_s"] = decode_gb_s(step)[0]

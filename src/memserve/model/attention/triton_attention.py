@@ -6,6 +6,7 @@ The package ``triton`` is imported on first use, so that a machine without it ca
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import types
@@ -21,8 +22,11 @@ from memserve.units import ceil_div
 
 _DECODE_ROWS = 16  # query rows of a tile: the least that a tensor core takes
 _PREFILL_ROWS = 64
-_KEY_ELEMENTS = 1 << 13  # of K, and of V, that a program loads at a time: 64 keys of 128
-_WARPS, _STAGES = 4, 4
+# Bytes of K, and of V, that a program loads at a time, how many such loads are under way, and warps. Of what
+# scripts/gpu_check.py times for decodes (its part "settings"), this was the quickest on an H200.
+_DECODE_LOADS = 1 << 13, 5, 4
+_PREFILL_LOADS = 1 << 14, 4, 4
+_SHARED_BYTES = 96 << 10  # of a program, that every device of compute capability 8.0 and above has
 _BLOCKS_A_SPLIT = 8  # a shorter piece of a row costs more in the merge than it gains
 _SPLITS_MAX = 32
 
@@ -36,6 +40,15 @@ def _kernels() -> types.ModuleType:
     if not available():
         raise UserError("attention on this device needs the package triton", hint="pip install triton")
     return importlib.import_module("memserve.model.attention.triton_kernels")
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """What of a program's shared memory its loads may take on ``device``."""
+    if device.type != "cuda":
+        return _SHARED_BYTES
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", _SHARED_BYTES) * 7 // 8  # queries take the rest
 
 
 def _power_of_two(least: int, count: int) -> int:
@@ -184,13 +197,16 @@ def attend(
         pieces = torch.empty((batch.tokens, heads, splits, g.head_dim_v), dtype=torch.float32, device=q.device)
         stats = torch.empty((batch.tokens, heads, splits, 2), dtype=torch.float32, device=q.device)
     block_pad = _power_of_two(16, g.block_tokens)
-    keys = _KEY_ELEMENTS // max(shape["DK_PAD"], shape["DV_PAD"])
+    load_bytes, stages, warps = _DECODE_LOADS if m < _PREFILL_ROWS else _PREFILL_LOADS
+    blocks = max(1, load_bytes // (max(shape["DK_PAD"], shape["DV_PAD"]) * q.element_size() * block_pad))
+    stage_bytes = blocks * block_pad * (shape["DK_PAD"] + shape["DV_PAD"]) * q.element_size()
+    stages = max(2, min(stages, _shared_bytes(batch.device) // stage_bytes))
     kernels.attend_tile[(tiles, g.num_kv_heads, splits)](
         *batch.common(), tile_rows, tile_firsts, q, q.stride(0), q.stride(1), out, out.stride(0), out.stride(1),
         pieces, stats, out if sinks is None else sinks, layer, scale, window, softcap, **shape,
-        BLOCK_PAD=block_pad, BLOCKS=max(1, keys // block_pad), GROUP=heads // g.num_kv_heads, M=m, SPLITS=splits,
+        BLOCK_PAD=block_pad, BLOCKS=blocks, GROUP=heads // g.num_kv_heads, M=m, SPLITS=splits,
         WINDOW=window > 0, SOFTCAP=softcap > 0, SINKS=sinks is not None,
-        WIDE=q.device.type == "cpu", num_warps=_WARPS, num_stages=_STAGES,
+        WIDE=q.device.type == "cpu", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         kernels.combine_splits[(batch.tokens, heads)](
