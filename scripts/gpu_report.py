@@ -3,12 +3,15 @@
 A record is ``{"device", "versions", "commit", "began", "seconds", "parts"}``, a part ``{"status", "why", "seconds",
 "rows"}``. A row is a flat dictionary that names ``what``. ``ok``: a check that passed or failed. ``target`` with
 ``share``: a figure that :data:`TARGETS` judges. Neither: a figure alone.
+
+    python scripts/gpu_report.py FILE.json [FILE.json ...] > FILE.md    # several runs on one machine as one record
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +100,20 @@ def counts(record: Record) -> dict[str, int]:
     return found | {"broke": sum(part["status"] == BROKE for part in record["parts"].values())}
 
 
+def joined(records: list[Record]) -> Record:
+    """Several runs on one kind of device, in their order, as one: of a part the last that was done, else the last."""
+    first, *others = records
+    parts = dict(first["parts"])
+    for record in others:
+        if (record["device"], record["versions"]) != (first["device"], first["versions"]):
+            raise SystemExit(f"{record['device']} {record['versions']} is not {first['device']} {first['versions']}")
+        ran = {name: part for name, part in record["parts"].items() if part["rows"] or part["status"] != NOT_RUN}
+        parts |= {name: part for name, part in ran.items() if part["status"] == DONE or name not in parts
+                  or parts[name]["status"] != DONE}  # fmt: skip
+    seconds = sum(record["seconds"] for record in records)
+    return first | {"parts": parts, "seconds": seconds}
+
+
 def markdown(record: Record) -> str:
     """The whole record for people; nothing in it comes from elsewhere."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
@@ -180,3 +197,7 @@ class Report:
             fresh = self._file.with_suffix(suffix + ".new")
             fresh.write_text(text)
             os.replace(fresh, self._file.with_suffix(suffix))
+
+
+if __name__ == "__main__":
+    print(markdown(joined([json.loads(Path(name).read_text()) for name in sys.argv[1:]])), end="")

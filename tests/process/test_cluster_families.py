@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,29 @@ def test_sessions_through_two_processes_are_lossless(family: str, tmp_path: Path
             said = np.concatenate([said, np.array(answer, np.int32)])
         eventually(lambda: server.counter("taken_over") == TURNS)  # the last one, with the next heartbeat
         eventually(lambda: server.counter("cached_tokens") > 0)  # of another instance, with a heartbeat of its own
+    finally:
+        server.process.terminate()
+        server.process.wait(60)
+
+
+def test_clusters_on_several_made_up_gpus_are_lossless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefill instance of two GPUs, a decode instance of one: KV is read out of two memories into one, and back."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    support = Path(__file__).resolve().parent.parent / "support"
+    paths = [str(support / "made_up_gpus"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    module = tiny_module("qwen3")
+    roles = "--prefill", "1", "--prefill-tensor-parallel", "2", "--decode", "1"
+    server = Server(save_folder(module, tmp_path / "tiny"), *roles, "--device", "cuda")
+    try:
+        said = np.zeros(0, np.int32)
+        for turn in range(2):
+            said = np.concatenate([said, prompt(40, turn)])
+            answer = greedy_tokens(module, said, NEW_TOKENS)
+            assert server.complete(said.tolist(), NEW_TOKENS) == " ".join(f"w{token}" for token in answer)
+            said = np.concatenate([said, np.array(answer, np.int32)])
+        eventually(lambda: server.counter("taken_over") == 2)
     finally:
         server.process.terminate()
         server.process.wait(60)
