@@ -48,9 +48,8 @@ class GrammarProcesses:
         self._control: socket.socket | None = None
         self._begun: queue.SimpleQueue[GrammarProcess] = queue.SimpleQueue()
         self._timed: dict[int, float] = {}  # number -> when it has taken long
-        self._poll = select.epoll()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll.register(self._wake, select.EPOLLIN)
+        self._poll: select.epoll
+        self._wake: int  # both are opened with the thread: who imports what has grammars opens nothing
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -60,12 +59,18 @@ class GrammarProcesses:
             self._numbers += 1
             process = GrammarProcess(self, self._numbers, text.encode(), self._cells, on_built)
             self._alive[process.number] = process
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="memserve-grammars", daemon=True)
-                self._thread.start()
+            if self._thread is None:
+                self._start_thread()
         self._begun.put(process)
         os.eventfd_write(self._wake, 1)
         return process
+
+    def _start_thread(self) -> None:
+        self._poll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._wake, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="memserve-grammars", daemon=True)
+        self._thread.start()
 
     def wait_built(self, text: str, seconds: float) -> tuple[str, GrammarProcess]:
         """Build a grammar, and wait for that: why there is none, or "", and its process. Raises ``TimeoutError``."""
@@ -89,7 +94,8 @@ class GrammarProcesses:
             control.close()
         if source is not None:
             source.wait()
-        os.eventfd_write(self._wake, 1)
+        if self._thread is not None:
+            os.eventfd_write(self._wake, 1)
 
     # -- for its processes
 
