@@ -49,7 +49,7 @@ class GrammarProcesses:
         self._begun: queue.SimpleQueue[GrammarProcess] = queue.SimpleQueue()
         self._timed: dict[int, float] = {}  # number -> when it has taken long
         self._poll: select.epoll
-        self._wake: int  # both are opened with the thread: who imports what has grammars opens nothing
+        self._wake: int  # both are opened with the thread: an import opens nothing
         self._thread: threading.Thread | None = None
         self._closed = False
 
