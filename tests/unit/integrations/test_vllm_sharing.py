@@ -11,7 +11,7 @@ import pytest
 from memserve import UserError
 from memserve.integrations.vllm.kv_pool import KvNames
 from memserve.integrations.vllm.memory import BlockLayout
-from memserve.integrations.vllm.sharing import Identities, Sharing, is_plain
+from memserve.integrations.vllm.sharing import Identities, Sharing, has_regimes, is_plain
 from memserve.mempool.identity import block_identities, namespace_id
 from memserve.store_messages import KvModel
 from memserve.types import KVGeometry
@@ -71,3 +71,15 @@ def test_options_are_read_apart() -> None:
     for wrong in ({"share_with_memserve": "yes"}, {"memserve_tenant": 3}):
         with pytest.raises(UserError, match="on or off"):
             Sharing.of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("found", "depends"),
+    [
+        ({}, False), ({"rope_scaling": None}, False), ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, False),
+        ({"rope_scaling": {"type": "longrope"}}, True), ({"rope_parameters": {"rope_type": "dynamic"}}, True),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}, "sliding_attention": None}}, True),
+    ],
+)  # fmt: skip
+def test_positions_that_depend_on_lengths_are_not_shared(found: dict[str, Any], depends: bool) -> None:
+    assert has_regimes(SimpleNamespace(**found)) is depends

@@ -76,6 +76,7 @@ def model_of(config: Any, caches: Any) -> KvModel:
         "overridden configuration": bool(getattr(model, "hf_overrides", None)),
         f"KV as {config.cache_config.cache_dtype}": dtype != str(model.dtype).removeprefix("torch."),
         "layers that are no layers of the model": layers != model.hf_config.get_text_config().num_hidden_layers,
+        "positions that depend on a prompt's length": has_regimes(model.hf_config.get_text_config()),
         f"a model that is no folder here ({folder})": not (folder / "config.json").is_file(),
     }
     reasons = [reason for reason, is_so in why_not.items() if is_so]
@@ -84,6 +85,13 @@ def model_of(config: Any, caches: Any) -> KvModel:
     head_dim_v = getattr(spec, "head_size_v", None) or spec.head_size
     geometry = KVGeometry(layers, spec.num_kv_heads, spec.head_size, head_dim_v, dtype, spec.block_size)
     return KvModel(fingerprint(folder), geometry)
+
+
+def has_regimes(config: Any) -> bool:
+    """Whether a model's positions depend on lengths: instances keep such KV apart by the prompt's, vLLM does not."""
+    scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [one for one in (scaling, *scaling.values()) if isinstance(one, Mapping)]  # of all layers, or by type
+    return any((one.get("rope_type") or one.get("type")) in ("longrope", "dynamic") for one in kinds)
 
 
 def check_layout(caches: Mapping[str, Any], num_blocks: int, geometry: KVGeometry, isa: str) -> None:

@@ -1,0 +1,259 @@
+"""Every causal family that the installed transformers can build small: served exactly, or refused with the reason?
+
+    python scripts/families.py [NAME ...] [--json FILE] [--docs FILE] [--jobs 2] [--limit-s 120]
+
+A family's own configuration is made small (4 layers, hidden size 64, windows and switches of 24 to 64 tokens) and gets
+random weights in float32. What the model itself answers greedily, without a cache, is compared with memserve's answers
+to prompts that end within a block, beyond one, and beyond every window: cold, and again with the cache filled; in steps
+as they come, and in chunks of 24 tokens. Each family is a process of its own, with a limit of time and of memory. Ends
+with 1 if any answer is wrong. ``--docs`` writes docs/reference/FAMILIES.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+EXACT, UP_TO, REFUSED, WRONG, NOT_BUILT, BROKE = (
+    "served", "served up to a length", "refused", "WRONG", "not built", "BROKE"
+)  # fmt: skip
+VOCAB, HIDDEN, CONTEXT, WINDOW, SWITCH = 131, 64, 256, 24, 64
+PROMPTS = (5, 40, 130)
+NEW_TOKENS = 20
+CHUNK_TOKENS = 24
+MEMORY_BYTES = 12 << 30
+"""Of address space."""
+
+SMALL = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "model_dim", "word_embed_proj_dim"), HIDDEN),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff"), 128),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length"), CONTEXT),
+    **dict.fromkeys(("bos_token_id", "decoder_start_token_id"), 1), "eos_token_id": 2, "pad_token_id": 0,
+    "head_dim": 16, "rotary_dim": 8, "query_pre_attn_scalar": 16,
+    **dict.fromkeys(("sliding_window", "attention_window_size", "window_size", "local_attention"), WINDOW),
+    "attention_chunk_size": SWITCH, "max_window_layers": 2,
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "first_k_dense_replace", "n_group", "topk_group"), 1),
+    "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "index_head_dim": 16, "index_n_heads": 4, "index_topk": 16,
+    "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "state_size": 16, "n_groups": 1,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "mamba_dt_rank": 8, "use_mamba_kernels": False,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "lru_width": HIDDEN, "intermediate_size_mlp": 128, "block_multiple_of": 32, "num_nextn_predict_layers": 0,
+    "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 1, "laurel_rank": 8, "altup_num_inputs": 2,
+}  # fmt: skip
+"""Sizes by the names that configurations have for them. Others stay as they are."""
+
+
+def shrunk(config_class: Any) -> Any:
+    """A configuration of ``config_class`` with small sizes. Raises what transformers raises."""
+    usual = config_class()
+    if usual.get_text_config() is not usual:
+        usual = usual.get_text_config()
+        config_class = type(usual)
+    known = usual.to_dict()
+    small = {name: value for name, value in SMALL.items() if name in known or hasattr(usual, name)}
+    if known.get("sliding_window", 0) is None:
+        del small["sliding_window"]
+    layers = next((small[name] for name in ("num_hidden_layers", "n_layer", "n_layers") if name in small), 4)
+    for name in ("layer_types", "mlp_layer_types", "layers_block_type", "block_types"):
+        if isinstance(kinds := known.get(name), list) and kinds:
+            distinct = list(dict.fromkeys(kinds))
+            small[name] = (distinct * layers)[:layers]
+    if "num_key_value_heads" in small and known.get("kv_lora_rank"):
+        small["num_key_value_heads"] = 4
+    return config_class(**small)
+
+
+def build(name: str, folder: Path) -> Any:
+    """Write the small model of a family, with a tokenizer of words; returns the module."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    torch.manual_seed(1)
+    config = shrunk(CONFIG_MAPPING[name])
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    module.save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w0")
+    tokenizer.save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    ).eval()
+
+
+def own_answers(module: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """What the module answers greedily, everything computed anew for each token."""
+    import torch
+
+    answers = []
+    for tokens in prompts:
+        ids = torch.tensor([tokens])
+        for _ in range(NEW_TOKENS):
+            with torch.inference_mode():
+                logits = module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        answers.append(ids[0, len(tokens) :].tolist())
+    return answers
+
+
+def judge(name: str, folder: Path) -> tuple[str, str]:
+    """One of the words above, and why."""
+    import torch
+
+    from memserve import LLM, SamplingParams, UserError
+
+    greedy = SamplingParams(temperature=0)
+    try:
+        module = build(name, folder)
+        draws = torch.Generator().manual_seed(7)
+        prompts = [torch.randint(3, VOCAB, (count,), generator=draws).tolist() for count in PROMPTS]
+        expected = own_answers(module, prompts)
+    except Exception as error:
+        return NOT_BUILT, _in_a_line(error)
+    wrong, total, longest = 0, 0, ""
+    for more in ({}, {"max_step_tokens": CHUNK_TOKENS}):
+        try:
+            llm = LLM(str(folder), dtype="float32", kv_memory="32MiB", threads=1, **more)
+        except UserError as error:
+            return REFUSED, error.message
+        with llm:
+            for _ in range(2):
+                for prompt, answer in zip(prompts, expected, strict=True):
+                    try:
+                        outputs = llm.generate(
+                            [prompt], SamplingParams(temperature=0), max_tokens=NEW_TOKENS, ignore_eos=True
+                        )
+                    except UserError as error:
+                        longest = error.message
+                        continue
+                    total += 1
+                    wrong += list(outputs[0].outputs[0].tokens) != answer
+    if wrong:
+        return WRONG, f"{wrong} of {total} answers differ"
+    return (UP_TO, longest) if longest else (EXACT, f"{total} of {total} answers")
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
+def _child(name: str, said: Any) -> None:
+    os.setpgid(0, 0)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1), os.dup2(sink, 2)
+    with tempfile.TemporaryDirectory(prefix="family-") as folder:
+        os.environ["MEMSERVE_CACHE_DIR"] = f"{folder}/cache"
+        try:
+            found = judge(name, Path(folder) / name)
+        except BaseException as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            found = BROKE, f"{_in_a_line(error)} ({Path(where.filename).name}:{where.lineno})"
+        said.send(found)
+    os._exit(0)
+
+
+def tried(name: str, limit_s: float) -> dict[str, Any]:
+    """What has become of a family, in a process of its own."""
+    began = time.monotonic()
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(name, theirs))
+    process.start()
+    theirs.close()
+    found = BROKE, f"no answer within {limit_s:.0f} s"
+    try:
+        if ours.poll(limit_s):
+            found = ours.recv()
+    except EOFError:
+        process.join(5)
+        found = BROKE, f"its process ended with {process.exitcode}"
+    process.kill()
+    process.join()
+    return {"family": name, "outcome": found[0], "why": found[1], "seconds": round(time.monotonic() - began, 1)}
+
+
+def page(rows: list[dict[str, Any]], version: str) -> str:
+    """The list, for people."""
+    counts = {
+        word: sum(row["outcome"] == word for row in rows) for word in (EXACT, UP_TO, REFUSED, WRONG, BROKE, NOT_BUILT)
+    }
+    summary = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    lines = [
+        "# Families of models", "",
+        f"Written by `python scripts/families.py --docs docs/reference/FAMILIES.md`: every causal family of transformers "
+        f"{version}, built small from its own configuration: {summary}. *Served*: greedy answers in float32 are those "
+        "of the model itself, token for token: within a block, beyond it and beyond every window, in chunks, and from "
+        "the cache. A model is compared in the same way at its first start; `memserve doctor` shows the verdict.", "",
+    ]  # fmt: skip
+    for word in words:
+        chosen = [row for row in rows if row["outcome"] == word]
+        if not chosen:
+            continue
+        lines += [f"## {word[0].upper()}{word[1:]}: {len(chosen)}", ""]
+        if word == EXACT:
+            lines += [", ".join(f"`{row['family']}`" for row in chosen), ""]
+            continue
+        lines += ["| Family | Why |", "| --- | --- |"]
+        lines += [f"| `{row['family']}` | {row['why'].replace('|', chr(92) + '|')} |" for row in chosen] + [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", type=Path)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit-s", type=float, default=120.0)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    import_module("memserve.model.loading.loader")  # once, for all children
+    transformers.logging.set_verbosity_error()
+    names = options.names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(lambda name: tried(name, options.limit_s), names):
+            rows.append(row)
+            print(f"{row['family']:28} {row['outcome']:10} {row['why'][:150]} ({row['seconds']} s)", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.docs is not None:
+        options.docs.write_text(page(rows, transformers.__version__))
+    return int(any(row["outcome"] in (WRONG, BROKE) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
