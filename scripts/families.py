@@ -149,9 +149,7 @@ def judge(name: str, folder: Path) -> tuple[str, str]:
             for _ in range(2):
                 for prompt, answer in zip(prompts, expected, strict=True):
                     try:
-                        outputs = llm.generate(
-                            [prompt], SamplingParams(temperature=0), max_tokens=NEW_TOKENS, ignore_eos=True
-                        )
+                        outputs = llm.generate([prompt], greedy, max_tokens=NEW_TOKENS, ignore_eos=True)
                     except UserError as error:
                         longest = error.message
                         continue
@@ -203,13 +201,12 @@ def tried(name: str, limit_s: float) -> dict[str, Any]:
 
 def page(rows: list[dict[str, Any]], version: str) -> str:
     """The list, for people."""
-    counts = {
-        word: sum(row["outcome"] == word for row in rows) for word in (EXACT, UP_TO, REFUSED, WRONG, BROKE, NOT_BUILT)
-    }
-    summary = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+    words = EXACT, UP_TO, REFUSED, WRONG, BROKE, NOT_BUILT
+    counts = [(sum(row["outcome"] == word for row in rows), word) for word in words]
+    summary = ", ".join(f"{count} {word}" for count, word in counts if count)
     lines = [
         "# Families of models", "",
-        f"Written by `python scripts/families.py --docs docs/reference/FAMILIES.md`: every causal family of transformers "
+        "Written by `python scripts/families.py --docs docs/reference/FAMILIES.md`: every causal family of transformers "
         f"{version}, built small from its own configuration: {summary}. *Served*: greedy answers in float32 are those "
         "of the model itself, token for token: within a block, beyond it and beyond every window, in chunks, and from "
         "the cache. A model is compared in the same way at its first start; `memserve doctor` shows the verdict.", "",
