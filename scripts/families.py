@@ -206,10 +206,11 @@ def page(rows: list[dict[str, Any]], version: str) -> str:
     summary = ", ".join(f"{count} {word}" for count, word in counts if count)
     lines = [
         "# Families of models", "",
-        "Written by `python scripts/families.py --docs docs/reference/FAMILIES.md`: every causal family of transformers "
-        f"{version}, built small from its own configuration: {summary}. *Served*: greedy answers in float32 are those "
-        "of the model itself, token for token: within a block, beyond it and beyond every window, in chunks, and from "
-        "the cache. A model is compared in the same way at its first start; `memserve doctor` shows the verdict.", "",
+        "Written by `python scripts/families.py --docs docs/reference/FAMILIES.md`: every causal family of "
+        f"transformers {version}, built small from its own configuration: {summary}. *Served*: greedy answers in "
+        "float32 are those of the model itself, token for token: within a block, beyond it and beyond every window, in "
+        "chunks, and from the cache. A model is compared likewise at its first start (`memserve doctor`).",
+        "",
     ]  # fmt: skip
     for word in words:
         chosen = [row for row in rows if row["outcome"] == word]
