@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from tokenizers import Encoding, Tokenizer, pre_tokenizers
+from tokenizers import Encoding, Tokenizer
 
 from memserve.api.errors import bad_request
 from memserve.api.known_texts import KnownTexts, Owner
 from memserve.api.messages import Messages, check_messages, check_rendered, for_template
 from memserve.api.schema import ChatBody
 from memserve.api.served import ServedModel
+from memserve.api.text_bounds import longest_token_bytes, text_bytes_max
 from memserve.errors import UserError
 from memserve.types import TokenArray
 from memserve.validation import token_array
@@ -162,6 +163,8 @@ class PromptEncoder:
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
         self._refuse_hopeless(text)
+        if len(text) > text_bytes_max(self._model):
+            self._refuse_many_tokens(text)
         if len(text) <= SHORT_PROMPT_CHARS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
@@ -203,23 +206,22 @@ class PromptEncoder:
         if len(text) > most_bytes or len(text.encode()) > most_bytes:
             raise context_exceeded(self._model, f"a prompt of {len(text)} characters")
 
+    def _refuse_many_tokens(self, text: str) -> None:
+        """Refuse a long text of far too many tokens, counted piece by piece: a tokenizer takes over a hundred bytes for
+        each. A cut adds or saves a few tokens of thousands."""
+        most = 2 * max(self._model.max_model_tokens, _COUNTED_CHARS)
+        count = 0
+        for begin in range(0, len(text), _COUNTED_CHARS):
+            (piece,) = self.tokenizer.encode_batch_fast(
+                [text[begin : begin + _COUNTED_CHARS]], add_special_tokens=False
+            )
+            count += len(piece)
+            if count > most:
+                raise context_exceeded(self._model, f"a prompt of {len(text)} characters, more than {most} tokens")
+
     def _refuse_more_than_fit(self, tokens: int) -> None:
         if tokens > self._model.max_model_tokens:
             raise context_exceeded(self._model, f"{tokens} tokens in the prompt")
-
-
-def longest_token_bytes(tokenizer: Tokenizer) -> int | None:
-    """Bytes of text in the longest token. None: unbounded, or some text becomes no token."""
-    parts = repr(tokenizer.pre_tokenizer) + repr(tokenizer.decoder)
-    if tokenizer.normalizer is not None or "ByteLevel" not in repr(tokenizer.decoder) or "Removed" in parts:
-        return None
-    added = tokenizer.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # these take all whitespace beside them
-        return None
-    pieces = tokenizer.get_vocab(with_added_tokens=False)  # a character stands for a byte
-    if not all(char in pieces for char in pre_tokenizers.ByteLevel.alphabet()):
-        return None
-    return max(*map(len, pieces), *(len(token.content.encode()) for token in added))
 
 
 def calls_bounded(most: int, work: Callable[[], Result]) -> Result:
@@ -251,6 +253,8 @@ def is_token_list(value: Any) -> bool:
     """Whether ``value`` is one prompt of token ids: a list, or an array."""
     return isinstance(value, np.ndarray) or (isinstance(value, list) and set(map(type, value)) == {int})
 
+
+_COUNTED_CHARS = 1 << 18
 
 INLINE_BYTES_MAX = 2048
 """Tokenizing this much (0.5 ms) costs less than handing it to a thread and back."""

@@ -16,6 +16,7 @@ from memserve.api.messages import check_messages
 from memserve.api.respond import send_json
 from memserve.api.schema import ChatBody, ModelName, TokenId, parse_body
 from memserve.api.served import ModelNames
+from memserve.api.text_bounds import text_bytes_max
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -69,13 +70,14 @@ class TokenRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt", "missing_required_parameter")
         if body.prompt is not None:
-            special = body.add_special_tokens is not False
-            tokens = encoder.token_ids(body.prompt, add_special_tokens=special)
+            special, text, field = body.add_special_tokens is not False, body.prompt, "prompt"
         else:
             fields = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
             chat = ChatBody(model=self._names.served, **{name: getattr(body, name) for name in fields})
+            special, field = bool(body.add_special_tokens), "messages"
             text = encoder.chat_text(chat, check_messages(body.messages))
-            tokens = encoder.token_ids(text, add_special_tokens=bool(body.add_special_tokens))
+        self._check_length(text, field)
+        tokens = encoder.token_ids(text, add_special_tokens=special)
         named = [encoder.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
         longest = self._shared.model.max_model_tokens
         return {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": named}
@@ -88,6 +90,12 @@ class TokenRoutes:
             message = f"tokens: token id {foreign[0]} is out of vocabulary [0, {vocab_size})"
             raise bad_request(message, "tokens", "invalid_value")
         return {"prompt": self._shared.encoder.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    def _check_length(self, text: str, field: str) -> None:
+        most_bytes = text_bytes_max(self._shared.model)
+        if len(text) > most_bytes or len(text.encode()) > most_bytes:
+            message = f"{field}: a text of {len(text)} characters; at most {most_bytes} bytes are tokenized at a time"
+            raise bad_request(f"{message}: send it in parts", field, "string_above_max_length")
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._names:

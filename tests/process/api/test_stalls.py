@@ -327,6 +327,24 @@ def test_a_text_that_cannot_fit_is_refused_without_being_tokenized() -> None:
     encoder.close()
 
 
+def test_a_long_text_of_too_many_tokens_ends_while_counted() -> None:
+    """Where no length of a text says that it cannot fit: a tokenizer would take memory for every token first."""
+    encoder = PromptEncoder(TinyModel())
+    encoder._token_bytes_max = None
+    counted: list[int] = []
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str], **options: object) -> list[list[int]]:
+            counted.append(len(texts[0]))
+            return [[0] * len(texts[0])]
+
+    encoder.tokenizer = Counting()
+    with pytest.raises(ApiError, match=r"maximum context length.*more than 524288 tokens"):
+        encoder._encode("a" * (8 << 20), False)
+    assert counted == [1 << 18] * 3
+    encoder.close()
+
+
 def test_no_bound_is_claimed_where_a_token_may_be_any_length() -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 

@@ -25,6 +25,7 @@ from api_world import (
 )
 from fake_engine import FakeEngine
 from memserve.api.config import ApiConfig
+from memserve.api.text_bounds import TEXT_BYTES_MAX
 from memserve.errors import UserError
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -194,6 +195,16 @@ def test_invocations_are_chats_or_completions(world: World) -> None:
     assert post(world, "/invocations", messages=HELLO).json()["object"] == "chat.completion"
     assert post(world, "/invocations", prompt="hello").json()["object"] == "text_completion"
     assert post(world, "/invocations", messages=HELLO, stream=True).text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_a_text_too_long_to_tokenize_is_refused(world: World, field: str) -> None:
+    text = "ab " * (TEXT_BYTES_MAX // 3 + 1)
+    value = text if field == "prompt" else [{"role": "user", "content": text}]
+    answer = post(world, "/tokenize", **{field: value})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+    assert "send it in parts" in answer.json()["error"]["message"]
+    assert post(world, "/tokenize", prompt=text[:600]).json()["count"] > 100
 
 
 def test_routes_outside_of_v1_need_a_key_too() -> None:
