@@ -18,6 +18,7 @@ nothing is written until a whole checkpoint succeeds (:meth:`Store.checkpoint`):
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 
 from memserve.meta.journal import JournalWriter, read_journal, records_of
@@ -37,7 +38,8 @@ class Store:
 
     def __init__(self, medium: Medium, *, checkpoint_bytes_min: int = CHECKPOINT_BYTES_MIN) -> None:
         """Recover what ``medium`` holds. Raises :class:`UserError` when it is damaged or of another format, and
-        :class:`MediumFailed`."""
+        :class:`MediumFailed` when it cannot be read, or holds nothing and takes nothing. :attr:`is_broken` afterwards:
+        it takes nothing more at present."""
         self._medium = medium
         self._checkpoint_bytes_min = checkpoint_bytes_min
         self.state = MetadataState()
@@ -64,7 +66,8 @@ class Store:
         self._bytes = self._checkpoint_bytes = reading.good_bytes
         self.torn_bytes = reading.torn_bytes
         if self.torn_bytes:
-            self.checkpoint()
+            with suppress(MediumFailed):  # broken then, until one gets through: what can be read is whole
+                self.checkpoint()
 
     @property
     def bytes_written(self) -> int:

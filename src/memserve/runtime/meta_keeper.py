@@ -93,6 +93,8 @@ class MetaKeeper:
             raise UserError(f"{medium.name}: {error.message}", hint=_LOSS_HINT, param="metadata") from None
         if self._store.torn_bytes:
             log.warning("the last write to the metadata did not get through: %d bytes dropped", self._store.torn_bytes)
+        if self._store.is_broken:
+            log.error("the metadata is not kept until further notice: %s takes nothing more", medium.name)
         self.recovered: RecoveredState = self._store.state.recovered(self.clock_offset_ns)
         """What the last router knew."""
         self._clock_ns = clock_ns
@@ -102,7 +104,8 @@ class MetaKeeper:
         self._failures = 0
         self._inbox: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._wall_ns = wall_ns
-        self._synced_s = self._repair_s = time.monotonic()
+        self._synced_s = time.monotonic()
+        self._repair_s = self._synced_s + (REPAIR_S if self._store.is_broken else 0.0)
         self._deleted_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="memserve-meta", daemon=True)
         self._thread.start()

@@ -301,6 +301,28 @@ def test_a_full_disk_stops_nobody_and_is_told_once(monkeypatch: pytest.MonkeyPat
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
 
 
+def test_a_router_starts_again_while_its_disk_is_full(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    from memserve.runtime import meta_keeper
+
+    monkeypatch.setattr(meta_keeper, "REPAIR_S", 0.05)
+    medium, done = FaultyMedium(), queue.Queue()
+    store = Store(medium)
+    store.write([session(1)])
+    store.sync()
+    torn = FaultyMedium()
+    torn.replace(medium.load() + b"\x99" * 7)
+    torn.room_bytes = 20
+    with caplog.at_level(logging.WARNING):
+        keeper = MetaKeeper(torn)
+        keeper.keep([session(2)], done.put)
+        assert done.get(timeout=WAIT_S) is False and not keeper.durability().is_kept
+        torn.room_bytes = None
+        eventually(lambda: (keeper.keep([session(3)], done.put), done.get(timeout=WAIT_S))[1])
+    keeper.close()
+    assert {name for _, name in Store(torn).state.sessions} == {"s1", "s2", "s3"}
+    assert "takes nothing more" in caplog.text and "kept again" in caplog.text
+
+
 # -- a process that is killed
 
 

@@ -273,6 +273,30 @@ def test_a_full_disk_breaks_the_store_until_a_checkpoint_gets_through() -> None:
     assert not store.is_broken and view_of(Store(medium).state) == folded(records)
 
 
+def test_a_full_disk_with_a_torn_write_is_opened_broken() -> None:
+    """What can be read is whole: a router that died while its disk was full starts again."""
+    drawn, medium = Drawn(12), FaultyMedium()
+    store = Store(medium)
+    records = [drawn.record() for _ in range(20)]
+    store.write(records[:10])
+    store.sync()
+    torn = FaultyMedium()
+    torn.replace(medium.load() + b"\x99" * 7)
+    torn.room_bytes = 20
+    found = Store(torn)
+    assert found.torn_bytes == 7 and found.is_broken and view_of(found.state) == folded(records[:10])
+    found.write(records[10:])
+    with pytest.raises(MediumFailed):
+        found.sync()
+    torn.room_bytes = None
+    found.checkpoint()
+    assert not found.is_broken and view_of(Store(torn).state) == folded(records)
+    empty = FaultyMedium()
+    empty.room_bytes = 0
+    with pytest.raises(MediumFailed):  # nothing is lost yet: its user hears of it before anything is promised
+        Store(empty)
+
+
 def copy_of(other: FaultyMedium) -> FaultyMedium:  # a copy of its bytes
     copy = FaultyMedium()
     copy.replace(other.load())
