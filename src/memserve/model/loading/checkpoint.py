@@ -23,6 +23,7 @@ from struct import unpack
 from typing import TYPE_CHECKING, Any
 
 from memserve.errors import UserError
+from memserve.model.loading.pages import remember_pages
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +99,8 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
     if not all(torch.isfinite(value).all() for value in _first_and_last(module)):
         raise UserError(f"{name} has weights that are not finite (NaN or infinite)", hint=_COMPLETE, param="model")
     module.requires_grad_(False)
+    if gguf_file is None:
+        remember_pages(module, sorted(folder.glob("*.safetensors")), lambda: load_module(folder, name, dtype))
     return module.train(False)
 
 

@@ -118,18 +118,22 @@ def load_model(
     import torch
 
     from memserve.model.loading.comparison import compare_once
+    from memserve.model.loading.pages import pages_of
     from memserve.model.loading.probe import probe_model
     from memserve.model.rotary import install_length_rotaries
 
     if threads is not None:
         torch.set_num_threads(threads)
     module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
-    geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
+    pages = pages_of(module)
+    with pages.one_layer_at_a_time(module):
+        geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
     tokenizer = load_tokenizer(folder)
     identity, original = fingerprint(folder.path), _original_tokens(module)
     with errors_named(f"cannot use config.json of {folder.name}", "restore it: download it again"):
         plain_tokens = _max_model_tokens(module.config, layers, original)
-    compare_once(module, layers, dtype_name, identity, plain_tokens)
+    with pages.one_layer_at_a_time(module):
+        compare_once(module, layers, dtype_name, identity, plain_tokens)
     regimes = install_length_rotaries(module) if original else NO_REGIMES
     max_model_tokens = _max_model_tokens(module.config, layers, original, regimes)
     vocab_size = _vocab_size(module)
