@@ -1,18 +1,22 @@
 """Converts a GGUF file to two Hugging Face folders, weight by weight; runs in a process of its own.
 
-transformers reads the file and puts each weight into the module as soon as it has it. There it is taken, written to
-both folders, and replaced by nothing: so one weight at a time is in memory, not the model. (Of the few architectures
-that transformers still reads as a whole before it fills the module, this saves only the rounded copy.)
+transformers puts each weight into the module as soon as it has it. There it is taken, written to both folders, and
+replaced by nothing: so one weight at a time is in memory, not the model. For most architectures transformers reads the
+whole file before it fills the module; where it makes each weight of one tensor (:data:`_PLAIN`), that is put off until
+the weight is needed. Of the others (experts that are joined) float32 weights are in memory once.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +29,15 @@ from memserve.runtime.lean_torch import leave_compiler_out
 if TYPE_CHECKING:
     from torch import Tensor
 
+_ROWS = 4096  # of a weight at a time
 _WEIGHTS = "model.safetensors"
 _NO_WAITING_READS = "HF_DEACTIVATE_ASYNC_LOAD"
 """In the environment: transformers reads a weight when it needs it, instead of all of them as quickly as it can."""
+
+
+_PLAIN = ("TensorProcessor", "LlamaTensorProcessor", "NemotronTensorProcessor", "BloomTensorProcessor",
+          "Gemma2TensorProcessor")  # fmt: skip
+"""What transformers calls its conversions of a tensor that keep its name and need no other tensor."""
 
 
 class _Folders:
@@ -63,7 +73,7 @@ class _Folders:
                 writer = SafetensorsWriter(self._folder / kind / _WEIGHTS, count)
                 self._writers[kind] = self._stack.enter_context(writer)
         self._written.add(name)
-        if value.is_floating_point() and not torch.isfinite(value).all():
+        if not all(torch.isfinite(rows).all() for rows in value.split(_ROWS) if value.is_floating_point()):  # type: ignore[no-untyped-call]  # torch does not type it
             self.odd = self.odd or name
         for kind, writer in self._writers.items():
             writer.write(name, value.to(getattr(torch, kind)) if value.is_floating_point() else value)
@@ -79,7 +89,7 @@ def convert(path: Path, folder: Path) -> None:
     rounded.mkdir()
     with ExitStack() as stack:
         folders = _Folders(folder, stack)
-        with _each_weight(folders.take):
+        with _each_weight(folders.take), _read_late():
             model = load_module(path.parent, path.name, torch.float32, path.name)
         folders.take_rest(model)
         if folders.odd:
@@ -94,8 +104,8 @@ def convert(path: Path, folder: Path) -> None:
 
 @contextmanager
 def _each_weight(take: Callable[[Any, str], None]) -> Iterator[None]:
-    """Inside, ``take(module, name)`` is called for each weight that transformers has put into a module. For a process of
-    ours alone. Where transformers does it in another way, nothing is called."""
+    """Inside, ``take(module, name)`` is called for each weight that transformers has put into a module. For a process
+    of ours alone. Where transformers does it in another way, nothing is called."""
     from transformers import core_model_loading
 
     place: Any = core_model_loading
@@ -114,6 +124,76 @@ def _each_weight(take: Callable[[Any, str], None]) -> Iterator[None]:
         yield
     finally:
         place.set_param_for_module = put
+
+
+@dataclass(frozen=True, slots=True)
+class _LateWeight:
+    """A weight of a GGUF file, read when transformers takes it, as it takes a slice of a file of another kind."""
+
+    read: Callable[[], Tensor]
+    shape: tuple[int, ...]
+
+    def __getitem__(self, _: object) -> Tensor:
+        return self.read()
+
+    def is_floating_point(self) -> bool:
+        """As a tensor: what is read of such a file is float32."""
+        return True
+
+
+@contextmanager
+def _read_late() -> Iterator[None]:
+    """Inside, transformers gets the weights of a GGUF file as :class:`_LateWeight`, where they are plain. For a process
+    of ours alone."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    place: Any = modeling_gguf_pytorch_utils
+    load = getattr(place, "load_gguf_checkpoint", None)
+    if load is None:
+        yield
+        return
+
+    def load_late(path: Any, return_tensors: bool = False, model_to_load: Any = None, **named: Any) -> Any:
+        late = _late_weights(place, load(path), path, model_to_load) if return_tensors else None
+        return late or load(path, return_tensors=return_tensors, model_to_load=model_to_load, **named)
+
+    place.load_gguf_checkpoint = load_late
+    try:
+        yield
+    finally:
+        place.load_gguf_checkpoint = load
+
+
+def _late_weights(place: Any, parsed: dict[str, Any], path: Any, module: Any) -> dict[str, Any] | None:
+    """What transformers' function returns with tensors, all of them late; None: they are not plain."""
+    import gguf
+    import numpy as np
+    import torch
+
+    reader = gguf.GGUFReader(path)
+    field = reader.get_field("general.architecture")
+    kind = place.TENSOR_PROCESSORS.get(str(field.contents()) if field else "", place.TensorProcessor)
+    if kind.__name__ not in _PLAIN:
+        return None
+    processor = kind(config=parsed.get("config", {}))
+    names = place.get_gguf_hf_weights_map(module, processor)
+
+    mapped: Any = reader.data
+
+    def read(tensor: Any) -> Tensor:
+        weights = gguf.dequantize(tensor.data, tensor.tensor_type)
+        known = {"tensor_key_mapping": names, "parsed_parameters": parsed}
+        weights = processor.process(weights=weights, name=tensor.name, **known).weights
+        value = torch.from_numpy(weights if weights.flags.writeable else np.copy(weights))
+        mapped._mmap.madvise(mmap.MADV_DONTNEED)  # what was read of the file is no longer needed
+        return value
+
+    late = {
+        names[tensor.name]: _LateWeight(partial(read, tensor), tuple(int(size) for size in tensor.shape[::-1]))
+        for tensor in reader.tensors
+        if tensor.name in names
+    }
+    return parsed | {"tensors": late}
 
 
 def _value_of(module: Any, name: str) -> Tensor | None:

@@ -42,9 +42,7 @@ _MAP = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \S+ +(.*)$")
 class WeightPages:
     """The pages of one module's weights. Nothing may write to the weights while it is used."""
 
-    def __init__(
-        self, module: Any = None, files: Sequence[Path] = (), reload: Callable[[], Any] | None = None
-    ) -> None:
+    def __init__(self, module: Any = None, files: Sequence[Path] = (), reload: Callable[[], Any] | None = None) -> None:
         """``files``: those that ``module`` may be mapped from. ``reload``: gives the module again; None: weights that
         are not mapped are left alone."""
         self._maps = sorted(_clean_maps({str(file.resolve()) for file in files}))
