@@ -1,6 +1,8 @@
 """Peak memory of starts: ``LLM(model)`` in a fresh process, first with an empty cache folder, then again.
 
     python bench/load_memory.py                        # makes a random model of 1.2B weights in bfloat16 (2.5 GB)
+    python bench/load_memory.py --gguf                 # the same weights as a GGUF file, which is converted once
+    python bench/load_memory.py --source-dtype float32 # files of another dtype than that in which it is computed
     python bench/load_memory.py --model FOLDER_OR_GGUF
 
 For each start: seconds to the built engine, the most that the process had resident (``VmHWM``: pages of mapped files
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -38,6 +41,12 @@ SIZES = {
     "intermediate_size": 8192, "vocab_size": 128256,
 }  # fmt: skip
 """Of the random model: Llama 3.2's 1B."""
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+}  # fmt: skip
 FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
 
 START = """
@@ -88,6 +97,42 @@ def write_random_model(folder: Path, sizes: dict[str, int], dtype: torch.dtype =
             value = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.02
             writer.write(name, value.to(dtype))
     return folder
+
+
+def write_gguf(folder: Path, sizes: dict[str, int], path: Path) -> Path:
+    """The weights of :func:`write_random_model` as a GGUF file in bfloat16, with a vocabulary of as many words."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from safetensors import safe_open
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(sizes["num_hidden_layers"])
+    writer.add_context_length(8192)
+    writer.add_embedding_length(sizes["hidden_size"])
+    writer.add_feed_forward_length(sizes["intermediate_size"])
+    writer.add_head_count(sizes["num_attention_heads"])
+    writer.add_head_count_kv(sizes["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(sizes["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["w", "1", *(f"w{index}" for index in range(2, sizes["vocab_size"] - 1)), "w1"])
+    writer.add_token_merges(["w 1"])
+    writer.add_eos_token_id(2)
+    opened = safe_open(folder / "model.safetensors", "pt")
+    for name in opened.keys():  # noqa: SIM118  # no mapping
+        value = opened.get_tensor(name)
+        for ours, theirs in GGUF_NAMES.items():
+            name = name.replace(ours, theirs)
+        if value.dim() == 1:
+            writer.add_tensor(name, value.float().numpy())
+        else:
+            raw, kind = value.view(torch.uint8).numpy(), GGMLQuantizationType.BF16
+            writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def _shapes(sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -157,20 +202,31 @@ def bound_bytes(weights: int) -> int:
     return int(WEIGHTS_FACTOR * weights) + PROGRAM_BYTES
 
 
+def _random_model(work: Path, dtype: str, *, gguf: bool) -> str:
+    folder = work / f"random-1.2b-{dtype}"
+    if not (folder / "model.safetensors").exists():
+        write_random_model(folder, SIZES, getattr(torch, dtype))
+    if not gguf:
+        return str(folder)
+    path = work / f"{folder.name}.gguf"
+    return str(path if path.exists() else write_gguf(folder, SIZES, path))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model folder or a .gguf file; else a random one is made")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--weights-gb", type=float, help="of the model as it is computed, where its files are others")
     parser.add_argument("--kv-memory", default="64MiB")
+    parser.add_argument("--gguf", action="store_true", help="the random model as a GGUF file")
+    parser.add_argument("--source-dtype", default="bfloat16", help="of the random model's files")
     parser.add_argument("--work", type=Path, help="where the random model is made and kept; else it is temporary")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="load-memory-") as temporary:
         work = arguments.work or Path(temporary)
-        model = arguments.model or str(work / "random-1.2b")
-        if arguments.model is None and not (Path(model) / "model.safetensors").exists():
-            write_random_model(Path(model), SIZES)
-        weights = int(arguments.weights_gb * 1e9) if arguments.weights_gb else weights_bytes(model)
+        model = arguments.model or _random_model(work, arguments.source_dtype, gguf=arguments.gguf)
+        weights = weights_bytes(model) if arguments.model else 2 * sum(math.prod(shape) for _, shape in _shapes(SIZES))
+        weights = int(arguments.weights_gb * 1e9) if arguments.weights_gb else weights
         bound = bound_bytes(weights)
         print(f"{model}: weights {weights / 1e9:.2f} GB, bound {bound / 1e9:.2f} GB")
         columns = ("start", "ready [s]", "peak resident (VmHWM)", *FIELDS[1:], "children", "steady", "of the bound")

@@ -7,16 +7,23 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memserve.config import DEFAULT_MAX_TOKENS
 from memserve.errors import UserError
 from memserve.model.loading.adapter import Adapter, read_adapters
 from memserve.model.loading.cache import fingerprint
-from memserve.model.loading.checkpoint import errors_named, load_module
-from memserve.model.loading.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
+from memserve.model.loading.checkpoint import errors_named, load_module, text_weights
+from memserve.model.loading.sources import (
+    DEFAULT_MODEL,
+    DEFAULT_MODEL_SAMPLING,
+    ModelFolder,
+    gguf_weights,
+    resolve_source,
+)
 from memserve.runtime.gpus import device_here
-from memserve.runtime.memory import ModelSizes
+from memserve.runtime.memory import ModelSizes, check_model_memory
 from memserve.tiers import AS_COMPUTED
 from memserve.types import NO_REGIMES, KVGeometry, PositionRegimes
 
@@ -103,20 +110,25 @@ def load_model(
     threads: int | None = None,
     lora: Sequence[str] = (),
     on_host: bool = False,
+    kv_bytes: int | None = None,
 ) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
     ``dtype`` is one of :data:`DTYPES`, ``device`` auto, cpu or cuda; ``threads`` is how many threads the CPU
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
     left plain: see :func:`memserve.model.forward.pack_linears`. ``on_host``: leave it in host memory, to be cut before
-    it goes to the device. Raises :class:`UserError` for what a user can fix.
+    it goes to the device. ``kv_bytes``: of KV memory that is needed beside it: a model that does not fit with it is
+    refused before it is read; None: without a look at the memory. Raises :class:`UserError` for what a user can fix.
     """
     place = _choose_device(device)
     dtype_name = _choose_dtype(dtype, place)
     adapters = read_adapters(lora)
-    folder = resolve_source(source, dtype_name)
     import torch
 
+    kv_bytes = kv_bytes if place.type == "cpu" else None
+    check = partial(_check_memory, kv_bytes, getattr(torch, dtype_name).itemsize)
+    folder = resolve_source(source, dtype_name, lambda path: check(path.name, gguf_weights(path)))
+    check(folder.name, (0, 0) if kv_bytes is None else text_weights(folder.path))
     from memserve.model.loading.comparison import compare_once
     from memserve.model.loading.pages import pages_of
     from memserve.model.loading.probe import probe_model
@@ -155,6 +167,12 @@ def load_model(
         adapters=_adapters(module, adapters),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
     )
+
+
+def _check_memory(kv_bytes: int | None, value_bytes: int, name: str, values: tuple[int, int]) -> None:
+    """``values``: how many values the weights have, and the largest of them."""
+    if kv_bytes is not None:
+        check_model_memory(name, value_bytes * values[0], value_bytes * values[1], kv_bytes)
 
 
 def _adapters(module: Any, adapters: Sequence[Adapter]) -> Adapters | None:

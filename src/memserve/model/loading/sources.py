@@ -11,6 +11,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,20 +54,21 @@ class ModelFolder:
     name: str  # what clients call the model
 
 
-def resolve_source(source: str, dtype: str) -> ModelFolder:
+def resolve_source(source: str, dtype: str, before: Callable[[Path], None] | None = None) -> ModelFolder:
     """Find or make the local folder for ``source`` (see :func:`memserve.model.loading.loader.load_model`).
 
-    ``dtype`` chooses between the two copies of a converted GGUF file. Raises :class:`UserError`.
+    ``dtype`` chooses between the two copies of a converted GGUF file; ``before`` is called with a file that has to be
+    converted, and may refuse it. Raises :class:`UserError`.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        return _local_folder(path, dtype)
+        return _local_folder(path, dtype, before)
     if path.is_file():
         if path.suffix != ".gguf":
             raise UserError(f"{source} is a file, but not a .gguf file", hint="give a model folder or a .gguf file")
-        return ModelFolder(converted_folder(path, dtype), path.stem)
+        return ModelFolder(converted_folder(path, dtype, before), path.stem)
     if source.lower() in ("default", DEFAULT_MODEL.lower()):
-        return ModelFolder(converted_folder(bundled_gguf(), dtype), DEFAULT_MODEL)
+        return ModelFolder(converted_folder(bundled_gguf(), dtype, before), DEFAULT_MODEL)
     if HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
         return ModelFolder(_hub_folder(source), source)
     raise UserError(
@@ -99,13 +101,13 @@ def bundled_gguf() -> Path:
     return files[0]
 
 
-def _local_folder(path: Path, dtype: str) -> ModelFolder:
+def _local_folder(path: Path, dtype: str, before: Callable[[Path], None] | None) -> ModelFolder:
     name = path.resolve().name
     if (path / "config.json").is_file():
         return ModelFolder(path, name)
     match sorted(path.glob("*.gguf")):
         case [file]:
-            return ModelFolder(converted_folder(file, dtype), file.stem)
+            return ModelFolder(converted_folder(file, dtype, before), file.stem)
         case [_, *_]:
             raise UserError(f"{path} holds several .gguf files", hint="name the one that you want")
         case _:
@@ -136,8 +138,9 @@ def _hub_folder(repo: str) -> Path:
 # -- GGUF files
 
 
-def converted_folder(path: Path, dtype: str) -> Path:
-    """The Hugging Face folder for the GGUF file ``path``, converted on first use (a minute for a small model).
+def converted_folder(path: Path, dtype: str, before: Callable[[Path], None] | None = None) -> Path:
+    """The Hugging Face folder for the GGUF file ``path``, converted on first use (a minute for a small model), after
+    ``before(path)``.
 
     Raises :class:`UserError` when the file is not a GGUF file, or holds something that transformers cannot convert.
     """
@@ -146,8 +149,23 @@ def converted_folder(path: Path, dtype: str) -> Path:
             raise UserError(f"{path} is not a GGUF file", hint="its first four bytes should be 'GGUF'")
     name = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)
     key = f"{name}-{whole_digest(path).hex()[:16]}"
-    entry = cached_folder(key, VERSION, lambda folder: _convert_in_child(path, folder))
+
+    def build(folder: Path) -> None:
+        if before is not None:
+            before(path)
+        _convert_in_child(path, folder)
+
+    entry = cached_folder(key, VERSION, build)
     return entry / (ROUNDED if dtype == ROUNDED else EXACT)
+
+
+def gguf_weights(path: Path) -> tuple[int, int]:
+    """How many values the tensors of a GGUF file have: all, and the largest. Raises :class:`UserError`."""
+    from gguf import GGUFReader
+
+    with errors_named(f"cannot read {path}", _CONVERT_HINT):
+        sizes = [int(tensor.n_elements) for tensor in GGUFReader(path).tensors]
+    return sum(sizes), max(sizes, default=0)
 
 
 def _convert_in_child(path: Path, folder: Path) -> None:
