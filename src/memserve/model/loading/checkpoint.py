@@ -41,6 +41,7 @@ _HEADER_BYTES_MAX = 100_000_000
 """What safetensors itself allows."""
 _TIMES_MAX = 16
 """A checkpoint may be packed (4 bits a value, in words of 32), and tied tensors count twice."""
+_ROWS = 4096
 _SHOWN = 3
 _READING = threading.Lock()
 _CHARS = 200
@@ -70,7 +71,6 @@ def errors_named(what: str, hint: str) -> Iterator[None]:
 def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
     """The causal language model in ``folder``, with eager attention and all of its tensors; or the one in the GGUF file
     of that name there. Raises :class:`UserError`."""
-    import torch
     import transformers
     from transformers.utils import logging
 
@@ -99,7 +99,7 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
     finally:
         transformers_logging.set_verbosity(verbosity)
     _check_tensors(info, name)
-    if not all(torch.isfinite(value).all() for value in _first_and_last(module)):
+    if not all(is_finite(value) for value in _first_and_last(module)):
         raise UserError(f"{name} has weights that are not finite (NaN or infinite)", hint=_COMPLETE, param="model")
     module.requires_grad_(False)
     if gguf_file is None:
@@ -163,6 +163,14 @@ class _Slice:
         own = value.clone()
         drop_file_pages(value)
         return own
+
+
+def is_finite(value: torch.Tensor) -> bool:
+    """Whether no number of ``value`` is NaN or infinite; looked at by parts, because torch copies what it looks at."""
+    import torch
+
+    rows = value.reshape(1) if value.dim() == 0 else value
+    return all(bool(torch.isfinite(rows[at : at + _ROWS]).all()) for at in range(0, len(rows), _ROWS))
 
 
 def _first_and_last(module: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memserve.errors import UserError
-from memserve.model.loading.checkpoint import load_module
+from memserve.model.loading.checkpoint import is_finite, load_module
 from memserve.model.loading.sources import EXACT, ROUNDED
 from memserve.model.loading.stream import SafetensorsWriter
 from memserve.runtime.lean_torch import leave_compiler_out
@@ -29,7 +29,6 @@ from memserve.runtime.lean_torch import leave_compiler_out
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROWS = 4096  # of a weight at a time
 _WEIGHTS = "model.safetensors"
 _NO_WAITING_READS = "HF_DEACTIVATE_ASYNC_LOAD"
 """In the environment: transformers reads a weight when it needs it, instead of all of them as quickly as it can."""
@@ -73,7 +72,7 @@ class _Folders:
                 writer = SafetensorsWriter(self._folder / kind / _WEIGHTS, count)
                 self._writers[kind] = self._stack.enter_context(writer)
         self._written.add(name)
-        if not all(torch.isfinite(rows).all() for rows in value.split(_ROWS) if value.is_floating_point()):  # type: ignore[no-untyped-call]  # torch does not type it
+        if value.is_floating_point() and not is_finite(value):
             self.odd = self.odd or name
         for kind, writer in self._writers.items():
             writer.write(name, value.to(getattr(torch, kind)) if value.is_floating_point() else value)
