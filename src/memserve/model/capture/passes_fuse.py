@@ -263,13 +263,23 @@ def pack_linears(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES) -
     for node in nodes_of(graph):
         if calls(node, aten.linear.default) and all(constant_of(arg) is not None for arg in _parameters(node)):
             readers[node.args[0], len(_parameters(node)) == 2, "wide" in node.meta].append(node)
-    constants = [(constant, node) for node in nodes_of(graph) if (constant := constant_of(node)) is not None]
-    uses = Counter(constant.data_ptr() for constant, node in constants for _ in node.users)
+    uses = _uses(graph)
     for (x, _, _), group in sorted(readers.items(), key=lambda reader: -_values_of(reader[1])):
         weights = [value_of(node.args[1]) for node in group]
         _pack_group(graph, x, group, packs)
-        pages.release(*(weight for weight in weights if uses[weight.data_ptr()] == 1 or pages.is_mapped(weight)))
+        spare = [weight for weight in weights if pages.is_mapped(weight) or uses[weight.data_ptr()] == 1]
+        if len(spare) < len(weights):
+            share_tied_embedding(graph)  # it may be all else that reads them
+            left = _uses(graph)
+            spare = [weight for weight in weights if pages.is_mapped(weight) or not left[weight.data_ptr()]]
+        pages.release(*spare)
     drop_dead(graph)
+
+
+def _uses(graph: fx.Graph) -> Counter[int]:
+    """How many operations read each constant, by its address."""
+    constants = [(constant, node) for node in nodes_of(graph) if (constant := constant_of(node)) is not None]
+    return Counter(constant.data_ptr() for constant, node in constants for _ in node.users)
 
 
 def _values_of(group: list[Node]) -> int:

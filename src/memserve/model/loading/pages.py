@@ -51,11 +51,10 @@ class WeightPages:
         #: names of weights whose pages are zeros now
         self._dropped: dict[str, Tensor] = {}
         if module is not None and reload is not None:
-            table = module.get_input_embeddings().weight.data_ptr()  # read when the head is packed, if they are tied
             self._owned = {
                 value.data_ptr(): (name, value.numel())
                 for name, value in module.named_parameters()
-                if value.device.type == "cpu" and value.data_ptr() != table and self._map_of(value) is None
+                if value.device.type == "cpu" and self._map_of(value) is None
             }
         self.mapped_bytes = sum(end - start for start, end in self._maps)
 
