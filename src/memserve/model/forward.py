@@ -130,6 +130,7 @@ def own_storage(module: nn.Module) -> None:
             mapped, parameter.data = parameter.data, parameter.data.clone()
             if pages.is_mapped(mapped):
                 pages.release(mapped)
+    pages.forget()
 
 
 def _is_packable(linear: nn.Linear) -> bool:

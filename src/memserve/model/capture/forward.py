@@ -227,6 +227,7 @@ def release_weights(module: Any) -> None:
     """Free all weights of ``module`` once a captured forward replaces it; it cannot compute afterwards."""
     for parameter in module.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype)
+    pages_of(module).forget()
 
 
 def _inputs(tokens: int, rows: int, vocab: int, device: torch.device | None = None, first_position: int = 0) -> Inputs:

@@ -56,6 +56,8 @@ class WeightPages:
                 for name, value in module.named_parameters()
                 if value.device.type == "cpu" and self._map_of(value) is None
             }
+        #: the maps themselves: while one is used its addresses are no other memory's
+        self._alive = [value.untyped_storage() for value in module.parameters()] if self._maps else []
         self.mapped_bytes = sum(end - start for start, end in self._maps)
 
     def is_mapped(self, value: Tensor) -> bool:
@@ -78,6 +80,12 @@ class WeightPages:
         """Drop all pages that come from a file."""
         for start, end in self._maps:
             _drop(start, end)
+
+    def forget(self) -> None:
+        """Leave the weights alone from now on, and let go of their files."""
+        self._maps, self._starts, self._alive, self.mapped_bytes = [], [], [], 0
+        self._owned.clear()
+        self._dropped.clear()
 
     def restore(self) -> None:
         """Give weights that are zeros since :meth:`release` their values again."""
