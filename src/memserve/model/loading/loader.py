@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from memserve.config import DEFAULT_MAX_TOKENS
@@ -125,11 +124,7 @@ def load_model(
     adapters = read_adapters(lora)
     import torch
 
-    kv_bytes = kv_bytes if place.type == "cpu" else None
-    check = partial(_check_memory, kv_bytes, getattr(torch, dtype_name).itemsize)
-    folder = resolve_source(source, dtype_name, lambda path: check(path.name, gguf_weights(path)))
-    check(folder.name, (0, 0) if kv_bytes is None else text_weights(folder.path))
-    from memserve.model.loading.comparison import compare_once
+    folder = _resolve_and_check(source, dtype_name, kv_bytes if place.type == "cpu" else None)
     from memserve.model.loading.pages import pages_of
     from memserve.model.loading.probe import probe_model
     from memserve.model.rotary import install_length_rotaries
@@ -137,15 +132,11 @@ def load_model(
     if threads is not None:
         torch.set_num_threads(threads)
     module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
-    pages = pages_of(module)
-    with pages.one_layer_at_a_time(module):
+    with pages_of(module).one_layer_at_a_time(module):
         geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
     tokenizer = load_tokenizer(folder)
     identity, original = fingerprint(folder.path), _original_tokens(module)
-    with errors_named(f"cannot use config.json of {folder.name}", "restore it: download it again"):
-        plain_tokens = _max_model_tokens(module.config, layers, original)
-    with pages.one_layer_at_a_time(module):
-        compare_once(module, layers, dtype_name, identity, plain_tokens)
+    _compare(module, layers, folder, dtype_name, original)
     regimes = install_length_rotaries(module) if original else NO_REGIMES
     max_model_tokens = _max_model_tokens(module.config, layers, original, regimes)
     vocab_size = _vocab_size(module)
@@ -169,10 +160,31 @@ def load_model(
     )
 
 
-def _check_memory(kv_bytes: int | None, value_bytes: int, name: str, values: tuple[int, int]) -> None:
-    """``values``: how many values the weights have, and the largest of them."""
+def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None) -> ModelFolder:
+    """The folder of ``source``, unless the machine cannot hold it with ``kv_bytes`` of KV; None: without a look."""
+    import torch
+
+    value_bytes = getattr(torch, dtype).itemsize
+
+    def check(name: str, values: int, largest: int) -> None:
+        if kv_bytes is not None:
+            check_model_memory(name, value_bytes * values, value_bytes * largest, kv_bytes)
+
+    folder = resolve_source(source, dtype, lambda path: check(path.name, *gguf_weights(path)))
     if kv_bytes is not None:
-        check_model_memory(name, value_bytes * values[0], value_bytes * values[1], kv_bytes)
+        check(folder.name, *text_weights(folder.path))
+    return folder
+
+
+def _compare(module: Any, layers: list[ProbedLayer], folder: ModelFolder, dtype: str, original: int) -> None:
+    """Compare ``module`` with transformers' forward. Raises :class:`UserError`."""
+    from memserve.model.loading.comparison import compare_once
+    from memserve.model.loading.pages import pages_of
+
+    with errors_named(f"cannot use config.json of {folder.name}", "restore it: download it again"):
+        plain_tokens = _max_model_tokens(module.config, layers, original)
+    with pages_of(module).one_layer_at_a_time(module):
+        compare_once(module, layers, dtype, fingerprint(folder.path), plain_tokens)
 
 
 def _adapters(module: Any, adapters: Sequence[Adapter]) -> Adapters | None:
