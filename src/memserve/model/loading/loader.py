@@ -136,7 +136,7 @@ def load_model(
         geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
     tokenizer = load_tokenizer(folder)
     identity, original = fingerprint(folder.path), _original_tokens(module)
-    _compare(module, layers, folder, dtype_name, original)
+    _compare(module, layers, folder, dtype_name, (identity, original))
     regimes = install_length_rotaries(module) if original else NO_REGIMES
     max_model_tokens = _max_model_tokens(module.config, layers, original, regimes)
     vocab_size = _vocab_size(module)
@@ -164,27 +164,28 @@ def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None) -> ModelFo
     """The folder of ``source``, unless the machine cannot hold it with ``kv_bytes`` of KV; None: without a look."""
     import torch
 
+    if kv_bytes is None:
+        return resolve_source(source, dtype)
     value_bytes = getattr(torch, dtype).itemsize
 
     def check(name: str, values: int, largest: int) -> None:
-        if kv_bytes is not None:
-            check_model_memory(name, value_bytes * values, value_bytes * largest, kv_bytes)
+        check_model_memory(name, value_bytes * values, value_bytes * largest, kv_bytes)
 
     folder = resolve_source(source, dtype, lambda path: check(path.name, *gguf_weights(path)))
-    if kv_bytes is not None:
-        check(folder.name, *text_weights(folder.path))
+    check(folder.name, *text_weights(folder.path))
     return folder
 
 
-def _compare(module: Any, layers: list[ProbedLayer], folder: ModelFolder, dtype: str, original: int) -> None:
-    """Compare ``module`` with transformers' forward. Raises :class:`UserError`."""
+def _compare(module: Any, layers: list[ProbedLayer], folder: ModelFolder, dtype: str, known: tuple[str, int]) -> None:
+    """Compare ``module`` with transformers' forward; ``known``: its fingerprint, and up to how many tokens its
+    positions do not depend on a sequence's length. Raises :class:`UserError`."""
     from memserve.model.loading.comparison import compare_once
     from memserve.model.loading.pages import pages_of
 
     with errors_named(f"cannot use config.json of {folder.name}", "restore it: download it again"):
-        plain_tokens = _max_model_tokens(module.config, layers, original)
+        plain_tokens = _max_model_tokens(module.config, layers, known[1])
     with pages_of(module).one_layer_at_a_time(module):
-        compare_once(module, layers, dtype, fingerprint(folder.path), plain_tokens)
+        compare_once(module, layers, dtype, known[0], plain_tokens)
 
 
 def _adapters(module: Any, adapters: Sequence[Adapter]) -> Adapters | None:

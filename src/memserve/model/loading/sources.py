@@ -163,7 +163,7 @@ def gguf_weights(path: Path) -> tuple[int, int]:
     """How many values the tensors of a GGUF file have: all, and the largest. Raises :class:`UserError`."""
     from gguf import GGUFReader
 
-    with errors_named(f"cannot read {path}", _CONVERT_HINT):
+    with errors_named(f"cannot convert {path.name}", _CONVERT_HINT):
         sizes = [int(tensor.n_elements) for tensor in GGUFReader(path).tensors]
     return sum(sizes), max(sizes, default=0)
 
