@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memserve.model import linears
+from memserve.model.loading.pages import pages_of
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 _TRIAL_ROWS = 8
@@ -75,15 +76,19 @@ def pack_linears(module: nn.Module) -> int:
 
     Nothing is replaced on other devices, for other dtypes, or where the packed result would differ.
     """
-    found = [(parent, name, child) for parent in module.modules() for name, child in parent.named_children()]
-    plain = [(p, n, c) for p, n, c in found if isinstance(c, nn.Linear) and type(c) is nn.Linear and _is_packable(c)]
+    pages = pages_of(module)
+    places = [(parent, name) for parent in module.modules() for name, child in parent.named_children()
+              if type(child) is nn.Linear and _is_packable(child)]  # fmt: skip
     trusted: dict[tuple[Any, ...], bool] = {}
     packed = 0
-    for parent, name, linear in plain:
-        replacement = _try_pack(linear, trusted)
+    for parent, name in places:
+        linear = getattr(parent, name)
+        replacement = _try_pack(linear, trusted) if type(linear) is nn.Linear else None
         if replacement is not None:
             setattr(parent, name, replacement)
             packed += 1
+        if pages.is_mapped(linear.weight):
+            pages.release(linear.weight)
     own_storage(module)
     return packed
 
@@ -119,9 +124,13 @@ def own_storage(module: nn.Module) -> None:
 
     As long as one parameter refers to the mapping, all of it stays resident, the packed weights' originals too.
     """
+    pages = pages_of(module)
     for parameter in module.parameters():
         if parameter.device.type == "cpu":
-            parameter.data = parameter.data.clone()
+            mapped, parameter.data = parameter.data, parameter.data.clone()
+            if pages.is_mapped(mapped):
+                pages.release(mapped)
+    pages.forget()
 
 
 def _is_packable(linear: nn.Linear) -> bool:

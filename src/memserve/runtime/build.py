@@ -153,7 +153,7 @@ def _loaded(options: EngineOptions) -> LoadedModel:
         threads = parallel.threads_each(threads or usable_cores())
     model = load_model(
         options.model, options.dtype, device, block_tokens=options.block_tokens, threads=threads, lora=options.lora,
-        on_host=workers > 1,
+        on_host=workers > 1, kv_bytes=options.kv_memory_bytes + options.dram_memory_bytes,
     )  # fmt: skip
     if model.device.type == "cpu":
         refuse_without_gpu(options)

@@ -189,12 +189,40 @@ def available_memory_bytes() -> int | None:
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
         return None
+    return min([available, *_left_by_groups()])
+
+
+def _left_by_groups() -> Iterator[int]:
+    """Bytes that each control group of this process leaves, its caches of files counted as free: the kernel drops them
+    before it kills."""
     try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        used = int((_CGROUP / "memory.current").read_text())
-        return min(available, int(limit) - used) if limit != "max" else available
-    except (OSError, ValueError):
-        return available
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    own = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines)}
+    for root, path, (limit_name, used_name, caches) in (
+        (_CGROUP, own.get("", "/"), ("memory.max", "memory.current", ("inactive_file", "active_file"))),
+        (_CGROUP / "memory", own.get("memory", "/"), ("memory.limit_in_bytes", "memory.usage_in_bytes",
+                                                      ("total_inactive_file", "total_active_file"))),
+    ):  # fmt: skip
+        place = root / path.lstrip("/")
+        for group in (place, *place.parents):
+            if group == root.parent:
+                break
+            try:
+                limit, used = (group / limit_name).read_text().strip(), int((group / used_name).read_text())
+                if limit != "max":
+                    yield int(limit) - used + _counted(group / "memory.stat", caches)
+            except (OSError, ValueError):  # the root has no limit, a container may see only its own group
+                continue
+
+
+def _counted(stat: Path, names: tuple[str, ...]) -> int:
+    try:
+        pairs = [line.split() for line in stat.read_text().splitlines()]
+    except OSError:
+        return 0
+    return sum(int(value) for name, value in pairs if name in names)
 
 
 def usable_cores() -> int:
@@ -218,4 +246,25 @@ def check_host_memory(wanted_bytes: int) -> None:
             f"{human_bytes(wanted_bytes)} of KV memory are asked for, and {human_bytes(available)} are available",
             hint="give less with --kv-memory and --dram-memory, or close other programs",
             param="kv_memory",
+        )
+
+
+def check_model_memory(name: str, weights_bytes: int, largest_bytes: int, kv_bytes: int) -> None:
+    """Refuse a model that this machine cannot hold, before anything of it is read: the kernel would begin to load it,
+    and kill the process at the end. Raises :class:`UserError`.
+
+    ``weights_bytes``: of all weights as they are computed; ``largest_bytes``: of the largest, which is there twice
+    while it is packed; ``kv_bytes``: of the KV memory beside them.
+    """
+    available = available_memory_bytes()
+    program_bytes = max(0, PROGRAM_BYTES - resident_bytes())
+    needed = weights_bytes + largest_bytes + program_bytes + kv_bytes
+    if available is not None and needed > available:
+        raise UserError(
+            f"{name} does not fit into memory: it needs {human_bytes(needed)} (weights {human_bytes(weights_bytes)}, "
+            f"KV {human_bytes(kv_bytes)}, and what loading and the program take), and {human_bytes(available)} are "
+            "available",
+            hint="serve a smaller model, use --dtype bfloat16 if this is float32, give less with --kv-memory and "
+            "--dram-memory, or close other programs",
+            param="model",
         )

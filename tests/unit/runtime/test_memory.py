@@ -35,6 +35,29 @@ def test_the_control_group_counts(monkeypatch: pytest.MonkeyPatch, tmp_path) -> 
         memory.check_host_memory(GIB)
 
 
+def test_caches_of_a_control_group_are_free(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """Files that were read count as used; the kernel drops them before it kills. Both versions of control groups."""
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9000\n")
+    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("8000\n")
+    assert memory.available_memory_bytes() == 1000
+    (tmp_path / "memory" / "memory.stat").write_text("cache 3000\ntotal_inactive_file 2000\ntotal_active_file 500\n")
+    assert memory.available_memory_bytes() == 3500
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("4000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 1500\n")
+    assert memory.available_memory_bytes() == 2500
+
+
+def test_a_model_that_cannot_fit_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_memory_bytes", lambda: 10 * GIB)
+    memory.check_model_memory("m", 8 * GIB, GIB // 2, GIB)
+    with pytest.raises(UserError, match=r"m does not fit into memory.*weights 9") as caught:
+        memory.check_model_memory("m", 9 * GIB, GIB // 2, GIB)
+    assert "smaller model" in (caught.value.hint or "")
+
+
 def test_what_stays_is_not_looked_through_again() -> None:
     """The collector rests while a process starts, and leaves alone what was made then; later garbage is collected."""
     frozen = gc.get_freeze_count()

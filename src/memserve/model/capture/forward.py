@@ -37,6 +37,7 @@ from memserve.model.capture.record import CaptureRefused, generalise, record, wi
 from memserve.model.crew import Crew
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
+from memserve.model.loading.pages import NO_PAGES, WeightPages, pages_of
 from memserve.model.loading.probe import DenseAttention
 
 if TYPE_CHECKING:
@@ -122,15 +123,18 @@ def best_forward(module: Any, crew: Crew | GpuCrew | None = None) -> Forward:
 def capture_forward(module: Any) -> CapturedForward | None:
     """Capture ``module`` (with our attention and plain linears); if that fails, log the reason and return None.
 
-    The module computes as before; :func:`release_weights` frees what the captured forward does not need.
+    The module computes as before unless its pages are known (:func:`memserve.model.loading.pages.pages_of`): then
+    only if None is returned. :func:`release_weights` frees what the captured forward does not need.
     """
+    pages = pages_of(module)
     try:
         forward, vocab = EagerForward(module, pack=False), module.config.get_text_config().vocab_size
         device = next(module.parameters()).device
-        graph = _record_graph(forward, vocab, device)
         trials = [_inputs(tokens, rows, vocab, device, first_position=3) for tokens, rows in _TRIALS]
-        expected = _expected(forward, trials)
-        captured = _captured(graph, module.dtype)
+        with pages.one_layer_at_a_time(module):
+            graph = _record_graph(forward, vocab, device)
+            expected = _expected(forward, trials)
+        captured = _captured(graph, module.dtype, pages)
         for trial, logits in zip(trials, expected, strict=True):
             _compare(_logits(captured, trial), logits, module.dtype)
             if captured.adapts:
@@ -140,22 +144,23 @@ def capture_forward(module: Any) -> CapturedForward | None:
             captured.choose_kernels()
     except Exception as error:  # whatever fails here, the module itself still works
         log.warning("the model's forward is not captured, it runs module by module: %s", error)
+        pages.restore()
         return None
     return captured
 
 
-def _captured(graph: fx.Graph, dtype: torch.dtype) -> CapturedForward:
+def _captured(graph: fx.Graph, dtype: torch.dtype, pages: WeightPages) -> CapturedForward:
     """What runs ``graph``, a recording; where it has adapters in it, with a graph without them for steps without them.
-    Both have the same weights."""
+    Both have the same weights. ``pages``: of the module's weights, which are dropped."""
     plain = without_adapters(graph)
     graphs = [graph] if plain is None else [graph, plain]
     recorded = [node for one in graphs for node in one.nodes]
     packs: Packs = {}
     owned: dict[int, Tensor] = {}
     for one in graphs:
-        optimise(one, packs)
+        optimise(one, packs, pages)
     for one in graphs:
-        _own_constants(one, owned)
+        _own_constants(one, owned, pages)
     captured = CapturedForward(graph, dtype)
     if plain is not None:
         captured = CapturedForward(plain, dtype, captured)
@@ -163,9 +168,9 @@ def _captured(graph: fx.Graph, dtype: torch.dtype) -> CapturedForward:
     return captured
 
 
-def optimise(graph: fx.Graph, packs: Packs) -> None:
+def optimise(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES) -> None:
     """Run all graph passes, in order. In a graph that mutates values, only linears are packed; ``packs``: those of
-    other graphs of the module."""
+    other graphs of the module; ``pages``: of its weights, which are dropped as they are packed."""
     if not has_mutation(graph):
         simplify(graph)
         match_rms_norms(graph)
@@ -174,7 +179,7 @@ def optimise(graph: fx.Graph, packs: Packs) -> None:
         match_residuals(graph)
     normalise_linears(graph)
     widen_logits(graph)
-    pack_linears(graph, packs)
+    pack_linears(graph, packs, pages)
     share_tied_embedding(graph)
     if _is_on_gpu(graph):
         use_gpu_kernels(graph)
@@ -202,7 +207,7 @@ def _native_step(graph: fx.Graph, dtype: torch.dtype) -> NativeStep | None:
     return NativeStep(graph, lowered, ROWS_NATIVE_MAX) if lowered.ops else None
 
 
-def _own_constants(graph: fx.Graph, owned: dict[int, Tensor]) -> None:
+def _own_constants(graph: fx.Graph, owned: dict[int, Tensor], pages: WeightPages) -> None:
     """Copy what is left of the module's weights (embeddings, norms): a captured forward shares no storage with it.
 
     The weights may be mapped from their file, and the whole file stays resident while one tensor refers to it.
@@ -213,6 +218,8 @@ def _own_constants(graph: fx.Graph, owned: dict[int, Tensor]) -> None:
             value = node.meta["value"]
             if id(value) not in owned:
                 owned[id(value)] = value.detach() if value.is_cuda else value.detach().clone()
+                if pages.is_mapped(value):
+                    pages.release(value)
             node.meta["value"] = owned[id(value)]
 
 
@@ -220,6 +227,7 @@ def release_weights(module: Any) -> None:
     """Free all weights of ``module`` once a captured forward replaces it; it cannot compute afterwards."""
     for parameter in module.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype)
+    pages_of(module).forget()
 
 
 def _inputs(tokens: int, rows: int, vocab: int, device: torch.device | None = None, first_position: int = 0) -> Inputs:

@@ -7,7 +7,7 @@ recognises runs as aten: slower, never wrong. Linears that read the same input a
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from memserve.model.capture import fused
 from memserve.model.capture.passes_simplify import Node, add_constant, constant_of, drop_dead, nodes_of, value_of
 from memserve.model.linears import JoinedLinear, PackedLinear
+from memserve.model.loading.pages import NO_PAGES, WeightPages
 
 aten = torch.ops.aten
 
@@ -253,17 +254,37 @@ Packs = dict[tuple[Any, ...], tuple[PackedLinear | JoinedLinear, list[Tensor]]]
 """Packed linears by the tensors that they were made of, which are kept: no other may get their addresses."""
 
 
-def pack_linears(graph: fx.Graph, packs: Packs) -> None:
+def pack_linears(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES) -> None:
     """Linears of one input (q, k, v; gate, up) become one linear, with views of its output columns.
 
-    ``packs``: those of other graphs of the same module, which are used again."""
+    ``packs``: those of other graphs of the same module, which are used again. ``pages``: of its weights, which are
+    dropped as they are packed: the largest first, while little is packed."""
     readers: dict[tuple[Node, bool, bool], list[Node]] = defaultdict(list)
     for node in nodes_of(graph):
         if calls(node, aten.linear.default) and all(constant_of(arg) is not None for arg in _parameters(node)):
             readers[node.args[0], len(_parameters(node)) == 2, "wide" in node.meta].append(node)
-    for (x, _, _), group in readers.items():
+    uses = _uses(graph)
+    for (x, _, _), group in sorted(readers.items(), key=lambda reader: -_values_of(reader[1])):
+        weights = [value_of(node.args[1]) for node in group]
         _pack_group(graph, x, group, packs)
+        spare = [weight for weight in weights if pages.is_mapped(weight) or uses[weight.data_ptr()] == 1]
+        if len(spare) < len(weights):
+            share_tied_embedding(graph)  # it may be all else that reads them
+            left = _uses(graph)
+            spare = [weight for weight in weights if pages.is_mapped(weight) or not left[weight.data_ptr()]]
+        pages.release(*spare)
     drop_dead(graph)
+
+
+def _uses(graph: fx.Graph) -> Counter[int]:
+    """How many operations read each constant, by its address."""
+    constants = [(constant, node) for node in nodes_of(graph) if (constant := constant_of(node)) is not None]
+    return Counter(constant.data_ptr() for constant, node in constants for _ in node.users)
+
+
+def _values_of(group: list[Node]) -> int:
+    """How many values the weights of ``group`` have."""
+    return sum(int(value_of(node.args[1]).numel()) for node in group)
 
 
 def share_tied_embedding(graph: fx.Graph) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from struct import unpack
 from typing import TYPE_CHECKING, Any
 
 from memserve.errors import UserError
+from memserve.model.loading.pages import drop_file_pages, remember_pages
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +41,9 @@ _HEADER_BYTES_MAX = 100_000_000
 """What safetensors itself allows."""
 _TIMES_MAX = 16
 """A checkpoint may be packed (4 bits a value, in words of 32), and tied tensors count twice."""
+_ROWS = 4096
 _SHOWN = 3
+_READING = threading.Lock()
 _CHARS = 200
 _COMPLETE = "download all of it again, or save it again with save_pretrained(folder)"
 
@@ -67,7 +71,6 @@ def errors_named(what: str, hint: str) -> Iterator[None]:
 def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | None = None) -> Any:
     """The causal language model in ``folder``, with eager attention and all of its tensors; or the one in the GGUF file
     of that name there. Raises :class:`UserError`."""
-    import torch
     import transformers
     from transformers.utils import logging
 
@@ -88,17 +91,86 @@ def load_module(folder: Path, name: str, dtype: torch.dtype, gguf_file: str | No
         with errors_named(what, "give a complete model folder with config.json, tokenizer and safetensors weights"):
             if gguf_file is None:
                 _check_files(folder, name, _described_weights(folder))
-            module, info = auto_model.from_pretrained(
-                folder, dtype=dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True,
-                ignore_mismatched_sizes=True, **source,
-            )  # fmt: skip
+            with _read_and_dropped(dtype):
+                module, info = auto_model.from_pretrained(
+                    folder, dtype=dtype, attn_implementation="eager", use_safetensors=True, output_loading_info=True,
+                    ignore_mismatched_sizes=True, **source,
+                )  # fmt: skip
     finally:
         transformers_logging.set_verbosity(verbosity)
     _check_tensors(info, name)
-    if not all(torch.isfinite(value).all() for value in _first_and_last(module)):
+    if not all(is_finite(value) for value in _first_and_last(module)):
         raise UserError(f"{name} has weights that are not finite (NaN or infinite)", hint=_COMPLETE, param="model")
     module.requires_grad_(False)
+    if gguf_file is None:
+        remember_pages(module, sorted(folder.glob("*.safetensors")), lambda: load_module(folder, name, dtype))
     return module.train(False)
+
+
+@contextmanager
+def _read_and_dropped(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, what transformers reads of a safetensors file in another dtype than ``dtype`` does not stay resident: it
+    maps files, and their maps end when all is converted."""
+    from transformers import modeling_utils
+
+    place: Any = modeling_utils
+    with _READING:
+        opens = getattr(place, "safe_open", None)
+        if opens is None:
+            yield
+            return
+        place.safe_open = lambda *where, **how: _Opened(opens(*where, **how), dtype)
+        try:
+            yield
+        finally:
+            place.safe_open = opens
+
+
+class _Opened:
+    """A safetensors file as transformers opens it."""
+
+    def __init__(self, file: Any, dtype: torch.dtype) -> None:
+        self._file, self._dtype = file, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _Opened:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def get_slice(self, name: str) -> _Slice:
+        """The tensor ``name``, not read yet."""
+        return _Slice(self._file.get_slice(name), self._dtype)
+
+
+class _Slice:
+    """A tensor of a safetensors file, read when it is indexed."""
+
+    def __init__(self, inner: Any, dtype: torch.dtype) -> None:
+        self._inner, self._dtype = inner, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        value: torch.Tensor = self._inner[index]
+        if value.dtype == self._dtype or not value.is_floating_point():
+            return value  # it stays mapped
+        own = value.clone()
+        drop_file_pages(value)
+        return own
+
+
+def is_finite(value: torch.Tensor) -> bool:
+    """Whether no number of ``value`` is NaN or infinite; looked at by parts, because torch copies what it looks at."""
+    import torch
+
+    rows = value.reshape(1) if value.dim() == 0 else value
+    return all(bool(torch.isfinite(rows[at : at + _ROWS]).all()) for at in range(0, len(rows), _ROWS))
 
 
 def _first_and_last(module: Any) -> list[Any]:
@@ -179,14 +251,22 @@ def _check_files(folder: Path, name: str, wanted: int) -> None:
             raise UserError(message, hint=hint, param="model")
         message = f"cannot load {name} as a causal language model: it has no weights, no .safetensors file"
         raise UserError(message, hint=_COMPLETE, param="model")
-    held = sum(_tensors_of(file) for file in files)
+    held = sum(sum(_tensors_of(file).values()) for file in files)
     if wanted > _TIMES_MAX * held:
         message = f"config.json of {name} describes {wanted} weights, and its files hold {held}"
         raise UserError(message, hint="config.json and weights must be of the same model", param="model")
 
 
-def _tensors_of(file: Path) -> int:
-    """How many values the tensors of a safetensors file have. Raises :class:`UserError` for a damaged one."""
+def text_weights(folder: Path) -> tuple[int, int]:
+    """How many values the weights in ``folder`` that take part in text have: all, and the largest. Reads no weights.
+    Raises :class:`UserError` for a damaged file."""
+    sizes = [size for file in folder.glob("*.safetensors") for name, size in _tensors_of(file).items()
+             if not _BESIDE.search(name)]  # fmt: skip
+    return sum(sizes), max(sizes, default=0)
+
+
+def _tensors_of(file: Path) -> dict[str, int]:
+    """How many values each tensor of a safetensors file has. Raises :class:`UserError` for a damaged one."""
     with errors_named(f"{file} is damaged", _COMPLETE), file.open("rb") as opened:
         size, start = file.stat().st_size, opened.read(8)
         header_bytes = unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -197,4 +277,4 @@ def _tensors_of(file: Path) -> int:
         end = max((entry["data_offsets"][1] for entry in places), default=0)
         if min((entry["data_offsets"][0] for entry in places), default=0) < 0 or end != size - 8 - header_bytes:
             raise ValueError(f"its tensors end at byte {end}, its data at {size - 8 - header_bytes}")
-        return sum(math.prod(entry["shape"]) for entry in places)
+        return {key: math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}

@@ -16,7 +16,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from memserve.model.attention.context import ATTENTION_NAME, attending
 from memserve.model.attention.reference import attend_dense
 from memserve.model.loading.cache import cache_root, known_fingerprint
 from memserve.model.loading.checkpoint import errors_named
+from memserve.model.loading.pages import WeightPages, pages_of
 from memserve.model.loading.probe import HINT, ProbedLayer
 from memserve.units import MIB
 
@@ -56,6 +57,9 @@ ROUNDINGS = 6.0
 """How many times as much as in one piece, at the median, logits in pieces may differ."""
 DIFFERING_SHARE = 0.25
 """Of the positions that come after the first piece, how many may differ by more."""
+
+
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 class _CarriedAttention:
@@ -133,16 +137,52 @@ def _goes_in_float32(module: Any) -> bool:
 
 @contextmanager
 def _in_float32(module: Any) -> Iterator[None]:
-    """Widen what has 16 bits, and nothing else: some buffers are in float32 for a reason."""
-    narrow = [one for one in (*module.parameters(), *module.buffers()) if one.dtype in (torch.bfloat16, torch.float16)]
-    own = [one.dtype for one in narrow]
-    for one in narrow:
-        one.data = one.data.float()
+    """Compute in float32: with a second copy of a small model, else of one layer at a time, for as long as it computes.
+    Afterwards the weights are the very same tensors: they may be mapped from their file."""
+    large = 4 * sum(parameter.numel() for parameter in module.parameters()) > FLOAT32_BYTES_MAX
+    layers = [layer for part in module.modules() if large and isinstance(part, torch.nn.ModuleList) for layer in part]
+    pages = pages_of(module)
+    wide = {id(layer): _Widened(layer, pages) for layer in layers}
+    inside = {id(one) for part in wide.values() for one in part.narrow}
+    rest = _Widened(module, pages, inside)
+    handles = []
+    for layer in layers:
+        part = wide[id(layer)]
+        handles.append(layer.register_forward_pre_hook(lambda *_, part=part: part.widen()))
+        handles.append(layer.register_forward_hook(lambda *_, part=part: part.restore(), always_call=True))
+    rest.widen()
     try:
         yield
     finally:
-        for one, dtype in zip(narrow, own, strict=True):
-            one.data = one.data.to(dtype)
+        for handle in handles:
+            handle.remove()
+        for part in (rest, *wide.values()):
+            part.restore()
+
+
+class _Widened:
+    """What of a module has 16 bits, and nothing else: some buffers are in float32 for a reason."""
+
+    def __init__(self, module: Any, pages: WeightPages, without: Collection[int] = ()) -> None:
+        """``without``: the ids of weights that are left alone."""
+        values = (*module.parameters(), *module.buffers())
+        self.narrow = [one for one in values if one.dtype in _NARROW and id(one) not in without]
+        self._own: list[Tensor] = []
+        self._pages = pages
+
+    def widen(self) -> None:
+        """Put float32 copies in the place of the weights."""
+        if not self._own:
+            self._own = [one.data for one in self.narrow]
+            for one, own in zip(self.narrow, self._own, strict=True):
+                one.data = own.float()
+            self._pages.release(*(own for own in self._own if self._pages.is_mapped(own)))
+
+    def restore(self) -> None:
+        """Put the weights themselves back."""
+        for one, own in zip(self.narrow, self._own, strict=False):
+            one.data = own
+        self._own = []
 
 
 def _errors(logits: Tensor, expected: Tensor) -> Tensor:

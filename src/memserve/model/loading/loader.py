@@ -13,10 +13,16 @@ from memserve.config import DEFAULT_MAX_TOKENS
 from memserve.errors import UserError
 from memserve.model.loading.adapter import Adapter, read_adapters
 from memserve.model.loading.cache import fingerprint
-from memserve.model.loading.checkpoint import errors_named, load_module
-from memserve.model.loading.sources import DEFAULT_MODEL, DEFAULT_MODEL_SAMPLING, ModelFolder, resolve_source
+from memserve.model.loading.checkpoint import errors_named, load_module, text_weights
+from memserve.model.loading.sources import (
+    DEFAULT_MODEL,
+    DEFAULT_MODEL_SAMPLING,
+    ModelFolder,
+    gguf_weights,
+    resolve_source,
+)
 from memserve.runtime.gpus import device_here
-from memserve.runtime.memory import ModelSizes
+from memserve.runtime.memory import ModelSizes, check_model_memory
 from memserve.tiers import AS_COMPUTED
 from memserve.types import NO_REGIMES, KVGeometry, PositionRegimes
 
@@ -103,33 +109,34 @@ def load_model(
     threads: int | None = None,
     lora: Sequence[str] = (),
     on_host: bool = False,
+    kv_bytes: int | None = None,
 ) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
     ``dtype`` is one of :data:`DTYPES`, ``device`` auto, cpu or cuda; ``threads`` is how many threads the CPU
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
     left plain: see :func:`memserve.model.forward.pack_linears`. ``on_host``: leave it in host memory, to be cut before
-    it goes to the device. Raises :class:`UserError` for what a user can fix.
+    it goes to the device. ``kv_bytes``: of KV memory that is needed beside it: a model that does not fit with it is
+    refused before it is read; None: without a look at the memory. Raises :class:`UserError` for what a user can fix.
     """
     place = _choose_device(device)
     dtype_name = _choose_dtype(dtype, place)
     adapters = read_adapters(lora)
-    folder = resolve_source(source, dtype_name)
     import torch
 
-    from memserve.model.loading.comparison import compare_once
+    folder = _resolve_and_check(source, dtype_name, kv_bytes if place.type == "cpu" else None)
+    from memserve.model.loading.pages import pages_of
     from memserve.model.loading.probe import probe_model
     from memserve.model.rotary import install_length_rotaries
 
     if threads is not None:
         torch.set_num_threads(threads)
     module = load_module(folder.path, folder.name, getattr(torch, dtype_name))
-    geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
+    with pages_of(module).one_layer_at_a_time(module):
+        geometry, layers = probe_model(module if on_host else module.to(place), dtype_name, block_tokens)
     tokenizer = load_tokenizer(folder)
     identity, original = fingerprint(folder.path), _original_tokens(module)
-    with errors_named(f"cannot use config.json of {folder.name}", "restore it: download it again"):
-        plain_tokens = _max_model_tokens(module.config, layers, original)
-    compare_once(module, layers, dtype_name, identity, plain_tokens)
+    _compare(module, layers, folder, dtype_name, (identity, original))
     regimes = install_length_rotaries(module) if original else NO_REGIMES
     max_model_tokens = _max_model_tokens(module.config, layers, original, regimes)
     vocab_size = _vocab_size(module)
@@ -151,6 +158,34 @@ def load_model(
         adapters=_adapters(module, adapters),
         query_heads=layers[0].query_heads if len({layer.query_heads for layer in layers}) == 1 else 0,
     )
+
+
+def _resolve_and_check(source: str, dtype: str, kv_bytes: int | None) -> ModelFolder:
+    """The folder of ``source``, unless the machine cannot hold it with ``kv_bytes`` of KV; None: without a look."""
+    import torch
+
+    if kv_bytes is None:
+        return resolve_source(source, dtype)
+    value_bytes = getattr(torch, dtype).itemsize
+
+    def check(name: str, values: int, largest: int) -> None:
+        check_model_memory(name, value_bytes * values, value_bytes * largest, kv_bytes)
+
+    folder = resolve_source(source, dtype, lambda path: check(path.name, *gguf_weights(path)))
+    check(folder.name, *text_weights(folder.path))
+    return folder
+
+
+def _compare(module: Any, layers: list[ProbedLayer], folder: ModelFolder, dtype: str, known: tuple[str, int]) -> None:
+    """Compare ``module`` with transformers' forward; ``known``: its fingerprint, and up to how many tokens its
+    positions do not depend on a sequence's length. Raises :class:`UserError`."""
+    from memserve.model.loading.comparison import compare_once
+    from memserve.model.loading.pages import pages_of
+
+    with errors_named(f"cannot use config.json of {folder.name}", "restore it: download it again"):
+        plain_tokens = _max_model_tokens(module.config, layers, known[1])
+    with pages_of(module).one_layer_at_a_time(module):
+        compare_once(module, layers, dtype, known[0], plain_tokens)
 
 
 def _adapters(module: Any, adapters: Sequence[Adapter]) -> Adapters | None:

@@ -2,28 +2,22 @@
 
 A GGUF file is converted once, to the exact dequantised values in float32: ``--dtype float32`` then computes with the
 weights that transformers gets from the file itself. A second copy, already rounded to bfloat16, lets the default start
-without ever mapping the float32 one. The conversion runs in its own process, so that its memory is freed when it ends.
+without ever mapping the float32 one. The conversion is :mod:`memserve.model.loading.conversion`, in its own process.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
-import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from memserve.errors import UserError
 from memserve.model.loading.cache import cached_folder, whole_digest
-from memserve.model.loading.checkpoint import errors_named, load_module
-from memserve.runtime.lean_torch import leave_compiler_out
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from memserve.model.loading.checkpoint import errors_named
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
@@ -60,20 +54,21 @@ class ModelFolder:
     name: str  # what clients call the model
 
 
-def resolve_source(source: str, dtype: str) -> ModelFolder:
+def resolve_source(source: str, dtype: str, before: Callable[[Path], None] | None = None) -> ModelFolder:
     """Find or make the local folder for ``source`` (see :func:`memserve.model.loading.loader.load_model`).
 
-    ``dtype`` chooses between the two copies of a converted GGUF file. Raises :class:`UserError`.
+    ``dtype`` chooses between the two copies of a converted GGUF file; ``before`` is called with a file that has to be
+    converted, and may refuse it. Raises :class:`UserError`.
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        return _local_folder(path, dtype)
+        return _local_folder(path, dtype, before)
     if path.is_file():
         if path.suffix != ".gguf":
             raise UserError(f"{source} is a file, but not a .gguf file", hint="give a model folder or a .gguf file")
-        return ModelFolder(converted_folder(path, dtype), path.stem)
+        return ModelFolder(converted_folder(path, dtype, before), path.stem)
     if source.lower() in ("default", DEFAULT_MODEL.lower()):
-        return ModelFolder(converted_folder(bundled_gguf(), dtype), DEFAULT_MODEL)
+        return ModelFolder(converted_folder(bundled_gguf(), dtype, before), DEFAULT_MODEL)
     if HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
         return ModelFolder(_hub_folder(source), source)
     raise UserError(
@@ -106,13 +101,13 @@ def bundled_gguf() -> Path:
     return files[0]
 
 
-def _local_folder(path: Path, dtype: str) -> ModelFolder:
+def _local_folder(path: Path, dtype: str, before: Callable[[Path], None] | None) -> ModelFolder:
     name = path.resolve().name
     if (path / "config.json").is_file():
         return ModelFolder(path, name)
     match sorted(path.glob("*.gguf")):
         case [file]:
-            return ModelFolder(converted_folder(file, dtype), file.stem)
+            return ModelFolder(converted_folder(file, dtype, before), file.stem)
         case [_, *_]:
             raise UserError(f"{path} holds several .gguf files", hint="name the one that you want")
         case _:
@@ -143,8 +138,9 @@ def _hub_folder(repo: str) -> Path:
 # -- GGUF files
 
 
-def converted_folder(path: Path, dtype: str) -> Path:
-    """The Hugging Face folder for the GGUF file ``path``, converted on first use (a minute for a small model).
+def converted_folder(path: Path, dtype: str, before: Callable[[Path], None] | None = None) -> Path:
+    """The Hugging Face folder for the GGUF file ``path``, converted on first use (a minute for a small model), after
+    ``before(path)``.
 
     Raises :class:`UserError` when the file is not a GGUF file, or holds something that transformers cannot convert.
     """
@@ -153,12 +149,27 @@ def converted_folder(path: Path, dtype: str) -> Path:
             raise UserError(f"{path} is not a GGUF file", hint="its first four bytes should be 'GGUF'")
     name = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)
     key = f"{name}-{whole_digest(path).hex()[:16]}"
-    entry = cached_folder(key, VERSION, lambda folder: _convert_in_child(path, folder))
+
+    def build(folder: Path) -> None:
+        if before is not None:
+            before(path)
+        _convert_in_child(path, folder)
+
+    entry = cached_folder(key, VERSION, build)
     return entry / (ROUNDED if dtype == ROUNDED else EXACT)
 
 
+def gguf_weights(path: Path) -> tuple[int, int]:
+    """How many values the tensors of a GGUF file have: all, and the largest. Raises :class:`UserError`."""
+    from gguf import GGUFReader
+
+    with errors_named(f"cannot convert {path.name}", _CONVERT_HINT):
+        sizes = [int(tensor.n_elements) for tensor in GGUFReader(path).tensors]
+    return sum(sizes), max(sizes, default=0)
+
+
 def _convert_in_child(path: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "memserve.model.loading.sources", str(path), str(folder)]
+    command = [sys.executable, "-m", "memserve.model.loading.conversion", str(path), str(folder)]
     try:
         child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CONVERSION_S)
     except subprocess.TimeoutExpired:
@@ -169,51 +180,3 @@ def _convert_in_child(path: Path, folder: Path) -> None:
         lines = child.stderr.strip().splitlines()
         reason = lines[-1] if lines else f"exit status {child.returncode}"
         raise UserError(f"cannot convert {path.name}: {reason[:300]}", hint=_CONVERT_HINT)
-
-
-def convert(path: Path, folder: Path) -> None:
-    """Write ``folder/float32`` and ``folder/bfloat16`` from the GGUF file ``path``."""
-    import torch
-    from transformers import AutoTokenizer
-
-    model = load_module(path.parent, path.name, torch.float32, path.name)
-    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    tied = model.config.get_text_config().tie_word_embeddings
-    weights = {name: value for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")}
-
-    exact = folder / EXACT
-    exact.mkdir()
-    tokenizer.save_pretrained(exact)
-    model.generation_config.save_pretrained(exact)
-    _write_weights(exact, weights, torch.float32)
-    _write_config(exact, model)
-
-    rounded = folder / ROUNDED
-    shutil.copytree(exact, rounded, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    _write_weights(rounded, weights, torch.bfloat16)
-    _write_config(rounded, model)
-
-
-def _write_weights(folder: Path, weights: dict[str, Tensor], dtype: Any) -> None:
-    from safetensors.torch import save_file
-
-    tensors = {
-        name: (value.to(dtype) if value.is_floating_point() else value).contiguous() for name, value in weights.items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _write_config(folder: Path, model: Any) -> None:
-    config = model.config.to_dict()
-    config.pop("quantization_config", None)  # these weights are plain
-    config.pop("_name_or_path", None)
-    config |= {"dtype": folder.name, "architectures": [type(model).__name__]}
-    (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))
-
-
-if __name__ == "__main__":
-    leave_compiler_out("cpu")
-    try:
-        convert(Path(sys.argv[1]), Path(sys.argv[2]))
-    except UserError as refused:
-        sys.exit(refused.message)

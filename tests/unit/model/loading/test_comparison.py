@@ -55,6 +55,38 @@ def test_what_is_carried_without_a_word_is_refused(dtype: str) -> None:
         compared(leaking(0.05), dtype)
 
 
+def large_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a model that has convolutions and no room for a copy in float32."""
+    monkeypatch.setattr(comparison, "FLOAT32_BYTES_MAX", 0)
+    monkeypatch.setattr(comparison, "_goes_in_float32", lambda module: True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_large_model_is_widened_layer_by_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One layer at a time is in float32, beside embedding and head; afterwards all weights are the same tensors."""
+    large_in_float32(monkeypatch)
+    module = tiny_module(family).to(torch.bfloat16)
+    before = {name: value.data_ptr() for name, value in module.named_parameters()}
+    layers = next(part for part in module.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == 3)
+    seen: list[int] = []
+
+    def count(*_: object) -> None:
+        seen.append(sum(next(layer.parameters()).dtype == torch.float32 for layer in layers))
+
+    for layer in layers:
+        next(part for part in layer.modules() if isinstance(part, torch.nn.Linear)).register_forward_hook(count)
+    compared(module, "bfloat16")
+    assert seen.count(1) >= 3 * len(layers) and max(seen) == 1, "the probe computes in bfloat16"
+    assert {name: value.data_ptr() for name, value in module.named_parameters()} == before
+    assert {value.dtype for value in module.parameters()} == {torch.bfloat16}
+
+
+def test_a_large_model_is_looked_at_as_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    large_in_float32(monkeypatch)
+    with pytest.raises(UserError, match="carries more from one step to the next than keys and values"):
+        compared(leaking(0.05), "bfloat16")
+
+
 def test_a_few_positions_at_a_threshold_are_noise() -> None:
     """A router may give two tokens of a prompt to another expert when a sum is rounded otherwise."""
     module = tiny_module("llama")

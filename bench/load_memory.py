@@ -1,0 +1,245 @@
+"""Peak memory of starts: ``LLM(model)`` in a fresh process, first with an empty cache folder, then again.
+
+    python bench/load_memory.py                        # makes a random model of 1.2B weights in bfloat16 (2.5 GB)
+    python bench/load_memory.py --gguf                 # the same weights as a GGUF file, which is converted once
+    python bench/load_memory.py --source-dtype float32 # files of another dtype than that in which it is computed
+    python bench/load_memory.py --model FOLDER_OR_GGUF
+
+For each start: seconds to the built engine, the most that the process had resident (``VmHWM``: pages of mapped files
+and of shared memory included), the most of it that was anonymous and that was mapped from files, and the most of its
+child processes (a conversion runs in one), beside the weights and the bound: 1.15 times the weights and 0.7 GB. An
+answer of a few tokens is computed, so that what was loaded is known to work; its memory counts. Peaks of parts are
+sampled every 5 ms; ``VmHWM`` is the kernel's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from memserve.model.loading.stream import SafetensorsWriter
+
+SAMPLE_S = 0.005
+WEIGHTS_FACTOR, PROGRAM_BYTES = 1.15, 700_000_000
+"""The bound: so many times the weights, and so much beside."""
+SIZES = {
+    "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "intermediate_size": 8192, "vocab_size": 128256,
+}  # fmt: skip
+"""Of the random model: Llama 3.2's 1B."""
+GGUF_NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
+}  # fmt: skip
+FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
+
+START = """
+import json, sys, time
+began_s = time.monotonic()
+from memserve import LLM
+llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
+print(f"ready {time.monotonic() - began_s:.2f}", flush=True)
+print("answer", repr(llm.generate([[5, 6, 7, 8]], temperature=0, max_tokens=8, ignore_eos=True)[0].text), flush=True)
+status = open("/proc/self/status").read()
+print("steady", next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1], flush=True)
+llm.close()
+"""
+
+
+@dataclass
+class Start:
+    """What one start took: seconds, and bytes by field of ``/proc/PID/status``."""
+
+    ready_s: float = 0.0
+    answer: str = ""
+    steady_bytes: int = 0
+    peak: dict[str, int] = field(default_factory=dict)
+    children_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was resident."""
+        return self.peak["VmHWM"]
+
+
+def write_random_model(folder: Path, sizes: dict[str, int], dtype: torch.dtype = torch.bfloat16) -> Path:
+    """A Llama of random weights, with a head tied to its embedding and a word-level tokenizer; written tensor by
+    tensor."""
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(**sizes, tie_word_embeddings=True, max_position_embeddings=8192, eos_token_id=2)
+    config.architectures, config.dtype = ["LlamaForCausalLM"], str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    names = {f"w{index}": index for index in range(min(sizes["vocab_size"], 1000))}
+    words = Tokenizer(WordLevel(names, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", unk_token="w0").save_pretrained(folder)
+    torch.manual_seed(0)
+    shapes = list(_shapes(sizes))
+    with SafetensorsWriter(folder / "model.safetensors", len(shapes)) as writer:
+        for name, shape in shapes:
+            value = torch.ones(shape) if len(shape) == 1 else torch.randn(shape) * 0.02
+            writer.write(name, value.to(dtype))
+    return folder
+
+
+def write_gguf(folder: Path, sizes: dict[str, int], path: Path) -> Path:
+    """The weights of :func:`write_random_model` as a GGUF file in bfloat16, with a vocabulary of as many words."""
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from safetensors import safe_open
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_block_count(sizes["num_hidden_layers"])
+    writer.add_context_length(8192)
+    writer.add_embedding_length(sizes["hidden_size"])
+    writer.add_feed_forward_length(sizes["intermediate_size"])
+    writer.add_head_count(sizes["num_attention_heads"])
+    writer.add_head_count_kv(sizes["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(sizes["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["w", "1", *(f"w{index}" for index in range(2, sizes["vocab_size"] - 1)), "w1"])
+    writer.add_token_merges(["w 1"])
+    writer.add_eos_token_id(2)
+    opened = safe_open(folder / "model.safetensors", "pt")
+    for name in opened.keys():  # noqa: SIM118  # no mapping
+        value = opened.get_tensor(name)
+        for ours, theirs in GGUF_NAMES.items():
+            name = name.replace(ours, theirs)
+        if value.dim() == 1:
+            writer.add_tensor(name, value.float().numpy())
+        else:
+            raw, kind = value.view(torch.uint8).numpy(), GGMLQuantizationType.BF16
+            writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _shapes(sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner, head = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    queries, keys = head * sizes["num_attention_heads"], head * sizes["num_key_value_heads"]
+    yield "model.embed_tokens.weight", (sizes["vocab_size"], hidden)
+    for layer in range(sizes["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "self_attn.q_proj.weight", (queries, hidden)
+        yield prefix + "self_attn.k_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.v_proj.weight", (keys, hidden)
+        yield prefix + "self_attn.o_proj.weight", (hidden, queries)
+        yield prefix + "mlp.gate_proj.weight", (inner, hidden)
+        yield prefix + "mlp.up_proj.weight", (inner, hidden)
+        yield prefix + "mlp.down_proj.weight", (hidden, inner)
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+
+
+def measure_start(model: str, cache: Path, **options: object) -> Start:
+    """``LLM(model, **options)`` in a process of its own, with ``cache`` as its cache folder."""
+    environment = dict(os.environ, MEMSERVE_CACHE_DIR=str(cache))
+    command = [sys.executable, "-c", START, model, json.dumps(options)]
+    start = Start()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output)
+        while process.poll() is None:
+            _sample(process.pid, start)
+            time.sleep(SAMPLE_S)
+        output.seek(0)
+        said = dict(line.split(maxsplit=1) for line in output.read().splitlines() if " " in line)
+    if process.returncode != 0:
+        raise SystemExit(f"the start of {model} ended with {process.returncode}")
+    start.ready_s, start.answer = float(said["ready"]), said["answer"]
+    start.steady_bytes = 1024 * int(said["steady"])
+    return start
+
+
+def _sample(pid: int, start: Start) -> None:
+    for name, size in _status(pid).items():
+        start.peak[name] = max(start.peak.get(name, 0), size)
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    for child in children:
+        start.children_bytes = max(start.children_bytes, _status(int(child)).get("VmHWM", 0))
+
+
+def _status(pid: int) -> dict[str, int]:
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return {}
+    return {name: 1024 * int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.M) if name in FIELDS}
+
+
+def weights_bytes(model: str) -> int:
+    """Bytes of the weights' files."""
+    path = Path(model)
+    return sum(file.stat().st_size for file in (path.glob("*.safetensors") if path.is_dir() else [path]))
+
+
+def bound_bytes(weights: int) -> int:
+    """The most that a start of a model with ``weights`` bytes may have resident."""
+    return int(WEIGHTS_FACTOR * weights) + PROGRAM_BYTES
+
+
+def _random_model(work: Path, dtype: str, *, gguf: bool) -> str:
+    folder = work / f"random-1.2b-{dtype}"
+    if not (folder / "model.safetensors").exists():
+        write_random_model(folder, SIZES, getattr(torch, dtype))
+    if not gguf:
+        return str(folder)
+    path = work / f"{folder.name}.gguf"
+    return str(path if path.exists() else write_gguf(folder, SIZES, path))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a model folder or a .gguf file; else a random one is made")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--weights-gb", type=float, help="of the model as it is computed, where its files are others")
+    parser.add_argument("--kv-memory", default="64MiB")
+    parser.add_argument("--gguf", action="store_true", help="the random model as a GGUF file")
+    parser.add_argument("--source-dtype", default="bfloat16", help="of the random model's files")
+    parser.add_argument("--work", type=Path, help="where the random model is made and kept; else it is temporary")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="load-memory-") as temporary:
+        work = arguments.work or Path(temporary)
+        model = arguments.model or _random_model(work, arguments.source_dtype, gguf=arguments.gguf)
+        weights = weights_bytes(model) if arguments.model else 2 * sum(math.prod(shape) for _, shape in _shapes(SIZES))
+        weights = int(arguments.weights_gb * 1e9) if arguments.weights_gb else weights
+        bound = bound_bytes(weights)
+        print(f"{model}: weights {weights / 1e9:.2f} GB, bound {bound / 1e9:.2f} GB")
+        columns = ("start", "ready [s]", "peak resident (VmHWM)", *FIELDS[1:], "children", "steady", "of the bound")
+        print("| " + " | ".join(columns) + " |")
+        print("| " + " | ".join("---" for _ in columns) + " |")
+        for name in ("first", "second"):
+            start = measure_start(
+                model, Path(temporary) / "cache", dtype=arguments.dtype, kv_memory=arguments.kv_memory
+            )
+            figures = [start.peak[field] for field in FIELDS] + [start.children_bytes, start.steady_bytes]
+            shown = " | ".join(f"{size / 1e9:.2f} GB" for size in figures)
+            print(f"| {name} | {start.ready_s:.1f} | {shown} | {start.peak_bytes / bound:.0%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

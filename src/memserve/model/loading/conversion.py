@@ -1,0 +1,223 @@
+"""Converts a GGUF file to two Hugging Face folders, weight by weight; runs in a process of its own.
+
+transformers puts each weight into the module as soon as it has it. There it is taken, written to both folders, and
+replaced by nothing: so one weight at a time is in memory, not the model. For most architectures transformers reads the
+whole file before it fills the module; where it makes each weight of one tensor (:data:`_PLAIN`), that is put off until
+the weight is needed. Of the others (experts that are joined) float32 weights are in memory once.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memserve.errors import UserError
+from memserve.model.loading.checkpoint import is_finite, load_module
+from memserve.model.loading.sources import EXACT, ROUNDED
+from memserve.model.loading.stream import SafetensorsWriter
+from memserve.runtime.lean_torch import leave_compiler_out
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_WEIGHTS = "model.safetensors"
+_NO_WAITING_READS = "HF_DEACTIVATE_ASYNC_LOAD"
+"""In the environment: transformers reads a weight when it needs it, instead of all of them as quickly as it can."""
+
+
+_PLAIN = ("TensorProcessor", "LlamaTensorProcessor", "NemotronTensorProcessor", "BloomTensorProcessor",
+          "Gemma2TensorProcessor")  # fmt: skip
+"""What transformers calls its conversions of a tensor that keep its name and need no other tensor."""
+
+
+class _Folders:
+    """Both folders while weights are written to them."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._writers: dict[str, SafetensorsWriter] = {}
+        self._written: set[str] = set()
+        self.odd = ""  # a weight that is not finite
+
+    def take(self, module: Any, name: str) -> None:
+        """Write the weight ``name`` of ``module``, and free it."""
+        value = _value_of(module, name)
+        if value is not None and not value.is_meta:
+            self._write(module, name, value.detach())
+            value.data = value.new_zeros(()).expand(value.shape)
+
+    def take_rest(self, module: Any) -> None:
+        """Write what transformers did not put in itself: buffers that the module computes."""
+        for name, value in module.state_dict().items():
+            self._write(module, name, value)
+
+    def _write(self, module: Any, name: str, value: Tensor) -> None:
+        import torch
+
+        tied = module.config.get_text_config().tie_word_embeddings
+        if name in self._written or (tied and name == "lm_head.weight"):
+            return
+        if not self._writers:
+            count = len(module.state_dict())
+            for kind in (EXACT, ROUNDED):
+                writer = SafetensorsWriter(self._folder / kind / _WEIGHTS, count)
+                self._writers[kind] = self._stack.enter_context(writer)
+        self._written.add(name)
+        if value.is_floating_point() and not is_finite(value):
+            self.odd = self.odd or name
+        for kind, writer in self._writers.items():
+            writer.write(name, value.to(getattr(torch, kind)) if value.is_floating_point() else value)
+
+
+def convert(path: Path, folder: Path) -> None:
+    """Write ``folder/float32`` and ``folder/bfloat16`` from the GGUF file ``path``. Raises :class:`UserError`."""
+    import torch
+    from transformers import AutoTokenizer
+
+    exact, rounded = folder / EXACT, folder / ROUNDED
+    exact.mkdir()
+    rounded.mkdir()
+    with ExitStack() as stack:
+        folders = _Folders(folder, stack)
+        with _each_weight(folders.take), _read_late():
+            model = load_module(path.parent, path.name, torch.float32, path.name)
+        folders.take_rest(model)
+        if folders.odd:
+            raise UserError(f"{path.name} has weights that are not finite (NaN or infinite): {folders.odd}")
+    tokenizer: Any = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer.save_pretrained(exact)
+    model.generation_config.save_pretrained(exact)
+    shutil.copytree(exact, rounded, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    _write_config(exact, model)
+    _write_config(rounded, model)
+
+
+@contextmanager
+def _each_weight(take: Callable[[Any, str], None]) -> Iterator[None]:
+    """Inside, ``take(module, name)`` is called for each weight that transformers has put into a module. For a process
+    of ours alone. Where transformers does it in another way, nothing is called."""
+    from transformers import core_model_loading
+
+    place: Any = core_model_loading
+    put = getattr(place, "set_param_for_module", None)
+    if put is None:
+        yield
+        return
+
+    def put_and_take(module: Any, name: str, *rest: Any, **named: Any) -> Any:
+        result = put(module, name, *rest, **named)
+        take(module, name)
+        return result
+
+    place.set_param_for_module = put_and_take
+    try:
+        yield
+    finally:
+        place.set_param_for_module = put
+
+
+@dataclass(frozen=True, slots=True)
+class _LateWeight:
+    """A weight of a GGUF file, read when transformers takes it, as it takes a slice of a file of another kind."""
+
+    read: Callable[[], Tensor]
+    shape: tuple[int, ...]
+
+    def __getitem__(self, _: object) -> Tensor:
+        return self.read()
+
+    def is_floating_point(self) -> bool:
+        """As a tensor: what is read of such a file is float32."""
+        return True
+
+
+@contextmanager
+def _read_late() -> Iterator[None]:
+    """Inside, transformers gets the weights of a GGUF file as :class:`_LateWeight`, where they are plain. For a process
+    of ours alone."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    place: Any = modeling_gguf_pytorch_utils
+    load = getattr(place, "load_gguf_checkpoint", None)
+    if load is None:
+        yield
+        return
+
+    def load_late(path: Any, return_tensors: bool = False, model_to_load: Any = None, **named: Any) -> Any:
+        late = _late_weights(place, load(path), path, model_to_load) if return_tensors else None
+        return late or load(path, return_tensors=return_tensors, model_to_load=model_to_load, **named)
+
+    place.load_gguf_checkpoint = load_late
+    try:
+        yield
+    finally:
+        place.load_gguf_checkpoint = load
+
+
+def _late_weights(place: Any, parsed: dict[str, Any], path: Any, module: Any) -> dict[str, Any] | None:
+    """What transformers' function returns with tensors, all of them late; None: they are not plain."""
+    import gguf
+    import numpy as np
+    import torch
+
+    reader = gguf.GGUFReader(path)
+    field = reader.get_field("general.architecture")
+    kind = place.TENSOR_PROCESSORS.get(str(field.contents()) if field else "", place.TensorProcessor)
+    if kind.__name__ not in _PLAIN:
+        return None
+    processor = kind(config=parsed.get("config", {}))
+    names = place.get_gguf_hf_weights_map(module, processor)
+
+    mapped: Any = reader.data
+
+    def read(tensor: Any) -> Tensor:
+        weights = gguf.dequantize(tensor.data, tensor.tensor_type)
+        known = {"tensor_key_mapping": names, "parsed_parameters": parsed}
+        weights = processor.process(weights=weights, name=tensor.name, **known).weights
+        value = torch.from_numpy(weights if weights.flags.writeable else np.copy(weights))
+        mapped._mmap.madvise(mmap.MADV_DONTNEED)  # what was read of the file is no longer needed
+        return value
+
+    late = {
+        names[tensor.name]: _LateWeight(partial(read, tensor), tuple(int(size) for size in tensor.shape[::-1]))
+        for tensor in reader.tensors
+        if tensor.name in names
+    }
+    return parsed | {"tensors": late}
+
+
+def _value_of(module: Any, name: str) -> Tensor | None:
+    parent, _, own = name.rpartition(".")
+    value: Tensor | None = getattr(module.get_submodule(parent), own, None)
+    return value
+
+
+def _write_config(folder: Path, model: Any) -> None:
+    config = model.config.to_dict()
+    config.pop("quantization_config", None)  # these weights are plain
+    config.pop("_name_or_path", None)
+    config |= {"dtype": folder.name, "architectures": [type(model).__name__]}
+    (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))
+
+
+def main() -> None:
+    """``python -m memserve.model.loading.conversion FILE FOLDER``."""
+    os.environ[_NO_WAITING_READS] = "1"
+    leave_compiler_out("cpu")
+    try:
+        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    except UserError as refused:
+        sys.exit(refused.message)
+
+
+if __name__ == "__main__":
+    main()
