@@ -133,7 +133,7 @@ class SequenceAdmission:
                 return True
         if is_parked:
             return layers.resume(sequence, headroom)
-        if crowded and self._overtakes > _OVERTAKES_MAX:
+        if layers.overtaking.left_tokens == 0 or (crowded and self._overtakes > _OVERTAKES_MAX):
             return False
         begins = memory.attach_by_layer(sequence, headroom, crowded=crowded)
         self._overtakes += crowded and begins

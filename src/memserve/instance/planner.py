@@ -292,6 +292,8 @@ class Planner:
         chunk_max = self.config.chunk_tokens
         if sequence.layered is not None and sequence.layered.chunk_tokens:
             chunk_max = min(chunk_max, sequence.layered.chunk_tokens)
+        if layers is not None and sequence.overtakes:
+            budget = layers.overtaking_tokens(sequence, budget)
         if batch.reports_prompt(sequence):
             chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
         return chunk_tokens(sequence.computed, sequence.known, chunk_max, budget, block_tokens)

@@ -299,7 +299,7 @@ class PreemptionCosts:
 class PreemptionModel:
     """Costs in nanoseconds; learns from finished steps how quickly prompts are computed now."""
 
-    __slots__ = ("_block_bytes", "_is_measured", "_known", "_scale", "decode_ns", "model", "samples")
+    __slots__ = ("_block_bytes", "_known", "_scale", "decode_ns", "is_measured", "model", "samples")
 
     def __init__(self, costs: PreemptionCosts) -> None:
         self._block_bytes = costs.block_bytes
@@ -307,8 +307,9 @@ class PreemptionModel:
         #: all costs, prefill at the learned speed
         self.model = costs.model
         self._scale = 1.0
-        self._is_measured = costs.profile is not None
-        self.samples = int(self._is_measured)
+        #: whether a profile was measured
+        self.is_measured = costs.profile is not None
+        self.samples = int(self.is_measured)
         #: of a step without prefill, lately; 0: none was measured
         self.decode_ns = 0
 
@@ -358,7 +359,7 @@ class PreemptionModel:
 
         Without a profile all of them are reused: only a profile can show that computing is quicker.
         """
-        if not (self._is_measured and dram_blocks):
+        if not (self.is_measured and dram_blocks):
             return hbm_blocks + dram_blocks
         own = min(hbm_blocks * block_tokens, tokens - 1)
         all_of_it = min((hbm_blocks + dram_blocks) * block_tokens, tokens - 1)
