@@ -152,7 +152,7 @@ class Planner:
         first = next((line[0] for line in lines if line), None)
         if state.objectives is None or first is None:
             return budget
-        left = state.objectives.prefill_tokens(state.decoding.items, first, budget, begins_ns)
+        left = state.objectives.prefill_tokens(state.decoding.items, first, budget, begins_ns, list(state.parked))
         least, layers = state.memory.block_tokens, state.memory.layers
         if layers is not None and first.layered is not None:
             least = min(layers.piece_tokens(first), first.known - first.computed)  # each piece reads back the others

@@ -19,13 +19,13 @@ from memserve.types import Caching, Role
 from memserve.units import GIB, NS_PER_S
 
 
-def long_prompts(hardware: Machine, has_profiles: bool = True, **scheduler: Any) -> ReplayWorld:
+def long_prompts(hardware: Machine, count: int = 30, has_profiles: bool = True, **scheduler: Any) -> ReplayWorld:
     """More prompts of 6,144 tokens, with answers of 512, than memory holds at once."""
     waits = AdmissionConfig(waiting_max=1000, wait_ns=1000 * NS_PER_S)
     cluster = ClusterConfig(caching=Caching.OFF, admission=waits, stalled_after_ns=10_000 * NS_PER_S)
     config = dataclasses.replace(GPU_SCHEDULER, **scheduler)
     setup = Setup({Role.COLOCATED: 1}, hardware, cluster, config, has_profiles=has_profiles)
-    world = ReplayWorld(setup, requests([(6144, 512)] * 30, 0.9, Random("test")))
+    world = ReplayWorld(setup, requests([(6144, 512)] * count, 0.9, Random("test")))
     world.run()
     assert all(served.answered for served in world.clients.served)
     return world
@@ -55,6 +55,21 @@ def test_link_is_what_copies_took_whatever_was_expected(has_profiles: bool) -> N
     """A profile that says 0.5 GB/s, and none at all: the device's link carries 25 GB/s."""
     hardware = device("l40s")
     slow = dataclasses.replace(hardware.costs, swap_in=CopyCurve(0.0, 0.0, 2.0))
-    world = long_prompts(dataclasses.replace(hardware, costs=slow), has_profiles, layerwise="auto")
+    world = long_prompts(dataclasses.replace(hardware, costs=slow), 30, has_profiles, layerwise="auto")
     layers = world.instances[0].machine.state.memory.layers
     assert layers is not None and abs(layers.link_bytes_s / hardware.host_rate - 1) < 0.05
+
+
+def missed(world: ReplayWorld) -> float:
+    """Share of requests with a first token after 3 s, or more than 200 ms a token."""
+    late = []
+    for served in world.clients.served:
+        first_ns, last_ns, tokens = served.token_ns[0], served.token_ns[-1], len(served.token_ns)
+        late.append(first_ns - served.scheduled_ns > 3 * NS_PER_S or (last_ns - first_ns) / (tokens - 1) > NS_PER_S / 5)
+    return fmean(late)
+
+
+def test_objectives_are_missed_less_where_answers_wait_for_memory() -> None:
+    aims = {"slo_ttft_ns": 3 * NS_PER_S, "slo_tpot_ns": NS_PER_S // 5, "layerwise": "auto"}
+    plain, by_objectives = (long_prompts(device("l40s"), 60, scheduling=how, **aims) for how in ("fcfs", "slo"))
+    assert missed(by_objectives) < 0.9 * missed(plain)
