@@ -34,7 +34,7 @@ from memserve.units import NS_PER_MS, ceil_div
 if TYPE_CHECKING:
     from memserve.instance.sequence import Sequence
     from memserve.mempool.pool import BlockPool
-    from memserve.policy.reuse import PreemptionModel
+    from memserve.policy.learnt import PreemptionModel
 
 _RESERVE_SHARE = 16  # of HBM: 1 / this, at most
 _IDLE_SHARE = 4  # 1 / this of HBM lies idle: rather than leave that to what may come, let a parked sequence have it

@@ -46,7 +46,7 @@ from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
 from memserve.policy.capacity import context_tokens, running_max
 from memserve.policy.layers import TPOT_NS, LayerBudget, LayerPolicy, LinkRate
-from memserve.policy.reuse import PreemptionCosts, PreemptionModel
+from memserve.policy.learnt import PreemptionCosts, PreemptionModel
 from memserve.serving import (
     ClockTicked,
     EmitTokens,
@@ -305,7 +305,8 @@ class Instance:
         if link is None:
             return LoadRead(load, 0)
         followers = [(peer, told, link.news.for_heartbeat(peer, now)) for peer, told in link.routers.loads(load)]
-        return LoadRead(load, link.news.for_heartbeat(link.router, now), followers=tuple(followers))
+        costs = self.state.costs.told()
+        return LoadRead(load, link.news.for_heartbeat(link.router, now), costs=costs, followers=tuple(followers))
 
     def stats(self) -> InstanceStats:
         """State now, and totals since the start."""

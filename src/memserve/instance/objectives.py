@@ -26,8 +26,8 @@ from heapq import heapify, heappop, heappush
 from memserve.config import SchedulerConfig
 from memserve.errors import check
 from memserve.instance.sequence import Group, Sequence
+from memserve.policy.learnt import PreemptionModel
 from memserve.policy.lengths import OutputLengths, Prediction
-from memserve.policy.reuse import PreemptionModel
 from memserve.types import FinishReason
 from memserve.units import NS_PER_MS, ceil_div
 

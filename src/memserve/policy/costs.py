@@ -237,6 +237,18 @@ def fit_copy(samples: Sequence[Sample]) -> CopyCurve:
     return CopyCurve(*_coefficients(rows, samples))
 
 
+Row = tuple[float, float, float]
+"""What a time is made of: what the coefficients of a curve are multiplied with."""
+
+
+def fit_rows(kind: type[Curve], rows: Sequence[Row], times_ns: Sequence[int]) -> Curve:
+    """The curve of ``kind`` through ``times_ns``. Raises :class:`UserError` for fewer than three."""
+    features = [(row[0], row[1], row[2]) for row in rows]
+    if kind is CopyCurve and len({row[2] / max(1.0, row[1]) for row in rows}) == 1:
+        features = [(row[0], 0.0, row[2]) for row in rows]  # pieces of one size: as in fit_copy
+    return kind(*_coefficients(features, [Sample(0, 0, ns) for ns in times_ns]))
+
+
 def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Curve]) -> tuple[Curve, Quality]:
     """The curve through all samples, and how well one through two thirds of them predicts the rest.
 
@@ -252,7 +264,7 @@ def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Cu
     return fit(ordered), Quality(len(errors), median(errors), max(errors))
 
 
-def _coefficients(features: list[tuple[int, int, int]], samples: Sequence[Sample]) -> tuple[float, float, float]:
+def _coefficients(features: Sequence[Row], samples: Sequence[Sample]) -> tuple[float, float, float]:
     """Least squares of the relative error: a prompt of 100 tokens is estimated as well as one of 8,000.
 
     Fitted repeatedly with less weight on outliers (Huber): one slow moment of the machine must not distort

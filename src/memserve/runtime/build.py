@@ -78,7 +78,7 @@ def _parts(
     from memserve.instance.machine import Instance
     from memserve.model.loading.loader import model_sizes
     from memserve.policy.capacity import context_note
-    from memserve.policy.reuse import PreemptionCosts
+    from memserve.policy.learnt import PreemptionCosts
     from memserve.runtime.gpu_build import kv_bytes_here, shares_gpu_kv
     from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes
     from memserve.runtime.profile_store import load_profile

@@ -12,7 +12,7 @@ from memserve.instance.layered import LayerPlacer
 from memserve.instance.sequence import Group, Sequence
 from memserve.mempool.pool import BlockPool
 from memserve.policy.layers import LayerBudget, LayerPolicy, LinkRate
-from memserve.policy.reuse import PreemptionCosts, PreemptionModel
+from memserve.policy.learnt import PreemptionCosts, PreemptionModel
 from memserve.types import Request, SamplingParams, StopParams, Tier
 from memserve.units import NS_PER_S
 

@@ -12,7 +12,7 @@ from memserve.errors import UserError
 from memserve.instance.events import Action, RunStep, StepFinished, StepPlan
 from memserve.instance.machine import Instance
 from memserve.policy.costs import CostModel, DecodeCurve, PrefillCurve
-from memserve.policy.reuse import PreemptionCosts
+from memserve.policy.learnt import PreemptionCosts
 from memserve.serving import EmitTokens, RejectRequest, RequestArrived
 from memserve.types import Request, SamplingParams, StopParams
 from memserve.units import NS_PER_MS

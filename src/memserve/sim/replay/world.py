@@ -12,7 +12,7 @@ from memserve.errors import UserError
 from memserve.follower.machine import Follower
 from memserve.instance.machine import Instance
 from memserve.messages import Peer, PeerInfo
-from memserve.policy.reuse import PreemptionCosts
+from memserve.policy.learnt import PreemptionCosts
 from memserve.sim.clock import Clock
 from memserve.sim.cores import Cores
 from memserve.sim.fast_forward import FastForwardInstance

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memserve.bench.catalogue import Recipe, build
 from memserve.bench.layerkv import requests
 from memserve.config import AdmissionConfig, ClusterConfig
 from memserve.policy.costs import CopyCurve
@@ -73,3 +74,21 @@ def test_objectives_are_missed_less_where_answers_wait_for_memory() -> None:
     aims = {"slo_ttft_ns": 3 * NS_PER_S, "slo_tpot_ns": NS_PER_S // 5, "layerwise": "auto"}
     plain, by_objectives = (long_prompts(device("l40s"), 60, scheduling=how, **aims) for how in ("fcfs", "slo"))
     assert missed(by_objectives) < 0.9 * missed(plain)
+
+
+def trace(**options: Any) -> ReplayWorld:
+    """The built-in trace on eight instances, by cost."""
+    cluster = ClusterConfig(policy="cost", caching=options.pop("caching", Caching.PD_CACHING_3))
+    setup = Setup({Role.COLOCATED: 8}, machine("llama-3-8b", "h100"), cluster, **options)
+    world = ReplayWorld(setup, build(Recipe(kind="trace", sessions=800, seed=0)))
+    world.run()
+    return world
+
+
+def test_a_first_start_serves_as_one_with_a_profile() -> None:
+    """Within a twentieth, and never slower than without a cache: routers hear what instances learn."""
+    profiled, first, uncached = trace(), trace(has_profiles=False), trace(caching=Caching.OFF)
+    assert ttft_s(first) <= 1.05 * ttft_s(profiled) and jct_s(first) <= 1.05 * jct_s(profiled)
+    assert ttft_s(first) < ttft_s(uncached) and jct_s(first) < jct_s(uncached)
+    tokens = [node.machine.state.counters.generated_tokens for node in first.instances]
+    assert min(tokens) > max(tokens) / 2, "an instance that has told nothing gets requests as the others"
