@@ -18,6 +18,8 @@ from typing import Generic
 from memserve.policy.costs import CopyCurve, CostModel, Curve, PrefillCurve, Row, fit_rows
 from memserve.units import GIB, MIB, NS_PER_S
 
+LEARNT = "learnt while serving"
+"""The machine of costs that no profile has measured."""
 KEPT = 64
 """Measurements of a curve, the newest."""
 SAMPLES_MIN = 5
@@ -147,8 +149,8 @@ class PreemptionModel:
         #: all costs, prefill at the learned speed
         self.model = costs.model
         self._scale = 1.0
-        #: whether a profile was measured
-        self.is_measured = costs.profile is not None
+        #: whether a profile was measured; one that was learnt is learnt further
+        self.is_measured = costs.profile is not None and costs.profile.machine != LEARNT
         self.samples = int(self.is_measured)
         #: of a step without prefill, lately; 0: none was measured
         self.decode_ns = 0
@@ -204,11 +206,15 @@ class PreemptionModel:
         """Whether what prompts and answers cost was measured: before, or since the start."""
         return self.is_measured or (self.samples > 0 and self._decode.count > 0)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether steps of different sizes have shown what prompts and answers cost: worth keeping."""
+        return not self.is_measured and self._prefill.is_fitted and self._decode.is_fitted
+
     def told(self) -> bytes:
         """The costs for routers, encoded: as they were when they last differed much. Empty: nothing is known yet."""
         if self.is_known and (not self._told or not are_alike(self.model, CostModel.decoded(self._told), _TOLD_AGAIN)):
-            machine = self.model.machine or "learnt while serving"
-            self._told = replace(self.model, machine=machine).encode()
+            self._told = replace(self.model, machine=self.model.machine or LEARNT).encode()
         return self._told
 
     def step_ns(self, prefill_tokens: int, decode_rows: int, prefill_pairs: int) -> int:
