@@ -108,7 +108,7 @@ class SchedulerConfig:
             hint = "use auto, swap or recompute"
             raise UserError(f"unknown preemption mode {self.preemption!r}", hint=hint, param="preemption")
         if not _LAYERWISE.fullmatch(self.layerwise):
-            hint = "use off, auto or prompts-first"
+            hint = "use off or auto, or prompts-first"
             raise UserError(f"unknown layerwise mode {self.layerwise!r}", hint=hint, param="layerwise")
         if self.scheduling not in ("fcfs", "slo"):
             raise UserError(f"unknown scheduling {self.scheduling!r}", hint="use fcfs or slo", param="scheduling")
