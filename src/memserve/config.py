@@ -60,7 +60,7 @@ class PoolConfig:
             raise UserError(f"dram_blocks must not be negative, got {self.dram_blocks}", param="dram_blocks")
 
 
-_LAYERWISE = re.compile(r"off|auto|layerkv(-staggered)?|next-layer|static-\d{1,4}")
+_LAYERWISE = re.compile(r"off|auto|prompts-first|layerkv(-staggered)?|next-layer|static-\d{1,4}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ class SchedulerConfig:
     layerwise: str = option("off")
     """Where prompts lie that have no room whole. ``off``: they wait. ``auto``: they are computed with some layers in KV
     memory and all of them in ``--dram-memory``, and go on so as far as the link carries the others beside the computing
-    (and within ``--slo-tpot-ms``); the rest is parked behind its first token until there is room. For studies:
+    (and within ``--slo-tpot-ms``); the rest is parked behind its first token until there is room. What puts off answers
+    is kept to about a twentieth of their time. ``prompts-first``: the same without that bound. For studies:
     ``layerkv``, ``layerkv-staggered``, ``next-layer``, ``static-N`` (see ``policy/layers.py``)."""
     draft_tokens: int = option(0, "--draft-tokens", least=0, most=64)
     """N: a step also computes up to N tokens that followed the same tokens before, in the sequence or in an earlier
@@ -107,7 +108,8 @@ class SchedulerConfig:
             hint = "use auto, swap or recompute"
             raise UserError(f"unknown preemption mode {self.preemption!r}", hint=hint, param="preemption")
         if not _LAYERWISE.fullmatch(self.layerwise):
-            raise UserError(f"unknown layerwise mode {self.layerwise!r}", hint="use off or auto", param="layerwise")
+            hint = "use off or auto, or prompts-first"
+            raise UserError(f"unknown layerwise mode {self.layerwise!r}", hint=hint, param="layerwise")
         if self.scheduling not in ("fcfs", "slo"):
             raise UserError(f"unknown scheduling {self.scheduling!r}", hint="use fcfs or slo", param="scheduling")
         if self.scheduling == "slo" and self.slo_tpot_ns is None:

@@ -129,6 +129,8 @@ class Heartbeat(Message, frozen=True, tag=True):
     wants_ack: bool = False
     """True: the router is to answer with ``HeartbeatAck``. The instance has heard no router for a while, and knows
     another address."""
+    costs: bytes = b""
+    """What the instance has learnt of its costs, as ``PeerInfo.costs``; empty: nothing beyond what it said there."""
 
 
 class HeartbeatAck(Message, frozen=True, tag=True):

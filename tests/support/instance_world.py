@@ -13,7 +13,7 @@ from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGram
 from memserve.instance.machine import Instance
 from memserve.instance.sequence import Phase
 from memserve.mempool.pool import BlockPool
-from memserve.policy.reuse import PreemptionCosts
+from memserve.policy.learnt import PreemptionCosts
 from memserve.serving import ClockTicked, EmitTokens, RejectRequest, RequestArrived
 from memserve.sim.fuzz.drafts import foretell
 from memserve.sim.fuzz.literal_device import LiteralDevice, fail_row

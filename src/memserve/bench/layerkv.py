@@ -54,9 +54,10 @@ class Contender:
 
 
 def contenders() -> tuple[Contender, ...]:
-    """By request and by layer. ``layerkv`` has no limit of what steps read back: the paper does not name one."""
+    """By request, and by layer with first tokens before all, as the paper has it. ``layerkv`` has no limit of what
+    steps read back: the paper does not name one."""
     slo = {"scheduling": "slo", "slo_ttft_ns": round(TTFT_S * NS_PER_S), "slo_tpot_ns": round(TPOT_S * NS_PER_S)}
-    layers = {"layerwise": "auto"}
+    layers = {"layerwise": "prompts-first"}
     ways: dict[str, dict[str, Any]] = {
         "request-wise": {},
         "request-wise, slo": slo,
@@ -64,7 +65,7 @@ def contenders() -> tuple[Contender, ...]:
         "by layer": layers,
         "by layer, slo": {**layers, **slo},
     }
-    others = {"static-16": "static-16", "next-layer": "next-layer", ORBITFLOW: "auto"}
+    others = {"static-16": "static-16", "next-layer": "next-layer", ORBITFLOW: "prompts-first"}
     return (
         *(Contender(name, dataclasses.replace(GPU_SCHEDULER, **options)) for name, options in ways.items()),
         *(
@@ -224,7 +225,7 @@ def measure_point(
     scheduler = dataclasses.replace(contender.scheduler, max_waiting=1_000_000)
     if scheduler.slo_ttft_ns is not None:
         scheduler = dataclasses.replace(scheduler, slo_ttft_ns=round(ttft_s * NS_PER_S))
-    layers = ProgramPolicy() if contender.is_program else None
+    layers = ProgramPolicy(bounds_delays=False) if contender.is_program else None
     world = ReplayWorld(Setup({Role.COLOCATED: 1}, hardware, cluster, scheduler, layers=layers), workload)
     world.run()
     return _point(figure, model, devices, contender.name, at, world, ttft_s)

@@ -25,7 +25,8 @@ def layerkv(
 ) -> None:
     """Time to the first token, throughput and missed objectives by context, devices and rate: LayerKV's evaluation.
 
-    KV by request beside KV by layer, as published and as ``--layerwise auto`` does it, in the scheduler that serves.
+    KV by request beside KV by layer, as published and as ``--layerwise prompts-first`` does it, in the scheduler that
+    serves.
     """
     from memserve.bench.layerkv import LayerKvResults, Plan, contenders, sweeps_of
     from memserve.bench.layerkv_study import LayerKvStudy

@@ -118,12 +118,16 @@ class LoadTable:
         self.context_limit[number] = context_tokens
         self.room_blocks[number] = hbm_blocks
         self.hosts[number] = _code_of(host_id, self._host_codes, self.hosts, 1) if host_id else 0
+        self.set_costs(number, costs)
+        self._members_changed()
+
+    def set_costs(self, number: int, costs: CostModel) -> None:
+        """What computing and moving KV costs the member."""
         if costs not in self._profile_codes:
             _code_of(costs, self._profile_codes, self.profiles, 0)
             by_code = {code: known for known, code in self._profile_codes.items()}
             self.prices = native_prices(by_code.get(code, costs) for code in range(max(by_code) + 1))
         self.profiles[number] = self._profile_codes[costs]
-        self._members_changed()
 
     def close(self, number: int) -> None:
         """The member takes no new requests."""

@@ -262,6 +262,8 @@ class Membership:
     def heartbeat(self, member: Member, message: Heartbeat, now: int) -> None:
         """``member`` lives, and says how busy it is."""
         self.hear_load(member, message.load)
+        for other in self._registry.learn_costs(member, message.costs):
+            self._loads.set_costs(other.number, other.costs)
         member.stats = message.stats or member.stats
         self.ask(member, self._trees.heartbeat(member.number, message.next_event, now))
         if member.state is MemberState.DRAINING and self.announces:

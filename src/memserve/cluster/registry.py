@@ -20,8 +20,10 @@ from zlib import crc32
 from memserve.errors import InvariantError, UserError, check
 from memserve.messages import Load, Peer, PeerInfo, members_digest
 from memserve.policy.costs import CostModel
+from memserve.policy.learnt import are_alike
 from memserve.types import KVGeometry, Role
 
+_ALIKE_SHARE = 0.15  # members whose costs differ by less count as alike
 _REMEMBERED = 1024
 """Dead incarnations that are known as such. Older ones are as good as unknown: they may join again."""
 
@@ -71,20 +73,36 @@ class Member:
     totals: LinkTotals = field(default_factory=LinkTotals)
 
     costs: CostModel = field(init=False)
-    """Its own profile, or the conservative defaults."""
+    """Its own: by its profile, then as it has learnt them; or the conservative defaults."""
+    _costs_told: bytes = field(init=False)
     costs_note: str = field(init=False)
     """Why its profile is not used; empty: it is, or there is none."""
 
     def __post_init__(self) -> None:
+        self.costs, self._costs_told = CostModel(), b""
         self.introduce(self.info)
 
     def introduce(self, info: PeerInfo) -> None:
         """What it says of itself when it joins, or joins again."""
-        self.info, self.costs, self.costs_note = info, CostModel(), ""
+        self.info, self.costs_note = info, ""
+        self.learn_costs(info.costs)
+
+    @property
+    def has_told_costs(self) -> bool:
+        """Whether its costs are its own."""
+        return bool(self._costs_told)
+
+    def learn_costs(self, told: bytes) -> bool:
+        """What it says of its costs; empty: nothing. Returns whether they are others than before."""
+        if not told or told == self._costs_told:
+            return False
+        self._costs_told = told
         try:
-            self.costs = CostModel.decoded(info.costs) if info.costs else self.costs
+            self.costs = CostModel.decoded(told)
         except UserError as error:
             self.costs_note = f"its costs are not used: {error}"
+            return False
+        return True
 
     @property
     def peer(self) -> Peer:
@@ -138,6 +156,7 @@ class Registry:
 
     __slots__ = (
         "_by_number",
+        "_costs",
         "_dead",
         "_dead_order",
         "_free",
@@ -166,6 +185,7 @@ class Registry:
         #: of the members with a model, while there are any
         self.namespace = ""
         self.geometry: KVGeometry | None = None
+        self._costs: CostModel | None = None  # that a member with a model has told last
 
     def __len__(self) -> int:
         return len(self._members)
@@ -236,7 +256,27 @@ class Registry:
             self.namespace, self.geometry = info.namespace, info.geometry
         self._members[member.name] = member
         self.members_digest ^= members_digest([member.peer])
+        if member.has_model and info.costs:
+            self._costs = member.costs
+        elif member.has_model and self._costs is not None:
+            member.costs = self._costs
         return member
+
+    def learn_costs(self, member: Member, told: bytes) -> list[Member]:
+        """``member`` says what it has learnt of its costs (``told``; empty: nothing). Returns the members whose costs
+        are others now: those that have told nothing take the same ones, since with assumed costs they would get no
+        request to learn from. Costs that hardly differ from those of another member become the same: else all would
+        be placed on the one that has measured a little less."""
+        if not member.learn_costs(told):
+            return []
+        others = [other for other in self if other is not member and other.has_model]
+        alike = [other.costs for other in others if other.has_told_costs]
+        alike = [costs for costs in alike if are_alike(member.costs, costs, _ALIKE_SHARE)]
+        self._costs = member.costs = alike[0] if alike else member.costs
+        unsure = [other for other in others if not other.has_told_costs]
+        for other in unsure:
+            other.costs = self._costs
+        return [member, *unsure]
 
     def leave(self, member: Member, *, is_final: bool = True) -> None:
         """``member`` is gone; its number may be given to another. ``is_final``: this incarnation never comes again."""

@@ -133,7 +133,7 @@ class SequenceAdmission:
                 return True
         if is_parked:
             return layers.resume(sequence, headroom)
-        if crowded and self._overtakes > _OVERTAKES_MAX:
+        if layers.overtaking.left_tokens == 0 or (crowded and self._overtakes > _OVERTAKES_MAX):
             return False
         begins = memory.attach_by_layer(sequence, headroom, crowded=crowded)
         self._overtakes += crowded and begins
@@ -142,9 +142,10 @@ class SequenceAdmission:
     def parked(self) -> Iterator[Sequence]:
         """Parked sequences by turns of their tenants, in rank order within one. The caller admits each, or asks for no
         more."""
-        parked, turns = self.state.parked, self.state.turns
+        parked, turns, objectives = self.state.parked, self.state.turns, self.state.objectives
         while parked:
-            yield parked.line(turns.in_turn(parked.tenants)[0])[0]
+            line = parked.line(turns.in_turn(parked.tenants)[0])
+            yield line[0] if objectives is None else objectives.next_in_turn(line, self.state.now)
             self._overtakes = 0  # one has been admitted
 
     def _first_time(self, sequence: Sequence, now: int, from_dram: int) -> None:

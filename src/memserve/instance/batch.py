@@ -27,6 +27,8 @@ class InflightPlan:
     prefill_tokens: int = 0
     #: pairs of a prefill token and one that it attends to: the work of its attention
     prefill_pairs: int = 0
+    #: of them, those of prompts that have no room whole, and are computed before it is their turn
+    overtaking_tokens: int = 0
     #: the first of ``targets`` that were decoding when the plan was begun
     decode_rows: int = 0
     #: slot -> how many drafted tokens stand in its row; the last of ``targets`` have them
@@ -135,6 +137,7 @@ class BatchBuilder:
         plan.counts.append(end - start)
         inflight.prefill_tokens += end - start
         inflight.prefill_pairs += attended_pairs(end - start, start)
+        inflight.overtaking_tokens += end - start if sequence.overtakes else 0
         if self.reports_prompt(sequence):
             self.prompt_logprobs += end - start
             plan.prompt_logprob_rows.append(row)

@@ -99,7 +99,7 @@ class ClusterLink:
         self._intake = intake
         self._pins = pins
         self._geometry = geometry
-        self._pulls: dict[int, str] = {}  # pull job -> name of the peer
+        self._pulls: dict[int, tuple[str, int]] = {}  # pull job -> name of the peer, pieces
         self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
         self._outbox: list[Action] = []
         self._owner_messages: dict[type, Callable[[Any, int], None]] = {
@@ -156,10 +156,12 @@ class ClusterLink:
     def pages_done(self, event: PagesSealed | PagesPulled, now: int) -> None:
         """The host has sealed or pulled pages."""
         if isinstance(event, PagesPulled):
-            name = self._pulls.pop(event.job_id, None)
-            if name is not None and event.link:
+            name, pieces = self._pulls.pop(event.job_id, ("", 0))
+            if name and event.link:
+                far = self.fetches.far[name] = event.link in FAR_LINKS
                 self._links[name] = event.link
-                self.fetches.far[name] = event.link in FAR_LINKS
+                if not event.error:
+                    self._state.costs.learn_link(name, not far, event.pulled_bytes, pieces, event.spent_ns)
         self._act(self.exchange.handle(event, now), now)
 
     def step_ended(self, step_id: int, now: int) -> None:
@@ -246,7 +248,8 @@ class ClusterLink:
         actions += self.segments.take_news(self.routers.router_of)
         for action in self.exchange.take_actions():
             if isinstance(action, PullPages):
-                self._pulls[action.job_id] = action.peer.name
+                pages = action.end_layer - action.first_layer if action.by_page else 1
+                self._pulls[action.job_id] = action.peer.name, len(action.src_blocks) * pages
             self._outbox.append(action)
         actions += self._outbox
         self._outbox.clear()

@@ -245,6 +245,8 @@ class StepFinished:
     ``LateDraw``."""
     link: LinkUse | None = None
     """What the step used. None: nothing lies by layer."""
+    copies_ns: int = 0
+    """Of ``device_ns``: before the rows, for ``plan.copies``. 0: there were none, or they are not timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +308,8 @@ class LoadRead:
     stats: bytes = b""
     followers: tuple[tuple[Peer, Load, int], ...] = ()
     """What each router is told that is not the owner: the load with the totals of its link, and its ``next_event``."""
+    costs: bytes = b""
+    """What it has learnt of its costs (``CostModel.encode``). Empty: nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from memserve.units import NS_PER_MS, ceil_div
 
 GATHER_NS = NS_PER_MS
 """Requests that come to a busy instance within this time are decided together: they share the link and the device."""
+LINK_TRIAL_BLOCKS = (8, 2, 16)
+"""Of the first fetches over a link of which nothing is known: their sizes differ, so that a curve follows from them."""
 _LOOKS_AHEAD = 16  # of a line that a request waits behind
 
 
@@ -57,6 +59,7 @@ class Fetches:
         "_geometry",
         "_state",
         "_trials",
+        "_tried",
         "_wait_max_ns",
         "asked",
         "decide_at_ns",
@@ -83,6 +86,7 @@ class Fetches:
         self._flights: dict[str, _Flight] = {}
         #: fetch ids of those that no request waits for
         self._trials: set[str] = set()
+        self._tried = 0  # links that were tried
         #: names of peers with pages that come over a network
         self.far: dict[str, bool] = {}
         #: by the names of stores
@@ -174,7 +178,7 @@ class Fetches:
                 if choice.tokens:
                     self._ask(group, holder, prefix.own_tokens, choice, now)
                 else:
-                    self._try_disk(group, holder, prefix, now)
+                    self._try(group, holder, prefix, now)
                     groups.append(group)  # its next holder may be nearer
 
     def _next_holder(self, group: Group, now: int) -> tuple[Holder, Prefix] | None:
@@ -192,8 +196,9 @@ class Fetches:
                 on_disk = min(holder.disk_tokens, remote_tokens)
                 speed = self._disks.get(holder.peer.name)
                 disk = speed.curve if speed is not None else None
-                own_hbm = own - dram_tokens
-                return holder, Prefix(len(tokens), own_hbm, dram_tokens, remote_tokens, near, after_ns, on_disk, disk)
+                own_hbm, link = own - dram_tokens, self._state.costs.links.curve(holder.peer.name, near)
+                prefix = Prefix(len(tokens), own_hbm, dram_tokens, remote_tokens, near, after_ns, on_disk, disk, link)
+                return holder, prefix
         self._admit(group)
         return None
 
@@ -243,14 +248,22 @@ class Fetches:
         """Until the link is free, as far as is known."""
         return max(0, max((flight.ends_ns for flight in self._flights.values()), default=0) - now)
 
-    def _try_disk(self, group: Group, holder: Holder, prefix: Prefix, now: int) -> None:
-        """The prefix is computed. If that is because the holder's disks were slow: look whether they still are, with a
-        few blocks that the request does not wait for."""
-        speed = self._disks.get(holder.peer.name)
-        if speed is None or not prefix.disk_tokens or self._trials or not speed.wants_trial(now):
+    def _try(self, group: Group, holder: Holder, prefix: Prefix, now: int) -> None:
+        """The prefix is computed. If that is because the holder's disks were slow, or because nothing is known of the
+        link to it: look what they take, with a few blocks that the request does not wait for."""
+        speed, blocks = self._disks.get(holder.peer.name), TRIAL_BLOCKS
+        if self._trials:
             return
-        speed.trial_begins(now)
-        end = prefix.own_tokens + min(TRIAL_BLOCKS * self._geometry.block_tokens, prefix.remote_tokens)
+        if prefix.disk_tokens:
+            if speed is None or not speed.wants_trial(now):
+                return
+            speed.trial_begins(now)
+        elif self._state.costs.is_measured or self._state.costs.links.is_known(prefix.same_host):
+            return
+        else:
+            self._tried = self._tried % len(LINK_TRIAL_BLOCKS) + 1
+            blocks = LINK_TRIAL_BLOCKS[self._tried - 1]
+        end = prefix.own_tokens + min(blocks * self._geometry.block_tokens, prefix.remote_tokens)
         deadline_ns = now + self._wait_max_ns
         self._trials.add(self._fetch(group, holder, prefix.own_tokens, end, now, deadline_ns, 0))
 
@@ -306,7 +319,7 @@ class Fetches:
         block_tokens, token_bytes = self._geometry.block_tokens, self._geometry.token_bytes
         wanted = (flight.end_block - flight.first_block) * block_tokens
         got = outcome.tokens - flight.first_block * block_tokens if outcome.ok else 0
-        link = self._state.costs.model.link(flight.near)
+        link = self._state.costs.links.curve(flight.holder.peer.name, flight.near)
         spent_ns = now - flight.begins_ns - link.kv_ns(outcome.pulled_blocks * block_tokens, block_tokens, token_bytes)
         told_ns = speed.told.kv_ns(got or wanted, block_tokens, token_bytes)
         if got >= wanted:  # also where a part was computed here before it came

@@ -26,7 +26,7 @@ from memserve.instance.events import LinkUse, PlaceByLayer, StepPlan
 from memserve.instance.layer_moves import LayerMoves
 from memserve.instance.layered_kv import LayeredKV
 from memserve.instance.sequence import Phase
-from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget, LayerPolicy, Lying, layer_order
+from memserve.policy.layers import CHUNK_BLOCKS, LayerBudget, LayerPolicy, Lying, Overtaking, layer_order
 from memserve.tiers import AS_COMPUTED
 from memserve.types import Tier, TokenArray
 from memserve.units import NS_PER_MS, ceil_div
@@ -34,7 +34,7 @@ from memserve.units import NS_PER_MS, ceil_div
 if TYPE_CHECKING:
     from memserve.instance.sequence import Sequence
     from memserve.mempool.pool import BlockPool
-    from memserve.policy.reuse import PreemptionModel
+    from memserve.policy.learnt import PreemptionModel
 
 _RESERVE_SHARE = 16  # of HBM: 1 / this, at most
 _IDLE_SHARE = 4  # 1 / this of HBM lies idle: rather than leave that to what may come, let a parked sequence have it
@@ -45,25 +45,10 @@ class LayerPlacer:
     """Admits by layer what does not fit whole, moves pages with each plan, and says what is parked."""
 
     __slots__ = (
-        "_block_tokens",
-        "_budget",
-        "_chunk_max",
-        "_costs",
-        "_moves",
-        "_plan",
-        "_pool",
-        "_steps_in_flight",
-        "_usual",
-        "_wanted",
-        "admitted",
-        "arrivals",
-        "converted",
-        "link",
-        "parked",
-        "policy",
-        "resumed",
+        "_block_tokens", "_budget", "_chunk_max", "_costs", "_moves", "_plan", "_pool", "_steps_in_flight", "_usual",
+        "_wanted", "admitted", "arrivals", "converted", "link", "overtaking", "parked", "policy", "resumed",
         "sequences",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -92,6 +77,7 @@ class LayerPlacer:
         self._usual = 0  # blocks that the last one needed
         self.admitted = self.converted = self.parked = self.resumed = 0
         self.link = LinkUse()
+        self.overtaking = Overtaking(block_tokens, costs.model.free_tokens)
 
     @property
     def is_busy(self) -> bool:
@@ -102,6 +88,11 @@ class LayerPlacer:
     def num_layers(self) -> int:
         """Layers of the model: pages of a block."""
         return self._budget.num_layers
+
+    @property
+    def link_bytes_s(self) -> float:
+        """What the link between HBM and DRAM carries, as far as is known."""
+        return self._budget.link_bytes_s
 
     @property
     def _window(self) -> int:
@@ -165,9 +156,18 @@ class LayerPlacer:
         block_ns = self._costs.model.prefill.token_ns * self._block_tokens if self._costs.samples else 0.0
         return min(self._budget.chunk_blocks(entries, block_ns), entries) * self._block_tokens
 
+    def overtaking_tokens(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of ``budget`` for the next piece of a prompt without room, which reads back what is before it."""
+        token_ns, entries = self._costs.model.prefill.token_ns, sequence.computed // self._block_tokens
+        link_ns = self._budget.link_ns(entries)
+        least = min(int((link_ns - self._costs.decode_ns) / max(1.0, token_ns)), sequence.known - sequence.computed)
+        return self.overtaking.limit(budget, least)
+
     def writes(self, sequence: Sequence, start: int, end: int) -> None:
         """The plan that is being made computes tokens ``[start, end)`` of ``sequence``."""
         kv, access = sequence.layered, self._pool.access
+        if sequence.overtakes:
+            self.overtaking.add(end - start)
         if kv is not None and access is not None:
             first, last = start // self._block_tokens - kv.first, ceil_div(end, self._block_tokens) - kv.first
             access.copied(Tier.HBM, (), Tier.DRAM, kv.dram_blocks[max(0, first) : max(0, last)])
@@ -246,6 +246,7 @@ class LayerPlacer:
         """``plan`` is begun: what the last one has moved is where it should be. ``beside``: others decode in it, and
         shall not wait for what comes up."""
         self._plan, self._wanted = plan, 0
+        self.overtaking.begin(beside=beside and self.policy.bounds_delays)
         pages_max = self._budget.pages_max(self._costs.decode_ns)
         self.arrivals.go_on(plan, pages_max // self.num_layers if beside else None)
         self.sequences = [sequence for sequence in self.sequences if sequence.layered is not None]
@@ -300,6 +301,7 @@ class LayerPlacer:
     def stepped(self, link: LinkUse) -> None:
         """A step has used the link: all that lie by layer have waited as long as it has."""
         self.link.add(link)
+        self._budget.link.learn(link.up_bytes + link.down_bytes, link.busy_ns)
         for _, kv in self._lying():
             kv.waited_ns += link.waited_ns
 
@@ -314,7 +316,8 @@ class LayerPlacer:
         return [(sequence, kv) for sequence in self.sequences if (kv := sequence.layered) is not None]
 
     def _pages_read_back(self) -> int:
-        return sum(self._passing_pages(kv) for sequence, kv in self._lying() if sequence.phase is Phase.DECODING)
+        decoding = [kv for sequence, kv in self._lying() if sequence.phase is Phase.DECODING]
+        return sum(kv.passing_pages(self.num_layers) for kv in decoding)
 
     def make_room(self) -> bool:
         """Give up one kept layer, of the latest request that keeps one. False: none does."""
@@ -343,9 +346,6 @@ class LayerPlacer:
         while needed > self._pool.available() and self.make_room():
             pass
         return needed <= self._pool.available()
-
-    def _passing_pages(self, kv: LayeredKV) -> int:
-        return len(kv.dram_blocks) * (self.num_layers - len(kv.kept))
 
     # -- going
 

@@ -87,6 +87,10 @@ class LayeredKV:
         kept = [frame for frames in self.kept.values() for frame in frames]
         return [*kept, *self.staging[0], *self.staging[1], *(self.moving.hbm_frames if self.moving else ())]
 
+    def passing_pages(self, num_layers: int) -> int:
+        """Pages that a step reads back: of the layers that are not kept."""
+        return len(self.dram_blocks) * (num_layers - len(self.kept))
+
 
 def whole_blocks(layers: int, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> MovePages:
     """The pages of all layers of the blocks ``src``, to the blocks ``dst``."""

@@ -45,8 +45,8 @@ from memserve.kv_transfer.events import PagesPulled, PagesSealed
 from memserve.mempool.pool import BlockPool
 from memserve.messages import Load, Peer
 from memserve.policy.capacity import context_tokens, running_max
-from memserve.policy.layers import LINK_BYTES_S, TPOT_NS, LayerBudget, LayerPolicy
-from memserve.policy.reuse import PreemptionCosts, PreemptionModel
+from memserve.policy.layers import TPOT_NS, LayerBudget, LayerPolicy, LinkRate
+from memserve.policy.learnt import PreemptionCosts, PreemptionModel
 from memserve.serving import (
     ClockTicked,
     EmitTokens,
@@ -305,7 +305,8 @@ class Instance:
         if link is None:
             return LoadRead(load, 0)
         followers = [(peer, told, link.news.for_heartbeat(peer, now)) for peer, told in link.routers.loads(load)]
-        return LoadRead(load, link.news.for_heartbeat(link.router, now), followers=tuple(followers))
+        costs = self.state.costs.told()
+        return LoadRead(load, link.news.for_heartbeat(link.router, now), costs=costs, followers=tuple(followers))
 
     def stats(self) -> InstanceStats:
         """State now, and totals since the start."""
@@ -330,10 +331,12 @@ class Instance:
 
 def _layer_placer(config: InstanceConfig, memory: SequenceMemory, geometry: KVGeometry) -> LayerPlacer:
     scheduler = config.scheduler
-    link_bytes_s = scheduler.link_bytes_s or LINK_BYTES_S
+    link_bytes_s, costs = scheduler.link_bytes_s, memory.costs
+    is_known = link_bytes_s is not None or costs.is_measured
+    link = LinkRate(link_bytes_s or costs.model.swap_in.bytes_s(geometry.block_bytes), is_measured=is_known)
     # what crosses the link; where there is none, to convert a page takes as long as to copy it whole
     page_bytes = lower_page_bytes(geometry, config.pool.lower_dtype) if scheduler.link_bytes_s else geometry.page_bytes
-    budget = LayerBudget(geometry.num_layers, page_bytes, link_bytes_s, scheduler.slo_tpot_ns or TPOT_NS)
+    budget = LayerBudget(geometry.num_layers, page_bytes, link, scheduler.slo_tpot_ns or TPOT_NS)
     chunk_blocks_max = ceil_div(scheduler.chunk_tokens, memory.block_tokens)
     policy = LayerPolicy.named(scheduler.layerwise)
     return LayerPlacer(

@@ -306,12 +306,12 @@ class MemberMachine:
         if self._members_digest is None:
             self._members_digest = members_digest([self.me, *(info.peer for info in self._peers.values())])
         heartbeat = Heartbeat(
-            read.load, read.next_event, read.stats, self._members_digest, self.addresses.wants_ack(now)
+            read.load, read.next_event, read.stats, self._members_digest, self.addresses.wants_ack(now), read.costs
         )
         self._do(Send(ANY_ROUTER, heartbeat))  # a restarted router shall hear it too
         for follower, load, next_event in read.followers:
             if self.knows(follower):
-                self._do(Send(follower, Heartbeat(load, next_event, read.stats)))
+                self._do(Send(follower, Heartbeat(load, next_event, read.stats, costs=read.costs)))
                 if self.drains:
                     self._do(Send(follower, Drain()))
         if self._why:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memserve.instance.layered import LayerPlacer
     from memserve.instance.sequence import Sequence
     from memserve.mempool.pool import BlockPool, Lease
-    from memserve.policy.reuse import PreemptionModel
+    from memserve.policy.learnt import PreemptionModel
     from memserve.types import Request, TokenArray
 
 

@@ -11,6 +11,9 @@ come. With the step alone a long answer spends at its start what it lacks at its
 may be computed for as long as the smallest slack lasts. Algorithm 1 admits whole prompts by it; here it bounds the
 prefill tokens of every plan, which holds the same line where prompts are computed in pieces.
 
+An answer that was swapped out behind its first token gets no token until others have ended. That time counts, too:
+prompts are held back where it would miss. Those that cannot be in time any more wait for those that can.
+
 A request that misses its objective even if no prompt comes any more does not hold others up: without hope for any of
 them the plan is filled as without objectives.
 """
@@ -18,15 +21,18 @@ them the plan is filled as without objectives.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from memserve.config import SchedulerConfig
 from memserve.errors import check
 from memserve.instance.sequence import Group, Sequence
+from memserve.policy.learnt import PreemptionModel
 from memserve.policy.lengths import OutputLengths, Prediction
-from memserve.policy.reuse import PreemptionModel
 from memserve.types import FinishReason
 from memserve.units import NS_PER_MS, ceil_div
 
+_LATE_WAITS = 2  # times the time that it was given: longer no answer waits for others because it is late
+_LOOKS_AHEAD = 64  # of the answers that wait for memory
 _AIMS_SHARE = 20  # slack is counted against a twentieth less than the objective: steps become longer as batches grow
 
 
@@ -102,10 +108,12 @@ class Objectives:
 
     # -- what is allowed
 
-    def prefill_tokens(self, decoding: list[Sequence], first: Sequence, budget: int, now: int) -> int:
+    def prefill_tokens(
+        self, decoding: list[Sequence], first: Sequence, budget: int, now: int, swapped: list[Sequence] | None = None
+    ) -> int:
         """Prefill tokens that the next plan, which begins at ``now``, may hold: at most ``budget``, which is positive.
-        ``first``: the prompt that is next."""
-        slacks_ns = self.slacks_ns(decoding, now)
+        ``first``: the prompt that is next; ``swapped``: answers that wait in DRAM for memory, in rank order."""
+        slacks_ns = self.slacks_ns(decoding, now) + self.swapped_slacks_ns(decoding, swapped or [], now)
         if not slacks_ns or not self._costs.samples:  # nothing holds it back, or nothing is known of prefill yet
             return budget
         curve = self._costs.model.prefill
@@ -142,12 +150,54 @@ class Objectives:
             if sequence.expected_tokens <= told:
                 sequence.expected_tokens = self.expected(sequence).lower
             past, future = told - sequence.since_tokens, max(1, sequence.expected_tokens - told)
-            spent_ns = now - (sequence.since_ns or now) - sequence.parked_ns
+            spent_ns = now - (sequence.since_ns or now)
             left_ns = aim_ns * (past + future) - spent_ns
             if left_ns >= future * decode_ns:
-                so_far_ns = max(decode_ns, min(spent_ns // max(1, past), aim_ns))
+                pace_ns = (spent_ns - sequence.parked_ns) // max(1, past)
+                so_far_ns = max(decode_ns, min(pace_ns, aim_ns))
                 slacks.append(left_ns - future * (decode_ns + so_far_ns) // 2)
         return slacks
+
+    def swapped_slacks_ns(self, decoding: list[Sequence], swapped: list[Sequence], now: int) -> list[int]:
+        """The same for answers that get no tokens until others have ended: each goes on where the next one of those
+        before it ends, if all of them take what a step without prompts takes."""
+        if not swapped:
+            return []
+        decode_ns, slacks = self._decode_step_ns(len(decoding)), list[int]()
+        ends_ns = [self._length_left(sequence)[1] * decode_ns for sequence in decoding if sequence.out]
+        heapify(ends_ns)
+        for sequence in swapped[:_LOOKS_AHEAD]:
+            past, left = self._length_left(sequence)
+            if self._is_late(sequence, past, left, now):
+                continue  # it waits for the others
+            end_ns = (heappop(ends_ns) if ends_ns else 0) + left * decode_ns
+            heappush(ends_ns, end_ns)
+            tpot_ns, spent_ns = self._tpot_of(sequence.group), now - (sequence.since_ns or now) + end_ns
+            if spent_ns <= tpot_ns * (past + left):
+                slacks.append((tpot_ns - tpot_ns // _AIMS_SHARE) * (past + left) - spent_ns)
+        return slacks
+
+    def next_in_turn(self, swapped: list[Sequence], now: int) -> Sequence:
+        """Which of ``swapped``, answers that wait in DRAM in rank order, gets memory next: the first that can still be
+        in time. One that cannot waits for them, until it has taken twice its time."""
+        some = swapped[:_LOOKS_AHEAD]
+        in_time = (one for one in some if not self._is_late(one, *self._length_left(one), now))
+        return next(in_time, swapped[0])
+
+    def _is_late(self, sequence: Sequence, past: int, left: int, now: int) -> bool:
+        since_ns, group = sequence.since_ns, sequence.group
+        if since_ns is None or not left:
+            return False
+        given_ns, ttft_ns = self._tpot_of(group) * (past + left), self._ttft_of(group)
+        ends_ns = now - since_ns + left * self._decode_step_ns(1)
+        missed = ends_ns > given_ns or (ttft_ns is not None and since_ns - group.arrived_ns > ttft_ns)
+        return missed and now - since_ns < _LATE_WAITS * given_ns
+
+    def _length_left(self, sequence: Sequence) -> tuple[int, int]:
+        """Tokens that were told since its time began, and those that are expected behind them; 0: nothing is known."""
+        told, expected = len(sequence.out) + sequence.inflight, self.expected(sequence)
+        past = told - sequence.since_tokens
+        return past, expected.median - told if expected.median > told + 1 else 0
 
     def _decode_step_ns(self, rows: int) -> int:
         return self._costs.decode_ns or self._costs.model.decode.ns(rows, 0)

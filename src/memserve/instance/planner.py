@@ -152,7 +152,7 @@ class Planner:
         first = next((line[0] for line in lines if line), None)
         if state.objectives is None or first is None:
             return budget
-        left = state.objectives.prefill_tokens(state.decoding.items, first, budget, begins_ns)
+        left = state.objectives.prefill_tokens(state.decoding.items, first, budget, begins_ns, list(state.parked))
         least, layers = state.memory.block_tokens, state.memory.layers
         if layers is not None and first.layered is not None:
             least = min(layers.piece_tokens(first), first.known - first.computed)  # each piece reads back the others
@@ -292,6 +292,8 @@ class Planner:
         chunk_max = self.config.chunk_tokens
         if sequence.layered is not None and sequence.layered.chunk_tokens:
             chunk_max = min(chunk_max, sequence.layered.chunk_tokens)
+        if layers is not None and sequence.overtakes:
+            budget = layers.overtaking_tokens(sequence, budget)
         if batch.reports_prompt(sequence):
             chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
         return chunk_tokens(sequence.computed, sequence.known, chunk_max, budget, block_tokens)

@@ -28,6 +28,25 @@ class StepResults:
         #: None: no drafts
         self.speculation = speculation
 
+    def _learn(self, plan: InflightPlan, event: StepFinished) -> None:
+        """How long steps and copies of this kind take, and what prompts that overtake take from answers."""
+        state, costs, layers = self.state, self.state.costs, self.state.memory.layers
+        step_ns = event.device_ns - event.copies_ns
+        if event.copies_ns:
+            moved = sum([len(copy.src) for copy in plan.plan.copies if copy.src_tier is not copy.dst_tier])
+            costs.learn_swap(moved, event.copies_ns)
+        if layers is not None:
+            layers.overtaking.pass_time(step_ns, len(state.groups))
+            if plan.overtaking_tokens and plan.decode_rows and costs.decode_ns:
+                share = plan.overtaking_tokens / plan.prefill_tokens
+                alone_ns = costs.model.prefill.work_ns(plan.prefill_tokens, plan.prefill_pairs)
+                more_ns = round(share * (step_ns - costs.decode_ns))
+                layers.overtaking.learn(plan.overtaking_tokens, more_ns, share * alone_ns, 1 + len(state.parked))
+        if plan.plan.slots and not plan.drafts:
+            costs.learn(plan.prefill_tokens, plan.decode_rows, step_ns, plan.prefill_pairs)
+            if not (plan.prefill_tokens or costs.is_measured):
+                costs.learn_decode(plan.decode_rows, sum(plan.plan.starts) + plan.decode_rows, step_ns)
+
     def apply(self, plan: InflightPlan, event: StepFinished) -> None:
         """Deliver the sampled tokens of ``plan``."""
         counters = self.state.counters
@@ -40,8 +59,7 @@ class StepResults:
         check(len(tokens) == len(targets), f"step {plan.step_id}: {len(tokens)} tokens for {len(targets)} draws")
         if self.speculation is not None:
             self.speculation.learn(plan, event)
-        if plan.plan.slots and not plan.drafts:
-            self.state.costs.learn(plan.prefill_tokens, plan.decode_rows, event.device_ns, plan.prefill_pairs)
+        self._learn(plan, event)
         if event.failed:  # first: further results of sequences that have ended are dropped
             self._end_failed(plan, event.failed)
         if event.prompt_logprobs:

@@ -322,6 +322,11 @@ class Sequence(_core.SequenceRow):
         return len(self.blocks) if self.layered is None else len(self.blocks) + len(self.layered.dram_blocks)
 
     @property
+    def overtakes(self) -> bool:
+        """Whether its prompt is computed although it has no room whole: by its turn it would wait."""
+        return self.layered is not None and not self.out
+
+    @property
     def blocks_held(self) -> int:
         """HBM blocks, whole ones and frames."""
         return len(self.blocks) if self.layered is None else len(self.blocks) + len(self.layered.frames)

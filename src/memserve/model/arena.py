@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,6 +55,7 @@ class KvArenas:
         """``hbm``: memory that the workers of an instance share, for the tier of that name. None: its own. ``worker``:
         this worker's number and how many there are, each of which prepares its part of that memory."""
         self.block_bytes = block_bytes
+        self._copied_ns = 0
         self._lower = lower
         #: the tiers that peers can read; only with ``shared``, only those that have blocks
         self.shared: dict[Tier, _core.SharedArena] = {}
@@ -96,6 +98,16 @@ class KvArenas:
 
     def copy(self, order: CopyBlocks) -> None:
         """Copy whole blocks, in the order given (an earlier destination may be a later source)."""
+        began_ns = time.perf_counter_ns()
+        self._copy(order)
+        self._copied_ns += time.perf_counter_ns() - began_ns if order.src_tier != order.dst_tier else 0
+
+    def take_copied_ns(self) -> int:
+        """Time of the copies between tiers since the last call."""
+        copied_ns, self._copied_ns = self._copied_ns, 0
+        return copied_ns
+
+    def _copy(self, order: CopyBlocks) -> None:
         source, target = self._tier(order.src_tier), self._tier(order.dst_tier)
         chained = order.src_tier == order.dst_tier and not set(order.src).isdisjoint(order.dst)
         if chained:

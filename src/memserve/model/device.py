@@ -136,8 +136,8 @@ class ModelDevice:
         except BaseException:
             self._copier.call_off()  # later plans may use the same pages
             raise
-        link = self._copier.take_used()
-        return replace(finished, device_ns=time.perf_counter_ns() - started_ns, link=link)
+        link, copies_ns = self._copier.take_used(), self._arenas.take_copied_ns()
+        return replace(finished, device_ns=time.perf_counter_ns() - started_ns, link=link, copies_ns=copies_ns)
 
     def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
         """See :class:`memserve.runtime.ports.Device`."""

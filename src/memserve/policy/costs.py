@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve.errors import UserError
-from memserve.units import NS_PER_MS, ceil_div
+from memserve.units import NS_PER_MS, NS_PER_S, ceil_div
 
 VERSION = 1
 """Of the dictionary form."""
@@ -54,7 +54,11 @@ class PrefillCurve:
     def step(self, new_tokens: int, pairs: int) -> int:
         """Time of one step over pieces of several prompts: ``new_tokens`` and their ``pairs``, summed over the
         pieces."""
-        return round(self.step_ns + self.token_ns * new_tokens + self.pair_ns * pairs) if new_tokens > 0 else 0
+        return round(self.step_ns + self.work_ns(new_tokens, pairs)) if new_tokens > 0 else 0
+
+    def work_ns(self, new_tokens: int, pairs: int) -> float:
+        """Of that, what grows with the tokens."""
+        return self.token_ns * new_tokens + self.pair_ns * pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,10 @@ class CopyCurve:
     def ns(self, copy_bytes: int, pieces: int = 1) -> int:
         """Time to move ``copy_bytes`` altogether, in ``pieces`` pieces."""
         return round(self.start_ns + self.piece_ns * pieces + self.byte_ns * copy_bytes) if copy_bytes > 0 else 0
+
+    def bytes_s(self, piece_bytes: int) -> float:
+        """Bytes a second of a long copy in pieces of ``piece_bytes``."""
+        return NS_PER_S / max(self.byte_ns + self.piece_ns / piece_bytes, 1e-3)
 
     def kv_ns(self, tokens: int, block_tokens: int, token_bytes: int, block_pieces: int = 1) -> int:
         """Time to move the KV of ``tokens`` tokens, in whole blocks of ``block_pieces`` pieces: 1 when a block is moved
@@ -136,6 +144,12 @@ class CostModel:
     def decode_step_ns(self, batch: int, context_tokens: int) -> int:
         """Time of one step of ``batch`` sequences that attend to ``context_tokens`` tokens altogether."""
         return self.decode.ns(batch, context_tokens)
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens of a prompt that a step of decodes is expected to compute in no more time: while it reads the weights
+        for a few rows, it has arithmetic to spare."""
+        return int(max(0.0, self.decode.step_ns - self.prefill.step_ns) / max(1.0, self.prefill.token_ns))
 
     def scaled(self, prefill_scale: float) -> CostModel:
         """These costs with prefill times scaled, as learned from finished steps."""
@@ -223,6 +237,18 @@ def fit_copy(samples: Sequence[Sample]) -> CopyCurve:
     return CopyCurve(*_coefficients(rows, samples))
 
 
+Row = tuple[float, float, float]
+"""What a time is made of: what the coefficients of a curve are multiplied with."""
+
+
+def fit_rows(kind: type[Curve], rows: Sequence[Row], times_ns: Sequence[int]) -> Curve:
+    """The curve of ``kind`` through ``times_ns``. Raises :class:`UserError` for fewer than three."""
+    features = [(row[0], row[1], row[2]) for row in rows]
+    if kind is CopyCurve and len({row[2] / max(1.0, row[1]) for row in rows}) == 1:
+        features = [(row[0], 0.0, row[2]) for row in rows]  # pieces of one size: as in fit_copy
+    return kind(*_coefficients(features, [Sample(0, 0, ns) for ns in times_ns]))
+
+
 def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Curve]) -> tuple[Curve, Quality]:
     """The curve through all samples, and how well one through two thirds of them predicts the rest.
 
@@ -238,7 +264,7 @@ def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Cu
     return fit(ordered), Quality(len(errors), median(errors), max(errors))
 
 
-def _coefficients(features: list[tuple[int, int, int]], samples: Sequence[Sample]) -> tuple[float, float, float]:
+def _coefficients(features: Sequence[Row], samples: Sequence[Sample]) -> tuple[float, float, float]:
     """Least squares of the relative error: a prompt of 100 tokens is estimated as well as one of 8,000.
 
     Fitted repeatedly with less weight on outliers (Huber): one slow moment of the machine must not distort

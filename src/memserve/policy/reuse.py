@@ -1,7 +1,7 @@
 """Where KV comes from: reused where it lies, swapped in, fetched from another instance, or recomputed.
 
-:func:`decide_batch` chooses for the prompts that an instance gets together, :class:`PreemptionModel` for a sequence
-that is preempted or admitted (MemServe 4 and 5.3). Both use the curves of ``policy/costs.py``.
+:func:`decide_batch` chooses for the prompts that an instance gets together (MemServe 4 and 5.3), by the curves of
+``policy/costs.py``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve
+from memserve.policy.costs import CopyCurve, CostModel
 from memserve.types import KVGeometry
-from memserve.units import NS_PER_MS, NS_PER_S, ceil_div
+from memserve.units import NS_PER_MS, ceil_div
 
-_SMOOTHING = 8  # the weight of a new measurement is 1/8
-_TYPICAL_TOKENS = 256
 _DISK_PATIENCE = 3
-_STEP_SHARE_MIN = 8  # prefill tokens per decode row: a step with fewer says little about prefill
 
 
 class Way(enum.StrEnum):
@@ -46,6 +43,9 @@ class Prefix:
     """Of ``remote_tokens``: on the disks of a store, which reads them into its memory first."""
     disk: CopyCurve | None = None
     """What reading those disks costs. None: as the costs of this instance say."""
+
+    link: CopyCurve | None = None
+    """What moving from there costs. None: as the costs of this instance say."""
 
     @property
     def own_tokens(self) -> int:
@@ -196,12 +196,12 @@ def _fetch_ns(costs: CostModel, geometry: KVGeometry, prefix: Prefix, tokens: in
     """The first ``tokens`` of ``prefix.remote_tokens``. Those on a disk may be any of them: as many as there can be."""
     disk = prefix.disk or costs.disk
     read_ns = _kv_ns(disk, geometry, min(tokens, prefix.disk_tokens))
-    return _kv_ns(costs.link(prefix.same_host), geometry, tokens, pieces) + read_ns
+    return _kv_ns(prefix.link or costs.link(prefix.same_host), geometry, tokens, pieces) + read_ns
 
 
 def _hidden_tokens(costs: CostModel, geometry: KVGeometry, prefix: Prefix, pieces: int, free_ns: int) -> int:
     """How many of the remote tokens can be fetched within ``free_ns``: whole blocks, or all."""
-    link, tokens = costs.link(prefix.same_host), prefix.remote_tokens
+    link, tokens = prefix.link or costs.link(prefix.same_host), prefix.remote_tokens
     block_ns, left_ns = link.piece_ns * pieces + link.byte_ns * geometry.block_bytes, free_ns - link.start_ns
     if prefix.disk_tokens:
         disk = prefix.disk or costs.disk
@@ -269,105 +269,3 @@ def plan_fetches(
         link_ns = _fetch_ns(costs, geometry, prefix, tokens)
         choices.append(FetchChoice(tokens, max(1, min(wait_max_ns, wait_ns)), decision.reason, link_ns))
     return choices
-
-
-# -- sequences that are preempted, and prefixes in DRAM
-
-
-@dataclass(frozen=True, slots=True)
-class PreemptionCosts:
-    """Costs that are assumed before anything is measured."""
-
-    block_bytes: int = 1 << 20
-    """Bytes of one block over all layers (``KVGeometry.block_bytes``)."""
-    link_bytes_per_s: int = 5_000_000_000
-    """Rate of copies between the arena and host memory, one way."""
-    prefill_ns_per_token: int = 500_000
-    """First guess; replaced by measurements as steps finish."""
-    profile: CostModel | None = None
-    """Measured on this machine: replaces the two rates above."""
-
-    @property
-    def model(self) -> CostModel:
-        """The profile, else a model from these rates."""
-        if self.profile is not None:
-            return self.profile
-        copy = CopyCurve(0.0, 0.0, NS_PER_S / self.link_bytes_per_s)
-        return CostModel(prefill=PrefillCurve(0.0, self.prefill_ns_per_token, 0.0), swap_in=copy, swap_out=copy)
-
-
-class PreemptionModel:
-    """Costs in nanoseconds; learns from finished steps how quickly prompts are computed now."""
-
-    __slots__ = ("_block_bytes", "_is_measured", "_known", "_scale", "decode_ns", "model", "samples")
-
-    def __init__(self, costs: PreemptionCosts) -> None:
-        self._block_bytes = costs.block_bytes
-        self._known = costs.model
-        #: all costs, prefill at the learned speed
-        self.model = costs.model
-        self._scale = 1.0
-        self._is_measured = costs.profile is not None
-        self.samples = int(self._is_measured)
-        #: of a step without prefill, lately; 0: none was measured
-        self.decode_ns = 0
-
-    def learn(self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0) -> None:
-        """Learn from a finished step if it had no prefill, or was mostly prefill: the time of other steps says little.
-
-        ``prefill_pairs``: see :func:`memserve.policy.costs.attended_pairs`, over all pieces of prompts. The first step
-        replaces a guess; later steps, and all steps where there is a profile, have a weight of one eighth.
-        """
-        if device_ns > 0 and decode_rows and not prefill_tokens:
-            before_ns = self.decode_ns or device_ns
-            self.decode_ns = before_ns + (device_ns - before_ns) // _SMOOTHING
-        if device_ns <= 0 or prefill_tokens < _STEP_SHARE_MIN * (decode_rows + 1):
-            return
-        scale = device_ns / max(1, self._known.prefill.step(prefill_tokens + decode_rows, prefill_pairs))
-        self._scale = scale if self.samples == 0 else self._scale + (scale - self._scale) / _SMOOTHING
-        self.samples += 1
-        self.model = self._known.scaled(self._scale)
-
-    def step_ns(self, prefill_tokens: int, decode_rows: int, prefill_pairs: int) -> int:
-        """Expected time of a step; 0: it has no prefill, or no step with prefill was measured yet."""
-        if not (prefill_tokens and self.samples):
-            return 0
-        return self.model.prefill.step(prefill_tokens + decode_rows, prefill_pairs)
-
-    @property
-    def prefill_ns_per_token(self) -> int:
-        """Prefill time per token of a prompt of typical length."""
-        return max(1, round(self.recompute_ns(_TYPICAL_TOKENS) / _TYPICAL_TOKENS))
-
-    def recompute_ns(self, tokens: int) -> int:
-        """Time to run ``tokens`` through the model again."""
-        return self.model.prefill_ns(tokens)
-
-    def queue_ns(self, tokens: int) -> int:
-        """Time to compute the ``tokens`` of several waiting prompts of typical length."""
-        return tokens * self.prefill_ns_per_token
-
-    def swap_ns(self, blocks: int) -> int:
-        """Time to copy ``blocks`` out and in again."""
-        copy_bytes = blocks * self._block_bytes
-        return self._known.swap_out.ns(copy_bytes, blocks) + self._known.swap_in.ns(copy_bytes, blocks)
-
-    def reusable_blocks(self, tokens: int, block_tokens: int, hbm_blocks: int, dram_blocks: int) -> int:
-        """Blocks of a cached prefix to reuse for ``tokens`` tokens: those in HBM, and behind them those in DRAM if
-        bringing them up is quicker than computing them again.
-
-        Without a profile all of them are reused: only a profile can show that computing is quicker.
-        """
-        if not (self._is_measured and dram_blocks):
-            return hbm_blocks + dram_blocks
-        own = min(hbm_blocks * block_tokens, tokens - 1)
-        all_of_it = min((hbm_blocks + dram_blocks) * block_tokens, tokens - 1)
-        copy_ns = self._known.swap_in.ns(dram_blocks * self._block_bytes, dram_blocks)
-        saved_ns = self.model.prefill_ns(tokens - own, own) - self.model.prefill_ns(tokens - all_of_it, all_of_it)
-        return hbm_blocks + (dram_blocks if copy_ns <= saved_ns else 0)
-
-    def prefers_swap(self, mode: str, tokens: int, blocks: int) -> bool:
-        """Whether to swap: as ``mode`` says, or by cost when it is ``auto``."""
-        if mode == "auto":
-            return self.swap_ns(blocks) < self.recompute_ns(tokens)
-        return mode == "swap"

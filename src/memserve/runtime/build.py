@@ -14,6 +14,8 @@ from memserve.types import Role
 from memserve.units import human_bytes
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from memserve.instance.machine import Instance
     from memserve.model.device import ModelDevice
     from memserve.model.gpu import Gpu
@@ -37,6 +39,8 @@ class Parts:
     machine: Instance
     costs: CostModel
     """Measured on this machine, or the defaults."""
+    profile_path: Path
+    """Where they are kept."""
 
 
 def build_parts(
@@ -78,10 +82,10 @@ def _parts(
     from memserve.instance.machine import Instance
     from memserve.model.loading.loader import model_sizes
     from memserve.policy.capacity import context_note
-    from memserve.policy.reuse import PreemptionCosts
+    from memserve.policy.learnt import PreemptionCosts
     from memserve.runtime.gpu_build import kv_bytes_here, shares_gpu_kv
     from memserve.runtime.memory import check_host_memory, memory_bound, resident_bytes
-    from memserve.runtime.profile_store import load_profile
+    from memserve.runtime.profile_store import load_profile, profile_path
 
     geometry, on_gpu = model.geometry, gpu is not None
     sizes = model_sizes(model)  # with its weights
@@ -97,7 +101,8 @@ def _parts(
     adapters = model.adapters.digests if model.adapters is not None else frozenset()
     config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool, adapters=adapters)
     check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
-    costs = load_profile(model.fingerprint, geometry, model.device.type + options.parallel.text, options.threads)
+    profiled = model.fingerprint, geometry, model.device.type + options.parallel.text, options.threads
+    costs = load_profile(*profiled)
     known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
     machine = Instance(config, geometry.block_tokens, known, me=me, geometry=geometry)
     note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
@@ -115,7 +120,7 @@ def _parts(
     if not on_gpu:
         device.bound_bytes = bound.total_bytes
         log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)
-    return Parts(served, config, device, machine, costs)
+    return Parts(served, config, device, machine, costs, profile_path(*profiled))
 
 
 def _device(

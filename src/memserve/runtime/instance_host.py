@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import signal
 import time
 from collections.abc import Callable
@@ -27,11 +28,14 @@ from memserve.runtime.memory import keep_heap_small, objects_that_stay, trim_hea
 from memserve.runtime.meta_children import end_when_orphaned
 from memserve.runtime.private_files import Secret, followed
 from memserve.runtime.process import Askings, on_ending_signals
+from memserve.runtime.profile_store import LearntProfile
 from memserve.types import Role
 
 if TYPE_CHECKING:
     from memserve.model.device import ModelDevice
     from memserve.runtime.links.segments import SegmentPort
+
+log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 30.0
 """How long the router may take to answer, once the model is loaded."""
@@ -89,13 +93,11 @@ def run_instance(
         end_when_orphaned(outlive, lambda: members[0].router if members else None)
     with objects_that_stay():
         leave_compiler_out(options.device)
-        key, nixl_at = identity_key(followed(place.secret).first), place.advertise or place.host
-        parts = build_parts(
-            options, me=me, role=place.role, identity_key=key, nixl_at=nixl_at if uses_nixl(place.link) else None
-        )
+        key = identity_key(followed(place.secret).first)
+        nixl_at = (place.advertise or place.host) if uses_nixl(place.link) else None
+        parts = build_parts(options, me=me, role=place.role, identity_key=key, nixl_at=nixl_at)
     member = _open_member(parts, place, me)
     members.append(member)
-    _forget_tokenizer(parts)
     asked = Askings()
 
     def end(sig: int, _frame: object) -> None:
@@ -107,9 +109,11 @@ def run_instance(
     else:
         on_ending_signals(end)
 
+    keep_costs = _costs_keeper(parts, member)
+
     def tell_health() -> None:
-        standing = member.standing
-        if health is not None and standing is not None:
+        keep_costs()
+        if health is not None and (standing := member.standing) is not None:
             health.tell(standing)
 
     try:
@@ -125,6 +129,22 @@ def run_instance(
         if health is not None:
             health.remove()
         member.close()
+
+
+def _costs_keeper(parts: Parts, member: Member) -> Callable[[], None]:
+    """What is called now and then to keep what the instance learns of its costs. Warns where nothing is known yet."""
+    learnt = LearntProfile(parts.profile_path, parts.costs)
+    if not parts.costs.is_measured:
+        log.warning(
+            "what computing and moving KV costs here is assumed until requests have shown it; memserve profile"
+            " measures it beforehand"
+        )
+
+    def keep() -> None:
+        if parts.machine.state.costs.is_complete:
+            learnt.keep(member.costs, time.monotonic())
+
+    return keep
 
 
 def wait_joined(member: Member, place: MemberOptions, say: Callable[[str], None]) -> bool:
@@ -152,10 +172,12 @@ def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:
     geometry, arenas = parts.model.geometry, parts.device.shared_arenas
     where = Listening(place.secret, place.host, place.advertise)
     segments = _open_segments(parts, where)
+    info = _introduce(parts, place, me, segments)
+    _forget_tokenizer(parts)
     return Member(
         parts.machine,
         parts.device,
-        _introduce(parts, place, me, segments),
+        info,
         place.join,
         lambda me, on_message: ZmqMailbox(
             me, place.secret, place.host, place.port, on_message, advertise=place.advertise

@@ -101,6 +101,11 @@ class Member:
         return self._member.me
 
     @property
+    def costs(self) -> bytes:
+        """What it has told its router of its costs last. Empty: nothing."""
+        return self._last.costs
+
+    @property
     def router(self) -> Peer | None:
         """The router that has accepted the instance."""
         return self._member.router

@@ -20,11 +20,13 @@ from typing import Any
 from memserve.errors import UserError
 from memserve.model.loading.cache import cache_root
 from memserve.policy.costs import CopyCurve, CostModel, Quality, Sample
+from memserve.policy.learnt import LEARNT
 from memserve.policy.reuse import Prefix, Way, decide_batch
 from memserve.types import KVGeometry
 
 log = logging.getLogger(__name__)
 
+SAVES_EVERY_S = 60.0
 EXAMPLE_TOKENS = 2048
 EXAMPLE_CROWD = 32
 PREFIX_TOKENS_MAX = 8192
@@ -82,7 +84,7 @@ def load_profile(fingerprint: str, geometry: KVGeometry, device: str, threads: i
     try:
         costs = CostModel.from_dict(json.loads(path.read_text())["costs"])
     except FileNotFoundError:
-        log.info("no cost profile of this model on this machine: conservative defaults (run: memserve profile)")
+        log.info("no cost profile of this model on this machine: assumed costs (run: memserve profile)")
         return CostModel()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
         log.warning("the cost profile %s cannot be used (%s): conservative defaults", path, error)
@@ -101,6 +103,30 @@ def save_profile(path: Path, values: dict[str, Any]) -> None:
     except OSError as error:
         hint = "point MEMSERVE_CACHE_DIR at a folder that you may write to"
         raise UserError(f"cannot write {path}: {error.strerror or error}", hint=hint) from error
+
+
+class LearntProfile:
+    """Keeps what an instance learns of its costs for its next start; one of ``memserve profile`` is left alone."""
+
+    def __init__(self, path: Path, known: CostModel) -> None:
+        """``known``: the costs that it began with."""
+        self._path, self._kept = path, b""
+        self._is_done = known.is_measured and known.machine != LEARNT
+        self._next_s = 0.0
+
+    def keep(self, costs: bytes, now_s: float) -> None:
+        """Save ``costs`` (``CostModel.encode``) if they are new, once a minute at most; ``now_s``: any clock."""
+        if self._is_done or not costs or costs == self._kept or now_s < self._next_s:
+            return
+        is_first, self._kept, self._next_s = not self._kept, costs, now_s + SAVES_EVERY_S
+        try:
+            save_profile(self._path, {"costs": json.loads(costs)})
+        except UserError as error:
+            self._is_done = True
+            log.warning("costs that were learnt are not kept for the next start: %s", error)
+            return
+        if is_first:
+            log.info("costs are those of this machine now, as its requests have shown them (%s)", self._path)
 
 
 def _processor() -> str:

@@ -146,6 +146,9 @@ class FastForwardInstance(Instance):
         if state.objectives is not None or state.memory.layers is not None:
             for step_ns in steps_ns:
                 state.costs.learn(0, len(decoding), step_ns)
+        if state.memory.layers is not None:
+            for step_ns in steps_ns:
+                state.memory.layers.overtaking.pass_time(step_ns, len(state.groups))
         for sequence in decoding:
             sequence.out.extend(tokens)
             sequence.computed += steps

@@ -100,12 +100,15 @@ class TimedDevice:
         self.busy_ns = 0
         self.spent_ns = 0
         """The time of the step under way."""
+        self.copies_ns = 0
+        """Of it: of the copies before its rows."""
 
     def step_ns(self, plan: StepPlan) -> int:
         """How long ``plan`` takes, its copies before its rows."""
         computed_ns, copied_ns = self._computed_ns(plan), 0
         for copy in plan.copies:
             copied_ns += self._copy_ns(copy.src_tier, copy.dst_tier, len(copy.src))
+        self.copies_ns = copied_ns
         self.spent_ns = max(1, self.link.step_ns(plan, computed_ns * self.slowness) + copied_ns)
         return self.spent_ns
 
@@ -150,4 +153,4 @@ class TimedDevice:
         self.busy_ns += self.spent_ns
         draws = plan.decodes + sum(map(len, plan.sample_slots[plan.decodes :]))
         tokens = self._moments.add([self._clock.now]) * draws if draws else []
-        return StepFinished(plan.step_id, tokens, self.spent_ns, link=self.link.used)
+        return StepFinished(plan.step_id, tokens, self.spent_ns, link=self.link.used, copies_ns=self.copies_ns)

@@ -13,7 +13,7 @@ from memserve.instance.fetching import GATHER_NS
 from memserve.instance.machine import Instance
 from memserve.messages import Cancel, Dispatch, Fetch, Holder, Offer
 from memserve.policy.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
-from memserve.policy.reuse import PreemptionCosts
+from memserve.policy.learnt import PreemptionCosts
 from memserve.serving import ClockTicked
 from memserve.types import Tier
 from memserve.units import NS_PER_S

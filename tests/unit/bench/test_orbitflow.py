@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from memserve.bench.orbitflow import SOLVES_EVERY, ProgramPolicy, solve
-from memserve.policy.layers import LayerBudget, Lying
+from memserve.policy.layers import LayerBudget, LinkRate, Lying
 from memserve.units import NS_PER_MS
 
 pytest.importorskip("scipy", reason="the program needs a solver: the bench extra")
 
 LAYERS = 8
-BUDGET = LayerBudget(LAYERS, page_bytes=1_000_000, link_bytes_s=1e9, tpot_ns=100 * NS_PER_MS)  # a page a millisecond
+BUDGET = LayerBudget(LAYERS, page_bytes=1_000_000, link=LinkRate(1e9), tpot_ns=100 * NS_PER_MS)  # a page a millisecond
 STEP_NS = 40 * NS_PER_MS
 
 

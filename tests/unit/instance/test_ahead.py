@@ -8,7 +8,7 @@ from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.instance.events import Action, RunStep, StepFinished, StepPlan
 from memserve.instance.machine import AHEAD_MAX_NS, Instance
 from memserve.policy.costs import CostModel, PrefillCurve
-from memserve.policy.reuse import PreemptionCosts
+from memserve.policy.learnt import PreemptionCosts
 from memserve.serving import ClockTicked, RequestArrived
 from memserve.types import Request, SamplingParams, StopParams
 from memserve.units import NS_PER_MS

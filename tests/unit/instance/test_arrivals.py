@@ -11,8 +11,8 @@ from memserve.instance.events import StepPlan
 from memserve.instance.layered import LayerPlacer
 from memserve.instance.sequence import Group, Sequence
 from memserve.mempool.pool import BlockPool
-from memserve.policy.layers import LayerBudget, LayerPolicy
-from memserve.policy.reuse import PreemptionCosts, PreemptionModel
+from memserve.policy.layers import LayerBudget, LayerPolicy, LinkRate
+from memserve.policy.learnt import PreemptionCosts, PreemptionModel
 from memserve.types import Request, SamplingParams, StopParams, Tier
 from memserve.units import NS_PER_S
 
@@ -88,7 +88,7 @@ def test_no_room_is_an_answer() -> None:
 def test_what_lies_rounded_in_dram_leaves_no_instance(lower_dtype: str) -> None:
     """A sequence that is handed over may lie by layer, unless DRAM has it in a form that no other instance knows."""
     pool = BlockPool(PoolConfig(20, 20, lower_dtype=lower_dtype), 4, "m")
-    costs, budget = PreemptionModel(PreemptionCosts()), LayerBudget(LAYERS, 64, 1e9, NS_PER_S)
+    costs, budget = PreemptionModel(PreemptionCosts()), LayerBudget(LAYERS, 64, LinkRate(1e9), NS_PER_S)
     placer = LayerPlacer(pool, 4, budget, LayerPolicy(), costs, 4, 1)
     sequence = parked(pool, "leaves", 3)
     assert placer.may_lie_by_layer(sequence)

@@ -12,7 +12,7 @@ from memserve.errors import UserError
 from memserve.instance.events import Action, RunStep, StepFinished, StepPlan
 from memserve.instance.machine import Instance
 from memserve.policy.costs import CostModel, DecodeCurve, PrefillCurve
-from memserve.policy.reuse import PreemptionCosts
+from memserve.policy.learnt import PreemptionCosts
 from memserve.serving import EmitTokens, RejectRequest, RequestArrived
 from memserve.types import Request, SamplingParams, StopParams
 from memserve.units import NS_PER_MS
@@ -153,6 +153,44 @@ def test_a_request_holds_prompts_back_while_it_can_be_in_time_and_no_longer() ->
     assert prefill_tokens(10) == 21 * 19 - 10 - 20 * 10, "as fast as it can be: all that is left"
     assert prefill_tokens(50) == 21 * 19 - 50 - 20 * (10 + 19) / 2, "it was slow so far: less"
     assert (prefill_tokens(199), prefill_tokens(200)) == (0, 512)
+
+
+def swapped_out(served: Served, now_ms: int) -> tuple[int, Any, Any]:
+    """What prompts may have beside ``a``, which decodes, and ``bb``, which has its first token and waits for memory."""
+    objectives, [first, second] = served.it.state.objectives, served.it.state.decoding.items
+    now = second.since_ns + now_ms * NS_PER_MS
+    return objectives.prefill_tokens([first], first, 512, now, [second]), objectives, (first, second, now)
+
+
+def two_answers(expected: int) -> Served:
+    """Of ``expected`` tokens each, as 20 others before; a token may take 20 ms, and takes 10."""
+    served = Served(scheduling="slo", slo_tpot_ns=20 * NS_PER_MS)
+    for name in ("a", "bb"):
+        served.arrive(name, 8, 64)
+        served.step()
+    while served.it.state.decoding.items[-1].since_ns is None:
+        served.step()
+    for _ in range(20):
+        served.it.state.objectives.lengths.learn("", 8, expected)
+    return served
+
+
+def test_answers_without_memory_hold_prompts_back() -> None:
+    """``bb`` goes on when ``a`` has told 36 tokens more, and then needs 38, in 10 ms each: of 39 tokens in 19 ms each a
+    millisecond is left. Time without tokens counts; after 40 ms it would miss 20 ms each whatever is held back."""
+    assert swapped_out(two_answers(40), 0)[0] == 1
+    assert swapped_out(two_answers(40), 20)[0] == 0
+    assert swapped_out(two_answers(40), 60)[0] == 122, "only what a has to spare"
+
+
+def test_late_answers_wait_for_those_that_can_be_in_time() -> None:
+    served = two_answers(40)
+    _, objectives, (first, second, now) = swapped_out(served, 0)
+    assert objectives.next_in_turn([first, second], now) is first
+    first.since_ns = now - 900 * NS_PER_MS
+    assert objectives.next_in_turn([first, second], now) is second
+    first.since_ns = now - 2000 * NS_PER_MS
+    assert objectives.next_in_turn([first, second], now) is first, "it has waited for twice its time"
 
 
 @pytest.mark.parametrize(

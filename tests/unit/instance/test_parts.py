@@ -13,7 +13,7 @@ from memserve.instance.beam import BeamSearch, BeamState
 from memserve.instance.queues import RankedList
 from memserve.instance.sequence import Group
 from memserve.policy.capacity import chunk_tokens, context_tokens, headroom_blocks
-from memserve.policy.reuse import PreemptionCosts, PreemptionModel
+from memserve.policy.learnt import PreemptionCosts, PreemptionModel
 from memserve.types import FinishReason
 
 # -- policy

@@ -14,7 +14,7 @@ from memserve.kv_transfer.imports import IMPORT, Import, ImportCause, ImportPhas
 from memserve.kv_transfer.sender import EXPORT, Export, ExportCause, ExportPhase
 from memserve.mempool.pool import BlockPool
 from memserve.messages import Offer, Peer
-from memserve.policy.reuse import PreemptionCosts, PreemptionModel
+from memserve.policy.learnt import PreemptionCosts, PreemptionModel
 from memserve.types import Request, Tier
 
 LISTED = (Phase.REMOTE_KV_READY, Phase.WAITING, Phase.PREFILLING, Phase.DECODING, Phase.IDLE)

@@ -8,7 +8,7 @@ from instance_world import config
 from memserve.instance.events import Action, Event, RunStep, StepPlan
 from memserve.instance.machine import Instance
 from memserve.instance.planner import PROMPT_LOGPROBS_MAX
-from memserve.policy.reuse import PreemptionCosts
+from memserve.policy.learnt import PreemptionCosts
 from memserve.serving import RequestArrived
 from memserve.sim.fuzz.literal_device import LiteralDevice
 from memserve.types import Request, SamplingParams, StopParams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from instance_world import PROMPT, VOCAB, building_worlds, lone_beams, outputs_of, plans_of, request, rows
-from memserve.policy.reuse import PreemptionCosts
+from memserve.policy.learnt import PreemptionCosts
 from memserve.serving import RejectRequest
 from memserve.sim.fuzz.truth import lone_tokens
 from memserve.types import FinishReason, salt_of

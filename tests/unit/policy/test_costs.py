@@ -23,16 +23,8 @@ from memserve.policy.costs import (
     fit_held_out,
     fit_prefill,
 )
-from memserve.policy.reuse import (
-    Decision,
-    FetchChoice,
-    PreemptionCosts,
-    PreemptionModel,
-    Prefix,
-    Way,
-    decide_batch,
-    plan_fetches,
-)
+from memserve.policy.learnt import PreemptionCosts, PreemptionModel
+from memserve.policy.reuse import Decision, FetchChoice, Prefix, Way, decide_batch, plan_fetches
 from memserve.types import KVGeometry
 
 GEOMETRY = KVGeometry(4, 2, 16, 16, "float32", block_tokens=8)

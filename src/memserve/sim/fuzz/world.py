@@ -16,7 +16,7 @@ from memserve.follower.machine import Follower
 from memserve.instance.machine import Instance
 from memserve.messages import Heartbeat, Peer, PeerInfo, RequestRefused
 from memserve.policy.costs import CopyCurve, CostModel
-from memserve.policy.reuse import PreemptionCosts
+from memserve.policy.learnt import PreemptionCosts
 from memserve.serving import MessageArrived, RequestArrived, RequestCancelled, SequenceStopped
 from memserve.sim.clock import Clock
 from memserve.sim.fuzz import checks, faults, store_checks

@@ -15,8 +15,8 @@ from memserve.errors import UserError
 from memserve.instance.objectives import Objectives
 from memserve.instance.sequence import Sequence
 from memserve.options import check_ranges, option
+from memserve.policy.learnt import PreemptionModel
 from memserve.policy.lengths import Prediction
-from memserve.policy.reuse import PreemptionModel
 
 PREDICTORS = ("learnt", "oracle", "shortest", "longest")
 

@@ -104,6 +104,8 @@ class Setup:
     """How KV lies by layer in all instances, where the scheduler has it. None: as ``--layerwise`` says."""
     scaling: ScalingOptions = field(default_factory=ScalingOptions)
     """Which counts follow the load."""
+    has_profiles: bool = True
+    """Instances have measured themselves before. False: they begin with assumed costs, as in their first start."""
     fast_forwards: bool = True
     """Run many like steps in one go (``sim/fast_forward``): the results are equal, and the run is faster."""
 

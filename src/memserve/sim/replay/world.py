@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ from memserve.errors import UserError
 from memserve.follower.machine import Follower
 from memserve.instance.machine import Instance
 from memserve.messages import Peer, PeerInfo
-from memserve.policy.reuse import PreemptionCosts
+from memserve.policy.learnt import PreemptionCosts
 from memserve.sim.clock import Clock
 from memserve.sim.cores import Cores
 from memserve.sim.fast_forward import FastForwardInstance
@@ -79,7 +78,7 @@ class ReplayWorld:
         self.moments = Moments()
         self.fabric, self.links = Fabric(self.clock), LinkTotals()
         self._steps = step_times(setup.machine)
-        self._costs = setup.machine.costs.encode()
+        self._costs = setup.machine.costs.encode() if setup.has_profiles else b""
         self._cores: dict[str, Cores] = {}
         self._hosts: dict[str, str] = {}  # of each instance and store, by name
         self.router = RouterNode(self)
@@ -129,7 +128,8 @@ class ReplayWorld:
     def new_instance(self, node: InstanceNode) -> Instance:
         """An instance's machine."""
         machine = self.setup.machine
-        known = PreemptionCosts(block_bytes=machine.geometry.block_bytes, profile=machine.costs)
+        profile = machine.costs if self.setup.has_profiles else None
+        known = PreemptionCosts(block_bytes=machine.geometry.block_bytes, profile=profile)
         block_tokens = machine.geometry.block_tokens
         kind = FastForwardInstance if isinstance(node, ReplayNode) and node.fast_forwards else Instance
         instance = kind(self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry)
@@ -146,10 +146,9 @@ class ReplayWorld:
     def _config(self, node: InstanceNode) -> InstanceConfig:
         machine = self.setup.machine
         pool = PoolConfig(machine.hbm_blocks, machine.dram_blocks, self.setup.caches(node.role))
-        scheduler = self.setup.scheduler
-        if scheduler.link_bytes_s is None:
-            scheduler = dataclasses.replace(scheduler, link_bytes_s=machine.host_rate)
-        return InstanceConfig(machine.context_tokens, NAMESPACE, pool, scheduler, node.role, ExchangeConfig())
+        return InstanceConfig(
+            machine.context_tokens, NAMESPACE, pool, self.setup.scheduler, node.role, ExchangeConfig()
+        )
 
     def new_device(self, node: InstanceNode) -> TimedDevice:
         """Its device."""

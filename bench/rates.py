@@ -1,0 +1,149 @@
+"""What decisions lose where rates are not known: KV by layer, costs, objectives; in virtual time.
+
+    python bench/rates.py [--tables layers,costs,objectives] [--seeds 3]
+
+``layers``: 60 prompts of 6,144 tokens with answers of 512, Llama-3-8B, 1,200 blocks of KV, by request (``off``) and by
+layer (``auto``), with a profile and in a first start, which assumes costs and learns them. ``costs``: the trace that is
+built in, 800 requests on 8 colocated H100, by cost: with profiles, in a first start, without a cache. ``objectives``:
+the load of ``layers`` on the L40S with objectives of 3 s and 200 ms: which share of requests misses one.
+
+Means over seeds of the arrivals (``layers``, ``objectives``), or of the trace (``costs``). Behind a time by layer, and
+behind a cost: its ratio to the first line of its group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from random import Random
+from statistics import fmean
+from typing import NamedTuple
+
+from memserve.bench.catalogue import Recipe, build
+from memserve.bench.layerkv import TPOT_S, TTFT_S, requests
+from memserve.config import AdmissionConfig, ClusterConfig, SchedulerConfig
+from memserve.sim.hardware import machine
+from memserve.sim.replay.setup import GPU_SCHEDULER, Setup
+from memserve.sim.replay.world import ReplayWorld
+from memserve.types import Caching, Role
+from memserve.units import GIB, NS_PER_S
+from memserve.workloads.words import Workload
+
+MODEL, KV_BLOCKS, DRAM_BYTES = "llama-3-8b", 1200, 256 * GIB
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS, REQUESTS_PER_S = 60, 6144, 512, 0.9
+TRACE_REQUESTS, INSTANCES, SPEEDS = 800, 8, (1, 2, 4)
+WAITS = AdmissionConfig(waiting_max=1_000_000, wait_ns=10_000 * NS_PER_S)
+OBJECTIVES = {"scheduling": "slo", "slo_ttft_ns": round(TTFT_S * NS_PER_S), "slo_tpot_ns": round(TPOT_S * NS_PER_S)}
+
+
+class Outcome(NamedTuple):
+    """Of one run: means over its requests, and shares of those that miss an objective."""
+
+    ttft_s: float
+    tpot_s: float
+    jct_s: float
+    cached_tokens: float
+    missed: float
+    ttft_missed: float
+    tpot_missed: float
+
+
+def outcome(setup: Setup, workload: Workload) -> Outcome:
+    """Run ``workload`` on ``setup``."""
+    world = ReplayWorld(setup, workload)
+    world.run()
+    served = [one for one in world.clients.served if one.answered]
+    if len(served) < len(world.clients.served):
+        raise SystemExit(f"{len(world.clients.served) - len(served)} requests were not answered")
+    ttfts = [((one.first_ns or 0) - one.scheduled_ns) / NS_PER_S for one in served]
+    jcts = [(one.token_ns[-1] - one.scheduled_ns) / NS_PER_S for one in served]
+    tpots = [
+        (one.token_ns[-1] - one.token_ns[0]) / NS_PER_S / max(1, len(one.token_ns) - 1) for one in served
+    ]  # fmt: skip
+    late, slow = [ttft > TTFT_S for ttft in ttfts], [tpot > TPOT_S for tpot in tpots]
+    missed = [either or other for either, other in zip(late, slow, strict=True)]
+    cached = sum(one.cached_tokens or 0 for one in served)
+    return Outcome(fmean(ttfts), fmean(tpots), fmean(jcts), cached, fmean(missed), fmean(late), fmean(slow))
+
+
+def mean(outcomes: list[Outcome]) -> Outcome:
+    """Of several seeds."""
+    return Outcome(*(fmean(values) for values in zip(*outcomes, strict=True)))
+
+
+def long_prompts(device: str, seeds: int, has_profiles: bool = True, **scheduler: object) -> Outcome:
+    """The load of the tables ``layers`` and ``objectives``."""
+    hardware = dataclasses.replace(machine(MODEL, device, 1, DRAM_BYTES), hbm_blocks=KV_BLOCKS)
+    config: SchedulerConfig = dataclasses.replace(GPU_SCHEDULER, max_waiting=1_000_000, **scheduler)
+    cluster = ClusterConfig(caching=Caching.OFF, admission=WAITS, stalled_after_ns=100_000 * NS_PER_S)
+    setup = Setup({Role.COLOCATED: 1}, hardware, cluster, config, has_profiles=has_profiles)
+    shapes = [(PROMPT_TOKENS, ANSWER_TOKENS)] * PROMPTS
+    return mean([outcome(setup, requests(shapes, REQUESTS_PER_S, Random(seed))) for seed in range(seeds)])
+
+
+def trace(speed: float, seeds: int, caching: Caching = Caching.PD_CACHING_3, has_profiles: bool = True) -> Outcome:
+    """The load of the table ``costs``."""
+    cluster = ClusterConfig(policy="cost", caching=caching, admission=WAITS)
+    setup = Setup({Role.COLOCATED: INSTANCES}, machine(MODEL, "h100"), cluster, has_profiles=has_profiles)
+    recipes = [Recipe(kind="trace", sessions=TRACE_REQUESTS, seed=seed, speed=speed) for seed in range(seeds)]
+    return mean([outcome(setup, build(recipe)) for recipe in recipes])
+
+
+def show_layers(seeds: int) -> None:
+    """KV by request and by layer."""
+    print("| simulated device | KV | TTFT (s) | ms a token | JCT (s) | JCT to off |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for device in ("h100", "l40s"):
+        ways = {"off": ("off", True), "auto": ("auto", True), "auto, first start": ("auto", False)}
+        first: Outcome | None = None
+        for name, (layerwise, has_profiles) in ways.items():
+            found = long_prompts(device, seeds, has_profiles, layerwise=layerwise)
+            first = first or found
+            times = f"{found.ttft_s:.2f} | {found.tpot_s * 1000:.0f} | {found.jct_s:.1f}"
+            print(f"| {device} | {name} | {times} | {found.jct_s / first.jct_s:.2f} |", flush=True)
+
+
+def show_costs(seeds: int) -> None:
+    """Decisions by cost: with profiles, in a first start, without a cache."""
+    print("| speed | instances | TTFT (ms) | JCT (s) | cached tokens (M) | TTFT, JCT to profiled |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for speed in SPEEDS:
+        ways = {"profiled": {}, "first start": {"has_profiles": False}, "no cache": {"caching": Caching.OFF}}
+        first: Outcome | None = None
+        for name, options in ways.items():
+            found = trace(speed, seeds, **options)
+            first = first or found
+            times = f"{found.ttft_s * 1000:.0f} | {found.jct_s:.2f} | {found.cached_tokens / 1e6:.2f}"
+            ratios = f"{found.ttft_s / first.ttft_s:.2f}, {found.jct_s / first.jct_s:.2f}"
+            print(f"| x{speed} | {name} | {times} | {ratios} |", flush=True)
+
+
+def show_objectives(seeds: int) -> None:
+    """Requests that miss an objective."""
+    print("| KV | scheduling | miss one | TTFT | TPOT | TTFT (s) | ms a token | JCT (s) |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    aims = {name: value for name, value in OBJECTIVES.items() if name != "scheduling"}
+    for layerwise in ("off", "auto"):
+        for scheduling in ("fcfs", "slo"):
+            found = long_prompts("l40s", seeds, layerwise=layerwise, scheduling=scheduling, **aims)
+            shares = f"{found.missed:.0%} | {found.ttft_missed:.0%} | {found.tpot_missed:.0%}"
+            times = f"{found.ttft_s:.2f} | {found.tpot_s * 1000:.0f} | {found.jct_s:.1f}"
+            print(f"| {layerwise} | {scheduling} | {shares} | {times} |", flush=True)
+
+
+SHOWS = {"layers": show_layers, "costs": show_costs, "objectives": show_objectives}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", default=",".join(SHOWS), help="comma-separated")
+    parser.add_argument("--seeds", type=int, default=3)
+    args = parser.parse_args()
+    for name in args.tables.split(","):
+        print(f"\n{name}")
+        SHOWS[name](args.seeds)
+
+
+if __name__ == "__main__":
+    main()
