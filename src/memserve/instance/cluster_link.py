@@ -208,8 +208,8 @@ class ClusterLink:
         self.receiver.keep_generated(sequence)
 
     def make_room(self) -> bool:
-        """Blocks that are lent to a store."""
-        return self.writer.make_room()
+        """Blocks that are lent to a store, or that a trial fetch writes to."""
+        return self.fetches.give_up_trials() or self.writer.make_room()
 
     # -- between event and plans, and after
 

@@ -338,6 +338,20 @@ class Fetches:
         remote.fetch_id = None
         self._admit(group)
 
+    @property
+    def trials(self) -> frozenset[str]:
+        """Ids of the fetches that no request waits for: no router counts their blocks."""
+        return frozenset(self._trials)
+
+    def give_up_trials(self) -> bool:
+        """A request needs the blocks that trials write to. False: there is no trial."""
+        for fetch_id in self._trials:
+            self._exchange.give_up(fetch_id, "the blocks are needed")
+            del self._flights[fetch_id]
+        had_any = bool(self._trials)
+        self._trials.clear()
+        return had_any
+
     def clear(self) -> None:
         """All fetches have ended silently: requests of an earlier life, and trials."""
         self._flights.clear()

@@ -54,6 +54,13 @@ def lent_to_store(link: ClusterLink) -> int:
     return link.writer.offers.lent
 
 
+def lent_to_trials(link: ClusterLink) -> int:
+    """Blocks of fetches that no request waits for, which are given up as soon as a request needs their room."""
+    imports = link.exchange._receiver.open
+    open_trials = [imports[name] for name in link.fetches.trials if name in imports]
+    return sum(len(one.placed.blocks) for one in open_trials if one.placed is not None)
+
+
 def written_in_vain(link: ClusterLink) -> int:
     """Blocks into which the host still pulls for nothing: it stops within milliseconds, and when cannot be known."""
     pulls = link.exchange._receiver.pulls._under_way.values()
@@ -83,7 +90,8 @@ class PinnedWorld(World):
                 continue
             pool, link = node.machine.pool, node.machine.link
             taken = pool.config.hbm_blocks - memory.ledger.blocks_free(member.number)
-            held = pool.config.hbm_blocks - pool.available() - written_in_vain(link) - lent_to_store(link)
+            held = pool.config.hbm_blocks - pool.available() - written_in_vain(link)
+            held -= lent_to_store(link) + lent_to_trials(link)
             spare = node.machine.load().sequences_running
             assert held <= taken + spare, f"{node.peer.name}: {held} blocks cannot be evicted, {taken} are counted"
             pinned = node.machine.pins._pins
