@@ -287,7 +287,8 @@ class Supervisor:
                 return
             failures = 0 if time.monotonic() - started > HEALTHY_S else failures + 1
             pause_s = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
-            log.warning("%s; the next attempt to start it is in %.1f s", story.message, pause_s)
+            hint = f" (hint: {story.hint})" if story.hint else ""
+            log.warning("%s; the next attempt to start it is in %.1f s%s", story.message, pause_s, hint)
             self._retiring.wait(pause_s)
 
     def _live(self, child: _Child) -> UserError | None:
