@@ -189,6 +189,10 @@ def test_a_state_folder_belongs_to_one_process(tmp_path: Path) -> None:
     assert not is_locked(tmp_path)
     mine = StateFolder(tmp_path)
     assert mine.secret() == secret and (tmp_path / "secret").stat().st_mode & 0o077 == 0
+    before = (tmp_path / "secret").stat().st_ctime_ns
+    mine.close()
+    mine = StateFolder(tmp_path)
+    assert (tmp_path / "secret").stat().st_ctime_ns == before, "who follows the secret sees no change"
     seen = subprocess.run([sys.executable, "-c", look, str(tmp_path)], capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == "True"
     mine.close()
