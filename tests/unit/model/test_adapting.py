@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,17 @@ def test_a_config_that_is_no_object_is_one_clear_error(
     with pytest.raises(UserError, match="'odd'") as raised:
         read_adapters([f"odd={odd}"])
     assert raised.value.hint
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_in_an_adapter_s_folder_is_not_waited_for(
+    llama: tuple[Any, Path, Path, Path], tmp_path: Path, name: str
+) -> None:
+    odd = save_adapter(tmp_path / "odd", llama[0], ["q_proj"], seed=3)
+    (odd / name).unlink()
+    os.mkfifo(odd / name)
+    with pytest.raises(UserError, match="is a pipe, not a file"):
+        read_adapters([f"odd={odd}"])
 
 
 @pytest.mark.parametrize("text", ["", "name", "=folder", "name="])

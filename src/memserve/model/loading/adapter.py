@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from memserve.errors import UserError
+from memserve.model.loading.sources import refuse_special_files
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _CHUNK_BYTES = 1 << 20
@@ -144,6 +145,7 @@ def _read(text: str) -> Adapter:
         raise UserError(f"--lora got {text[:80]!r}", hint=hint, param="lora")
     place = Path(folder).expanduser()
     try:
+        refuse_special_files(place, "lora")
         fields = msgspec.json.decode((place / CONFIG).read_bytes())
         digest = _digest(place, (place / WEIGHTS).stat().st_mtime_ns)
     except (OSError, ValueError, RecursionError) as error:

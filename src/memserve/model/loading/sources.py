@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,8 +103,24 @@ def bundled_gguf() -> Path:
     return files[0]
 
 
+def refuse_special_files(folder: Path, param: str) -> None:
+    """Raise :class:`UserError` for a pipe, socket or device in ``folder``, by whatever symlink: to read it might never
+    end."""
+    for path in sorted(folder.iterdir()):
+        with suppress(OSError):  # a symlink that leads nowhere
+            mode = path.stat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                kind = _SPECIAL.get(stat.S_IFMT(mode), "a device")
+                raise UserError(f"{path} is {kind}, not a file", hint="put the file there, or remove it", param=param)
+
+
+_SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
 def _local_folder(path: Path, dtype: str, before: Callable[[Path], None] | None) -> ModelFolder:
     name = path.resolve().name
+    with errors_named(f"cannot read {path}", "check that you may read it"):
+        refuse_special_files(path, "model")
     if (path / "config.json").is_file():
         return ModelFolder(path, name)
     match sorted(path.glob("*.gguf")):
