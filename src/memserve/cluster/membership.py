@@ -102,6 +102,12 @@ def _differs(totals: LinkTotals, dispatches_heard: int, answers_told: int) -> bo
     return not on_time or answers_told > totals.answers + totals.answers_lost
 
 
+_LATE = 10
+"""A message is on its way for less than this part of the time after which a silent member is dead. Whoever asks for the
+name of a member waits three of these parts: what is heard of the member in the second or third shows that it lives, and
+that this is no restart."""
+
+
 class Membership:
     """Keeps registry, trees and loads in step."""
 
@@ -168,6 +174,13 @@ class Membership:
             self._refuse(sender, info, reason)
             return
         older = self._registry.named(sender.name)
+        if older is not None and older.state is not MemberState.REJOINING and older.info.address != info.address:
+            since_ns, late_ns = older.contest(sender, now), self._config.dead_after_ns // _LATE
+            if older.heard_ns > since_ns + late_ns:
+                self._refuse(sender, info, older.why_not_its_name)
+                return
+            if now <= since_ns + 3 * late_ns:
+                return  # it asks again
         if older is not None:
             self.gone(older, "it was started anew", now, died=True)
         member = self._enter(message, now)
