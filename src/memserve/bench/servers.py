@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ from memserve.bench.load.prompts import Manner
 from memserve.bench.settings import Setting
 from memserve.errors import UserError
 from memserve.runtime.memory import available_memory_bytes
+from memserve.runtime.module_command import module_command
 from memserve.workloads.words import Session, Text, Turn, Workload
 
 STOP_S_MAX = 30.0
@@ -45,7 +45,7 @@ class ServedChild:
         started = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="memserve-bench-")
         self._log = Path(self._folder.name) / "stderr"
-        command = [sys.executable, "-m", "memserve", "serve", "--port", "0", "--drain-s", "0", *flags]
+        command = module_command("memserve", "serve", "--port", "0", "--drain-s", "0", *flags)
         process: subprocess.Popen[bytes] | None = None
         try:
             with self._log.open("wb") as errors, _signals_held() as raise_now:

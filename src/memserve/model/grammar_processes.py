@@ -13,7 +13,6 @@ import queue
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -23,6 +22,7 @@ from contextlib import suppress
 from memserve.errors import check
 from memserve.model import grammar_process as wire
 from memserve.model.one_grammar import YIELD_S, GrammarProcess
+from memserve.runtime.module_command import module_command
 from memserve.units import MIB
 
 log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class GrammarProcesses:
                     file.write(self._tokenizer())
             inherited = [theirs.fileno(), *([vocabulary] if vocabulary >= 0 else [])]
             arguments = [theirs.fileno(), vocabulary, self.vocab_size, *self._eos]
-            command = [sys.executable, "-m", wire.__name__, *map(str, arguments)]
+            command = module_command(wire.__name__, *map(str, arguments))
             one_heap = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # else each thread's counts against the limits
             self._source = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=one_heap)
         if vocabulary >= 0:

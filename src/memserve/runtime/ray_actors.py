@@ -18,7 +18,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -30,6 +29,7 @@ from typing import Any
 
 from memserve.errors import UserError
 from memserve.runtime.health_file import Standing
+from memserve.runtime.module_command import module_command
 from memserve.runtime.process import die_with
 
 NAMESPACE, CONTROLLER = "memserve", "memserve-controller"
@@ -87,7 +87,7 @@ class ProcessActor:
             words += ["--name", _name_of_this_life(order), "--health-file", str(self._health)]
         worker_pid = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "memserve", *words],
+            module_command("memserve", *words, cwd=order.cwd),
             cwd=order.cwd,
             env={**os.environ, **order.env},
             pass_fds=[readable],

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from memserve.errors import UserError
 from memserve.runtime.meta_children import AdoptedProcess, ChildrenFile
+from memserve.runtime.module_command import module_command
 from memserve.runtime.private_files import Secret, followed
 from memserve.types import Role
 
@@ -63,7 +63,7 @@ class ChildOrder:
         """What runs; role and name come first, so that ``ps`` shows them."""
         alone = {Role.STORE: ["store"], Role.ROUTER: ["router"]}
         what = alone.get(self.role) or ["instance", "--role", self.role.value]
-        return [sys.executable, "-m", "memserve", *what, "--name", self.name, "--supervised", *self.flags]
+        return module_command("memserve", *what, "--name", self.name, "--supervised", *self.flags)
 
     @property
     def is_store(self) -> bool:

@@ -39,6 +39,7 @@ from memserve.parallel import Parallel, Share, shares
 from memserve.runtime.lean_torch import leave_compiler_out
 from memserve.runtime.links.link import Arenas
 from memserve.runtime.memory import keep_heap_small, objects_that_stay, usable_cores
+from memserve.runtime.module_command import module_command
 from memserve.runtime.ports import OnLayer
 from memserve.runtime.process import die_with, ignore_terminal, set_thread_environment
 from memserve.types import KVGeometry
@@ -95,7 +96,7 @@ class Processes:
     def _start(self, module: str, order: object, inherited: list[int], environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", module, str(theirs.fileno())]
+            command = module_command(module, str(theirs.fileno()))
             together = {**os.environ, **environment}
             process = subprocess.Popen(command, pass_fds=[*inherited, theirs.fileno()], env=together)
         line = Connection(ours.detach())

@@ -11,7 +11,6 @@ import importlib.util
 import re
 import stat
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from memserve.errors import UserError
 from memserve.model.loading.cache import cached_folder, whole_digest
 from memserve.model.loading.checkpoint import errors_named
+from memserve.runtime.module_command import module_command
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
@@ -187,7 +187,7 @@ def gguf_weights(path: Path) -> tuple[int, int]:
 
 
 def _convert_in_child(path: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "memserve.model.loading.conversion", str(path), str(folder)]
+    command = module_command("memserve.model.loading.conversion", str(path), str(folder))
     try:
         child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CONVERSION_S)
     except subprocess.TimeoutExpired:
