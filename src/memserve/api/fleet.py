@@ -25,6 +25,7 @@ from memserve.api.fleet_metrics import FleetSnapshot
 from memserve.api.fleet_relay import Relay
 from memserve.api.guard import Cors, Guard, on_http_error
 from memserve.api.metrics import ApiMetrics
+from memserve.api.probes import Probes, TrailingSlashes
 from memserve.api.ui.feed import Feed
 from memserve.api.ui.fleet_source import FleetSource
 from memserve.api.ui.pages import Dashboard
@@ -112,18 +113,21 @@ def create_fleet_app(
             finally:
                 await host.close()
 
+    routes = [
+        Route("/v1/completions", relay, methods=["POST"]),
+        Route("/v1/chat/completions", relay, methods=["POST"]),
+        Route("/v1/models", pages.models),
+        Route("/v1/models/{name:path}", pages.model),
+        Route("/health", pages.health),
+        Route("/metrics", pages.metrics),
+        *Probes(pages.health, lambda: relay.calls_open, operators).routes(),
+        *Engines(host, engines_key).routes(),
+        *dashboard.routes(),
+    ]
     app = Starlette(
-        routes=[
-            Route("/v1/completions", relay, methods=["POST"]),
-            Route("/v1/chat/completions", relay, methods=["POST"]),
-            Route("/v1/models", pages.models),
-            Route("/v1/models/{name:path}", pages.model),
-            Route("/health", pages.health),
-            Route("/metrics", pages.metrics),
-            *Engines(host, engines_key).routes(),
-            *dashboard.routes(),
-        ],
+        routes=routes,
         middleware=[
+            Middleware(TrailingSlashes, routes=routes),
             *request_log(limits.log_requests, "", closing),
             Middleware(Watch, timelines=timelines),
             Middleware(Cors, origins=limits.cors_origins),

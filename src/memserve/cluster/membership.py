@@ -103,9 +103,9 @@ def _differs(totals: LinkTotals, dispatches_heard: int, answers_told: int) -> bo
 
 
 _LATE = 10
-"""A message is on its way for less than this part of the time after which a silent member is dead. Whoever asks for the
-name of a member waits three of these parts: what is heard of the member in the second or third shows that it lives, and
-that this is no restart."""
+"""A message is on its way for less than this part of the time after which a silent member is dead. A process that asks
+for the name of a member waits three of these parts: what is heard of the member in the second or third shows that it
+lives, and that this is no restart."""
 
 
 class Membership:
