@@ -175,7 +175,7 @@ class Membership:
             return
         older = self._registry.named(sender.name)
         if older is not None and older.state is not MemberState.REJOINING and older.info.address != info.address:
-            since_ns, late_ns = older.contest(sender, now), self._config.dead_after_ns // _LATE
+            since_ns, late_ns = older.contest(sender, now), self._late_ns
             if older.heard_ns > since_ns + late_ns:
                 self._refuse(sender, info, older.why_not_its_name)
                 return
@@ -214,7 +214,7 @@ class Membership:
         self._trees.enter(member.number, publishes=info.publishes_events, role=info.role)
         self._lifecycle.admission.memory.enter(member)
         self._lifecycle.answers.asks |= info.role is Role.ROUTER
-        self._timers.arm(now + self._config.dead_after_ns, self._silent, member.peer)
+        self._timers.arm(self._looks_at(member), self._silent, member.peer)
         return member
 
     def _introduce(self, member: Member, joined_at: str, now: int) -> None:
@@ -344,11 +344,31 @@ class Membership:
         member = self._registry.get(peer)
         if member is None:
             return
-        due_ns = member.heard_ns + self._config.dead_after_ns
-        if due_ns > now:
-            self._timers.arm(due_ns, self._silent, peer)
+        if self._looks_at(member) > now:
+            self._timers.arm(self._looks_at(member), self._silent, peer)
         else:
-            self.gone(member, f"nothing was heard of it for {(now - member.heard_ns) / 1e9:.1f} s", now, died=True)
+            due_ns = member.heard_ns + self._config.dead_after_ns
+            self._timers.arm(max(due_ns, now + self._late_ns), self._still_silent, (peer, member.heard_ns))
+
+    def _still_silent(self, seen: tuple[Peer, int], now: int) -> None:
+        """The second look at a silent member. Before the first one the router may have been stopped, and what came
+        meanwhile was not read yet."""
+        peer, heard_ns = seen
+        member = self._registry.get(peer)
+        if member is None:
+            return
+        if member.heard_ns > heard_ns:
+            self._silent(peer, now)
+        else:
+            self.gone(member, f"nothing was heard of it for {(now - heard_ns) / 1e9:.1f} s", now, died=True)
+
+    def _looks_at(self, member: Member) -> int:
+        """When its silence is noticed."""
+        return member.heard_ns + self._config.dead_after_ns - self._late_ns
+
+    @property
+    def _late_ns(self) -> int:
+        return self._config.dead_after_ns // _LATE
 
     def stranger(self, sender: Peer, message: AnyMessage, now: int) -> Member | None:
         """A process that is no member speaks as if it were one. Returns it if it is one from now on."""
