@@ -281,7 +281,8 @@ class SharedLoop(MachineLoop[EventT]):
             self._bell.get()
 
     def _tick_here(self) -> None:
-        self.post(ClockTicked())
+        self._inbox.put(ClockTicked())
+        self.see_to_it()
         self._bell.put(None)
 
 
