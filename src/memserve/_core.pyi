@@ -561,8 +561,8 @@ class JsonShape:
         """Bytes of the longest name, as written."""
 
 def warn_of_leaks(warns: bool) -> None:
-    """Whether a process that ends with objects of the native modules alive lists them on stderr. Off at first: only who
-    looks for a leak wants to know."""
+    """Whether a process that ends with objects of the native modules alive lists them on stderr. Off at first: only
+    the search for a leak needs it."""
 
 def json_shape(text: bytes) -> JsonShape:
     """How much a parser would have to build for ``text``: never less than it does. Linear in the text, of which more

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from memserve.cluster.events import MemberChange
 from memserve.cluster.lifecycle import Lifecycle
 from memserve.cluster.loads import LoadTable
@@ -9,6 +11,7 @@ from memserve.cluster.outbox import Outbox, Timers
 from memserve.cluster.registry import LinkTotals, Member, MemberState, Registry
 from memserve.cluster.report import Counters, InstanceView
 from memserve.cluster.sessions import Handles
+from memserve.cluster.silence import SilenceWatch
 from memserve.cluster.trees import Trees
 from memserve.config import ClusterConfig
 from memserve.messages import (
@@ -102,12 +105,6 @@ def _differs(totals: LinkTotals, dispatches_heard: int, answers_told: int) -> bo
     return not on_time or answers_told > totals.answers + totals.answers_lost
 
 
-_LATE = 10
-"""A message is on its way for less than this part of the time after which a silent member is dead. A process that asks
-for the name of a member waits three of these parts: what is heard of the member in the second or third shows that it
-lives, and that this is no restart."""
-
-
 class Membership:
     """Keeps registry, trees and loads in step."""
 
@@ -116,7 +113,7 @@ class Membership:
 
     __slots__ = (
         "_config", "_counters", "_handles", "_lifecycle", "_loads", "_losses", "_outbox", "_registry",
-        "_rejoin_request", "_timers", "_trees",
+        "_rejoin_request", "_silence", "_trees",
     )  # fmt: skip
 
     def __init__(
@@ -134,7 +131,8 @@ class Membership:
         self._config, self._counters = config, counters
         self._registry, self._trees, self._loads = registry, trees, loads
         self._lifecycle, self._handles = lifecycle, handles
-        self._timers, self._outbox = timers, outbox
+        self._outbox = outbox
+        self._silence = SilenceWatch(registry, timers, config.dead_after_ns, partial(self.gone, died=True))
         self._losses = LossDetector(lifecycle, outbox)
         #: for members of the last router; known to machines that remember
         self._rejoin_request = RejoinRequest("")
@@ -175,8 +173,8 @@ class Membership:
             return
         older = self._registry.named(sender.name)
         if older is not None and older.state is not MemberState.REJOINING and older.info.address != info.address:
-            since_ns, late_ns = older.contest(sender, now), self._late_ns
-            if older.heard_ns > since_ns + late_ns:
+            since_ns, late_ns = older.contest(sender, now), self._silence.late_ns
+            if older.heard_ns > since_ns + late_ns:  # it lives, so this is no restart
                 self._refuse(sender, info, older.why_not_its_name)
                 return
             if now <= since_ns + 3 * late_ns:
@@ -214,7 +212,7 @@ class Membership:
         self._trees.enter(member.number, publishes=info.publishes_events, role=info.role)
         self._lifecycle.admission.memory.enter(member)
         self._lifecycle.answers.asks |= info.role is Role.ROUTER
-        self._timers.arm(self._looks_at(member), self._silent, member.peer)
+        self._silence.watch(member)
         return member
 
     def _introduce(self, member: Member, joined_at: str, now: int) -> None:
@@ -338,37 +336,6 @@ class Membership:
         for req in failed:
             self._lifecycle.place(req, now)
         self._lifecycle.answers.has_told(member.peer, now)
-
-    def _silent(self, peer: Peer, now: int) -> None:
-        """The timer of a member that may have been silent for too long."""
-        member = self._registry.get(peer)
-        if member is None:
-            return
-        if self._looks_at(member) > now:
-            self._timers.arm(self._looks_at(member), self._silent, peer)
-        else:
-            due_ns = member.heard_ns + self._config.dead_after_ns
-            self._timers.arm(max(due_ns, now + self._late_ns), self._still_silent, (peer, member.heard_ns))
-
-    def _still_silent(self, seen: tuple[Peer, int], now: int) -> None:
-        """The second look at a silent member. Before the first one the router may have been stopped, and what came
-        meanwhile was not read yet."""
-        peer, heard_ns = seen
-        member = self._registry.get(peer)
-        if member is None:
-            return
-        if member.heard_ns > heard_ns:
-            self._silent(peer, now)
-        else:
-            self.gone(member, f"nothing was heard of it for {(now - heard_ns) / 1e9:.1f} s", now, died=True)
-
-    def _looks_at(self, member: Member) -> int:
-        """When its silence is noticed."""
-        return member.heard_ns + self._config.dead_after_ns - self._late_ns
-
-    @property
-    def _late_ns(self) -> int:
-        return self._config.dead_after_ns // _LATE
 
     def stranger(self, sender: Peer, message: AnyMessage, now: int) -> Member | None:
         """A process that is no member speaks as if it were one. Returns it if it is one from now on."""

@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
-END = """
+from memserve import _core
+
+END = f"""
 import ctypes, sys
-from memserve import _core, _kernels
+from {_core.__package__} import _core, _kernels
 if sys.argv[1] == "warns":
     _core.warn_of_leaks(True)
 kept = _core.BlockIds([1, 2, 3])

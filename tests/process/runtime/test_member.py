@@ -222,8 +222,8 @@ def test_a_router_whose_loop_is_blocked_declares_no_member_dead(router, node) ->
         sent = it.member._mailbox.counters.sent
         eventually(lambda: it.member._mailbox.counters.sent > sent + beats)  # nothing else runs in this loop
         blocked_until_ns = time.monotonic_ns()
-        heard = lambda: router.instances()[0].heard_ns > blocked_until_ns + CONFIG.dead_after_ns // 2  # noqa: E731
-        await asyncio.to_thread(eventually, heard)
+        heard_ns = blocked_until_ns + CONFIG.dead_after_ns // 2
+        await asyncio.to_thread(eventually, lambda: router.instances()[0].heard_ns > heard_ns)
         router.hear_in(None)
 
     asyncio.run(blocked())

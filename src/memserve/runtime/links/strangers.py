@@ -3,8 +3,8 @@
 ZeroMQ tells that a connection was accepted, or has ended, by its descriptor; of a failed handshake it tells only that
 there was one. So a connection is a stranger's until it has brought a letter, or as many handshakes have succeeded as
 there are connections that could have passed them. One that ends without a letter and without a failure may be one of
-those: whoever tries the secret and leaves (:mod:`memserve.runtime.links.knock`), as a server does before it calls a
-store, is none.
+those: a process that tries the secret and leaves (:mod:`memserve.runtime.links.knock`), as a server does before it
+calls a store, is none.
 """
 
 from __future__ import annotations
