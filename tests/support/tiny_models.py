@@ -154,6 +154,7 @@ class Driver:
         scheduler, pool = SchedulerConfig(max_running=8), PoolConfig(blocks, dram_blocks, lower_dtype=lower_dtype)
         config = InstanceConfig(CONTEXT_TOKENS, pool=pool, scheduler=scheduler, adapters=adapters)
         self.device = ModelDevice(model, config, **options)
+        self.geometry, self.blocks, self.dram_blocks = model.geometry, blocks, dram_blocks
         self.steps = 0
 
     def step(self, rows: list[tuple[int, int, int, tuple[int, ...]]] = (), **parts: Any) -> Any:
