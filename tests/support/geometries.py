@@ -6,6 +6,7 @@ vocabulary, its context. Blocks have the layers, heads and sizes of the model th
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,3 +64,9 @@ SHAPES: Mapping[str, Shape] = {
 }
 """The axis ``geometry``. Blocks have 720 KiB, 4 MiB, 576 KiB, 8 MiB, 4.5 MiB and 6.5 MiB; ``windows`` has a sliding
 window in every other layer."""
+
+
+def add_option(parser: ArgumentParser, default: str = "smollm2") -> None:
+    """``--geometry NAME`` of a script that moves blocks."""
+    sizes = ", ".join(f"{name} ({shape.kv.block_bytes >> 10} KiB)" for name, shape in SHAPES.items())
+    parser.add_argument("--geometry", choices=SHAPES, default=default, help=f"whose KV blocks: {sizes}")
