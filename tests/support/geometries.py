@@ -62,7 +62,7 @@ SHAPES: Mapping[str, Shape] = {
     "moe": Shape("Qwen3 30B A3B", KVGeometry(48, 4, 128, 128, "bfloat16", 32), "qwen3_moe", 8),
     "windows": Shape("Gemma 2 2B", KVGeometry(26, 4, 256, 256, "bfloat16", 32), "gemma2", 8),
 }
-"""The axis ``geometry``. Blocks have 720 KiB, 4 MiB, 576 KiB, 8 MiB, 4.5 MiB and 6.5 MiB; ``windows`` has a sliding
+"""The axis ``geometry``. Blocks have 720 KiB, 4 MiB, 576 KiB, 8 MiB, 3 MiB and 3.25 MiB; ``windows`` has a sliding
 window in every other layer."""
 
 
