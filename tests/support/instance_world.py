@@ -192,8 +192,9 @@ class World:
         self.now = max(self.now, now)
         return self.post(ClockTicked())
 
-    def drain(self, limit=3000):
-        """Run until nothing is under way."""
+    def drain(self, limit=30_000):
+        """Run until nothing is under way. Where nine of ten masks are late, dozens of requests take thousands of
+        steps."""
         while self.plans or self.builds or self.masks:
             self.step() if self.plans else self.build() if self.builds else self.mask()
             limit -= 1
