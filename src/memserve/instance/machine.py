@@ -150,7 +150,7 @@ class Instance:
         elif link is not None:
             self._hear(link, event, now)
         else:
-            check(isinstance(event, ClockTicked), f"unknown event {event!r}")
+            check(isinstance(event, ClockTicked), "unknown event {!r}", event)
         self.intake.expire(now)
         self.pins.expire(now)
         if link is not None:
@@ -179,7 +179,7 @@ class Instance:
         elif isinstance(event, PagesSealed | PagesPulled):
             link.pages_done(event, now)
         else:
-            check(isinstance(event, ClockTicked), f"unknown event {event!r}")
+            check(isinstance(event, ClockTicked), "unknown event {!r}", event)
 
     def _plan(self, now: int, actions: list[Action]) -> None:
         """Keep the device busy: as many plans as it may have, but none long before the device needs it. Plans come

@@ -348,7 +348,7 @@ class BlockLedger:
         waiting = {(node, entry) for _, node, entry in self._expiring} | set(self._ended)
         for node, held in self._nodes.items():
             names = Counter(name for need in held.needs.values() for name in need.names)
-            check(held.shared == names, f"node {node}: names are held {held.shared}, not {names}")
+            check(held.shared == names, "node {}: names are held {}, not {}", node, held.shared, names)
             used = sum(need.blocks for need in held.needs.values()) + len(names)
             free = int(self._total[node]) - used
             check(self.blocks_free(node) == free, f"node {node}: {self.blocks_free(node)} blocks are free, not {free}")

@@ -93,6 +93,6 @@ class TenantStore(Generic[Value]):
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the counts do not agree."""
         costs = {tenant: sum(kept.cost for kept in names.values()) for tenant, names in self._kept.items()}
-        check(costs == self._costs and sum(costs.values()) == self._total, f"{self._costs} are kept as {costs}")
+        check(costs == self._costs and sum(costs.values()) == self._total, "{} are kept as {}", self._costs, costs)
         check(all(self._kept.values()), "a tenant without anything is listed")
         check(self._total <= self.cost_max or len(self) == 1, f"{self._total} of {self.cost_max} are kept")

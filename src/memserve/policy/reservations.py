@@ -120,7 +120,7 @@ class Reservations:
     def check_invariants(self, prefilling: set[str]) -> None:
         """Raise :class:`InvariantError` unless names are counted, and only attempts in prefill may fetch."""
         names = Counter(block for _, need in self._pins.values() for block in need.names)
-        check(self._names == names, f"pins have {names}, counted are {self._names}")
+        check(self._names == names, "pins have {}, counted are {}", names, self._names)
         for attempt_id, nodes in self._lent.items():
             check(attempt_id in prefilling, f"{attempt_id} has computed its prompt, and blocks are lent to it")
             check(len(set(nodes)) == len(nodes), f"{attempt_id} may fetch twice from one of {nodes}")
