@@ -26,15 +26,16 @@ from typing import Any
 import numpy as np
 
 from memserve import _core
-from memserve.messages import Join, Peer, PeerInfo
-from memserve.runtime.links import wire
-from memserve.runtime.links.answering import Listening
-from memserve.runtime.links.curve_link import CurveLink
-from memserve.runtime.links.link import PageLink
-from memserve.runtime.links.nixl import NixlLink
-from memserve.runtime.links.ranges import Ranges
-from memserve.types import KVGeometry, Role, Tier
-from memserve.units import MIB
+from memserve.base.types import KVGeometry, Role, Tier
+from memserve.base.units import MIB
+from memserve.protocol import codec as wire
+from memserve.protocol.messages import Join
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.transport.links.encrypted import CurveLink
+from memserve.transport.links.nixl import NixlLink
+from memserve.transport.ports import PageLink
+from memserve.transport.ranges import Ranges
+from memserve.transport.request_server import Listening
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from net_hosts import Host, Quality, Wired, why_none
@@ -48,7 +49,7 @@ SECRET = "a secret of this script alone"
 
 
 def _describe(link: PageLink, name: str, arena: Any) -> PeerInfo:
-    from memserve.messages import ArenaPlace
+    from memserve.protocol.peers import ArenaPlace
 
     place = ArenaPlace(Tier.HBM, arena.address, arena.nbytes)
     info = PeerInfo(Peer(name, 1), Role.PREFILL, "", "", GEOMETRY, 0, 0, 0, True, arenas=(place,))

@@ -31,19 +31,20 @@ from pathlib import Path
 
 from router_overhead import cpu_seconds, free_port, wait_until_ready, write_load
 
-from memserve.config import ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.config import ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.types import KVGeometry, Role
+from memserve.host.member import Member
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
-from memserve.mempool.identity import identity_key
-from memserve.messages import Peer, PeerInfo
+from memserve.kv.identity import identity_key
 from memserve.model.loading.card import ModelCard
-from memserve.runtime.links.answering import Listening
-from memserve.runtime.links.data import open_data_port
-from memserve.runtime.links.mailbox import ZmqMailbox
-from memserve.runtime.member import Member, new_generation
-from memserve.runtime.memory import keep_heap_small
-from memserve.runtime.private_files import followed
-from memserve.types import KVGeometry, Role
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.system.memory import keep_heap_small
+from memserve.system.process import new_generation
+from memserve.system.secrets import followed
+from memserve.transport.data_port import open_data_port
+from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import Listening
 
 PERIOD_US = 100_000
 """A router's share is given to it anew this often: the kernel's default. Shorter ones cost the routers more."""
@@ -61,19 +62,19 @@ class NullDevice:
     on_layer: Callable[[int, int], None] | None = None
 
     def execute(self, plan: StepPlan) -> StepFinished:
-        """See :class:`memserve.runtime.ports.Device`."""
+        """See :class:`memserve.transport.ports.Device`."""
         draws = sum(map(len, plan.sample_slots))
         return StepFinished(plan.step_id, [TOKEN] * draws, device_ns=1000)
 
     def build_grammar(self, grammar: str, on_built: Callable[[str], None]) -> None:
-        """See :class:`memserve.runtime.ports.Device`."""
+        """See :class:`memserve.transport.ports.Device`."""
         on_built("there are no grammars here")
 
     def forget_grammar(self, grammar: str) -> None:
-        """See :class:`memserve.runtime.ports.Device`."""
+        """See :class:`memserve.transport.ports.Device`."""
 
     def close(self) -> None:
-        """See :class:`memserve.runtime.ports.Device`."""
+        """See :class:`memserve.transport.ports.Device`."""
 
 
 def be_instance(name: str, model: Path, join: str) -> None:

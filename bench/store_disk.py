@@ -32,10 +32,10 @@ from pathlib import Path
 import numpy as np
 
 from memserve import _core
-from memserve.runtime.store_disks import DiskHost
-from memserve.store import disk_events as ev
-from memserve.store.disks import Disks, DisksConfig
-from memserve.units import GIB, MIB
+from memserve.base.units import GIB, MIB
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import Disks, DisksConfig
+from memserve.store.host.disks import DiskHost
 
 BLOCK_BYTES = 737_280
 EXTENTS = 64

@@ -31,10 +31,10 @@ from pathlib import Path
 import numpy as np
 
 from memserve import _core
-from memserve.runtime.store_disks import DiskHost
-from memserve.store import disk_events as ev
-from memserve.store.disks import Disks, DisksConfig
-from memserve.units import MIB, NS_PER_S
+from memserve.base.units import MIB, NS_PER_S
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import Disks, DisksConfig
+from memserve.store.host.disks import DiskHost
 
 HALF_HOUR_NS = 1800 * NS_PER_S
 NS_PER_MINUTE = 60 * NS_PER_S

@@ -12,12 +12,12 @@ from typing import Any
 
 from vllm_servers import ServedStore, cpu_s
 
-from memserve.integrations.block_pool import BlockPool
-from memserve.integrations.pool import PoolOptions
+from memserve.integrations.block_cache import BlockPool
+from memserve.integrations.store_cache import PoolOptions
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.scheduler_side import SchedulerSide
-from memserve.integrations.vllm.worker_side import HostMover, WorkerSide
+from memserve.integrations.vllm.scheduler import SchedulerSide
+from memserve.integrations.vllm.worker import HostMover, WorkerSide
 
 BLOCKS = 64
 """That a step fills: 84 MiB of SmolLM2-135M in float32."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from memserve import config
+from memserve.base import config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").glob("*.md")]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from memserve import LLM
-from memserve.errors import UserError
-from memserve.instance.layered_kv import LayerReport
-from memserve.types import SamplingParams
+from memserve.base.errors import UserError
+from memserve.base.types import SamplingParams
+from memserve.instance.layerwise.state import LayerReport
 from tiny_models import prompt, save_folder, tiny_module
 
 OPTIONS = {"dtype": "float32", "threads": 1, "block_tokens": 8, "max_step_tokens": 16, "enable_prefix_caching": False}

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from asking_clients import Load, question, truth_of
-from memserve.client.store_client import StoreClient
-from memserve.errors import StoreUnavailable
-from memserve.runtime.links.knock import Knock, knock
+from memserve.base.errors import StoreUnavailable
+from memserve.store.client.client import StoreClient
+from memserve.transport.probe import Knock, knock
 from ports import free_port
 from secret_steps import OLD, STEPS, put
 from served_cluster import GREEDY, WAIT_S, Server, eventually

@@ -11,21 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memserve.cluster.events import (
-    ClockTicked,
-    EmitTokens,
-    MessageArrived,
-    RejectRequest,
-    ReportMember,
-    RequestArrived,
-    RequestCancelled,
-    Send,
-    SequenceStopped,
-)
-from memserve.cluster.machine import Cluster
-from memserve.config import ClusterConfig
-from memserve.mempool.identity import block_identities, namespace_id
-from memserve.messages import (
+from memserve.base.config import ClusterConfig
+from memserve.base.types import FinishReason, KVGeometry, Request, Role, SamplingParams, StopParams, Tier, TokenOutput
+from memserve.base.units import NS_PER_MS, NS_PER_S
+from memserve.kv.identity import block_identities, namespace_id
+from memserve.protocol.messages import (
     AskAttempts,
     AttemptsUnknown,
     Cancel,
@@ -39,10 +29,7 @@ from memserve.messages import (
     KvChange,
     KvEvents,
     Leave,
-    Load,
-    Peer,
     PeerGone,
-    PeerInfo,
     Pin,
     Pinned,
     RequestRefused,
@@ -50,8 +37,19 @@ from memserve.messages import (
     Tokens,
     Unpin,
 )
-from memserve.types import FinishReason, KVGeometry, Request, Role, SamplingParams, StopParams, Tier, TokenOutput
-from memserve.units import NS_PER_MS, NS_PER_S
+from memserve.protocol.peers import Load, Peer, PeerInfo
+from memserve.router.events import (
+    ClockTicked,
+    EmitTokens,
+    MessageArrived,
+    RejectRequest,
+    ReportMember,
+    RequestArrived,
+    RequestCancelled,
+    Send,
+    SequenceStopped,
+)
+from memserve.router.machine import Cluster
 
 BLOCK = 4
 GEOMETRY = KVGeometry(2, 2, 8, 8, "float32", BLOCK)

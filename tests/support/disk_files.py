@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from memserve import _core
-from memserve.runtime.store_disks import DiskHost
-from memserve.store import disk_events as ev
-from memserve.store.disks import Disks, DisksConfig
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import Disks, DisksConfig
+from memserve.store.host.disks import DiskHost
 
 WAIT_S = 20.0
 

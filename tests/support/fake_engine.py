@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from memserve.base.types import FinishReason, Request, TokenLogprobs, TokenOutput
+from memserve.host.engine import Refusal, Rejected
+from memserve.host.stats import EngineStats
 from memserve.instance.stats import InstanceStats, TierReport
-from memserve.runtime.engine import Refusal, Rejected
-from memserve.runtime.stats import EngineStats
-from memserve.types import FinishReason, Request, TokenLogprobs, TokenOutput
 
 Sink = Callable[[TokenOutput | Rejected], None]
 Script = Callable[[Request, int], Sequence[int]]

@@ -9,15 +9,16 @@ from msgspec import structs
 from fleet_world import BLOCK, GEOMETRY, Fleet, Member
 from instance_world import VOCAB
 from memserve import _core
-from memserve.config import ExchangeConfig, PoolConfig
-from memserve.kv_transfer.events import CancelPulls, Delivered, PagesPulled, PullPages, SealPages
-from memserve.kv_transfer.exchange import Exchange
-from memserve.mempool.pool import BlockPool
-from memserve.messages import Fetch, JoinAccepted, Offer, Peer, PeerGone, PeerInfo, PeerJoined, Release
-from memserve.serving import MessageArrived, Send
-from memserve.sim.fuzz.truth_device import TruthDevice
-from memserve.store_messages import ForgetKv
-from memserve.types import Role, Tier
+from memserve.base.config import ExchangeConfig, PoolConfig
+from memserve.base.types import Role, Tier
+from memserve.kv.pool import BlockPool
+from memserve.kv.transfer.events import CancelPulls, Delivered, PagesPulled, PullPages, SealPages
+from memserve.kv.transfer.exchange import Exchange
+from memserve.protocol.events import MessageArrived, Send
+from memserve.protocol.messages import Fetch, JoinAccepted, Offer, PeerGone, PeerJoined, Release
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.protocol.store import ForgetKv
+from memserve_lab.sim.reference.device import TruthDevice
 
 
 class FlatPool(BlockPool):

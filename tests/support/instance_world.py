@@ -7,19 +7,27 @@ from random import Random
 
 import numpy as np
 
-from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.instance.events import RowFailed, RunStep, StepFailed
-from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
+from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.types import ClockTicked, FinishReason, KVGeometry, Request, SamplingParams, StopParams, Tier
+from memserve.instance.events import (
+    AwaitMask,
+    BuildGrammar,
+    ForgetGrammar,
+    GrammarBuilt,
+    MaskComputed,
+    RowFailed,
+    RunStep,
+    StepFailed,
+)
 from memserve.instance.machine import Instance
-from memserve.instance.sequence import Phase
-from memserve.mempool.pool import BlockPool
-from memserve.policy.learnt import PreemptionCosts
-from memserve.serving import ClockTicked, EmitTokens, RejectRequest, RequestArrived
-from memserve.sim.fuzz.drafts import foretell
-from memserve.sim.fuzz.literal_device import LiteralDevice, fail_row
-from memserve.sim.fuzz.truth import lone_beams as beams_of
-from memserve.sim.fuzz.truth import lone_tokens
-from memserve.types import FinishReason, KVGeometry, Request, SamplingParams, StopParams, Tier
+from memserve.instance.scheduler.sequence import Phase
+from memserve.kv.costs import PreemptionCosts
+from memserve.kv.pool import BlockPool
+from memserve.protocol.events import EmitTokens, RejectRequest, RequestArrived
+from memserve_lab.sim.fuzz.scenario_features import foretell
+from memserve_lab.sim.reference.device import LiteralDevice, fail_row
+from memserve_lab.sim.reference.oracle import lone_beams as beams_of
+from memserve_lab.sim.reference.oracle import lone_tokens
 from pool_twin import TwinPool
 
 VOCAB = 12

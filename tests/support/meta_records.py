@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from memserve.messages import KvChange, Peer, PeerInfo
-from memserve.metadata import (
+from memserve.base.types import KVGeometry, Role, Tier
+from memserve.protocol.messages import KvChange
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.protocol.records import (
     AnyRecord,
     DocumentDropped,
     DocumentPut,
@@ -21,7 +23,6 @@ from memserve.metadata import (
     RouterStarted,
     SessionRouted,
 )
-from memserve.types import KVGeometry, Role, Tier
 
 GEOMETRY = KVGeometry(2, 1, 8, 8, "float32", 4)
 S = 1_000_000_000

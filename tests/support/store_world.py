@@ -16,32 +16,16 @@ import numpy as np
 from disks_world import DisksWorld, Job, seal_of, split
 from exchange_world import BLOCK, GEOMETRY, LAYERS, LEASE_NS, Node, World, array, checksum, pages
 from memserve import _core
-from memserve.config import ExchangeConfig, MemberConfig
-from memserve.instance.events import BecomeNew, DrainAsked, Notice, Reborn
-from memserve.instance.member import MemberMachine
-from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.mempool.identity import DEFAULT_KEY
-from memserve.messages import ROUTER, JoinAccepted, KvEvents, KvSnapshot, Peer, PeerGone, PeerInfo, PeerJoined
-from memserve.peers import ArenaPlace
-from memserve.serving import ClockTicked, MessageArrived, Send
-from memserve.sim.fuzz.literal_disk import PAGE_BYTES, LiteralDisk
-from memserve.store import disk_events as ev
-from memserve.store.clients import tenant_key, tenant_scope
-from memserve.store.config import StoreConfig
-from memserve.store.disk_config import SYNC_CODES, DisksConfig
-from memserve.store.disks import Disks
-from memserve.store.events import (
-    Ended,
-    ExtentsSealed,
-    SealExtents,
-    SendValues,
-    ServeModel,
-    TakeValues,
-    ValuesSent,
-    ValuesTaken,
-)
-from memserve.store.machine import StoreMachine
-from memserve.store_messages import (
+from memserve.base.config import ExchangeConfig, MemberConfig
+from memserve.base.types import ClockTicked, Role, Tier
+from memserve.kv.identity import DEFAULT_KEY
+from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.protocol.events import MessageArrived, Send
+from memserve.protocol.member import MemberMachine
+from memserve.protocol.member_events import BecomeNew, DrainAsked, Notice, Reborn
+from memserve.protocol.messages import JoinAccepted, KvEvents, KvSnapshot, PeerGone, PeerJoined
+from memserve.protocol.peers import ROUTER, ArenaPlace, Peer, PeerInfo
+from memserve.protocol.store import (
     StoreDone,
     StoreGet,
     StoreHello,
@@ -49,7 +33,23 @@ from memserve.store_messages import (
     StorePut,
     StoreWelcome,
 )
-from memserve.types import Role, Tier
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import Disks
+from memserve.store.disks.events import SYNC_CODES, DisksConfig
+from memserve.store.machine.clients import tenant_key, tenant_scope
+from memserve.store.machine.events import (
+    Ended,
+    ExtentsSealed,
+    SealExtents,
+    SendValues,
+    ServeModel,
+    StoreConfig,
+    TakeValues,
+    ValuesSent,
+    ValuesTaken,
+)
+from memserve.store.machine.machine import StoreMachine
+from memserve_lab.sim.reference.disk import PAGE_BYTES, LiteralDisk
 from tier_names import new_tier_name, remove_tier_files
 
 ROUTER_PEER = Peer(ROUTER, 1)

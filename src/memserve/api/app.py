@@ -20,30 +20,35 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from memserve.api.auth import ApiKeys, KeyRing
-from memserve.api.config import ApiConfig, EdgeConfig
-from memserve.api.documents import Documents
-from memserve.api.edge import Edge
-from memserve.api.endpoints import ChatPlanner, CompletionPlanner, GenerationEndpoint, InvocationsEndpoint, Shared
-from memserve.api.errors import model_not_found, shutting_down
-from memserve.api.guard import Cors, Guard, LineWriter, RequestLog, on_http_error
-from memserve.api.hub import Hub
-from memserve.api.metrics import ApiMetrics
-from memserve.api.openapi import openapi
-from memserve.api.owner import OwnerOnly
-from memserve.api.prefix_routes import DocumentRoutes, SessionRoutes
-from memserve.api.prompts import PromptEncoder
-from memserve.api.responses.endpoint import ResponsesRoutes
-from memserve.api.served import HearingEngine, ModelNames, ServedModel, ServingEngine, TokenNames
-from memserve.api.shapes import ChatShape, CompletionShape
-from memserve.api.tokens import TokenRoutes
-from memserve.api.traces import Traces, open_traces
+from memserve.api.http.config import ApiConfig, EdgeConfig
+from memserve.api.http.errors import model_not_found, shutting_down
+from memserve.api.http.limits import Edge
+from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, LineWriter, RequestLog, on_http_error
+from memserve.api.metrics.http import ApiMetrics
+from memserve.api.metrics.traces import Traces, open_traces
+from memserve.api.openai.documents import Documents
+from memserve.api.openai.endpoints import (
+    ChatPlanner,
+    CompletionPlanner,
+    GenerationEndpoint,
+    InvocationsEndpoint,
+    Shared,
+)
+from memserve.api.openai.interfaces import HearingEngine, ModelNames, ServedModel, ServingEngine, TokenNames
+from memserve.api.openai.openapi import openapi
+from memserve.api.openai.prefixes import DocumentRoutes, SessionRoutes
+from memserve.api.openai.redirect import OwnerOnly
+from memserve.api.openai.request.prompts import PromptEncoder
+from memserve.api.openai.response.formats import ChatShape, CompletionShape
+from memserve.api.openai.responses.endpoint import ResponsesRoutes
+from memserve.api.openai.streams import Hub
+from memserve.api.openai.tokens import TokenRoutes
 from memserve.api.ui.feed import EngineSource, Feed
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.timelines import Timelines, Watch
-from memserve.model.loading.adapter import Adapter
-from memserve.runtime.loop import EngineStopped
-from memserve.types import RequestLogFormat
+from memserve.base.types import RequestLogFormat
+from memserve.model.loading.lora import Adapter
+from memserve.system.loop import EngineStopped
 
 
 class _Pages:

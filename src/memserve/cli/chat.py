@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from memserve.cli import options as opt
-from memserve.cli.progress import shown
-from memserve.config import DEFAULT_MAX_TOKENS, EngineOptions
-from memserve.errors import UserError
-from memserve.units import NS_PER_S
+from memserve.base.config import DEFAULT_MAX_TOKENS, EngineOptions
+from memserve.base.errors import UserError
+from memserve.base.units import NS_PER_S
+from memserve.cli import flags as opt
+from memserve.cli.output import shown
 
 if TYPE_CHECKING:
     import httpx
 
-    from memserve.api.prompts import Prompt
-    from memserve.api.served import ServedModel, ServingEngine
-    from memserve.types import Request
+    from memserve.api.openai.interfaces import ServedModel, ServingEngine
+    from memserve.api.openai.request.prompts import Prompt
+    from memserve.base.types import Request
 
 
 Message = dict[str, str]
@@ -165,7 +165,7 @@ class EngineBackend:
     """Runs an engine in this process."""
 
     def __init__(self, engine: ServingEngine, model: ServedModel) -> None:
-        from memserve.api.prompts import PromptEncoder
+        from memserve.api.openai.request.prompts import PromptEncoder
 
         self._engine = engine
         self._model = model
@@ -174,9 +174,9 @@ class EngineBackend:
 
     def answer(self, messages: list[Message], options: ChatOptions, account: Account) -> Iterator[str]:
         """Stream one answer."""
-        from memserve.runtime.engine import Rejected
-        from memserve.runtime.text import TextStream
-        from memserve.types import FinishReason, TokenOutput
+        from memserve.api.openai.response.detokenizer import TextStream
+        from memserve.base.types import FinishReason, TokenOutput
+        from memserve.host.engine import Rejected
 
         request = self._request(messages, options)
         account.prompt_tokens = len(request.prompt)
@@ -207,8 +207,8 @@ class EngineBackend:
         self._encoder.close()
 
     def _request(self, messages: list[Message], options: ChatOptions) -> Request:
-        from memserve.api.served import chosen_sampling
-        from memserve.types import Request, StopParams
+        from memserve.api.openai.interfaces import chosen_sampling
+        from memserve.base.types import Request, StopParams
 
         prompt = self._render(messages)
         room = self._model.max_model_tokens - len(prompt.tokens)
@@ -225,7 +225,7 @@ class EngineBackend:
         )
 
     def _render(self, messages: list[Message]) -> Prompt:
-        from memserve.api.errors import ApiError
+        from memserve.api.http.errors import ApiError
 
         try:
             return self._encoder.render_chat(messages)
@@ -336,11 +336,11 @@ def _backend(url: str | None, model: str | None, api_key: str | None, options: E
         finally:
             server.close()
         return
-    from memserve.runtime.process import set_thread_environment
+    from memserve.system.process import set_thread_environment
 
     set_thread_environment()
     typer.echo(f"loading {options.model} ...", err=True)
-    from memserve.runtime.build import build_engine
+    from memserve.host.build import build_engine
 
     with shown("loading"):
         engine, loaded = build_engine(options)

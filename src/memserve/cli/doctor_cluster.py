@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from memserve import __version__
-from memserve.cli.findings import Finding, Status
+from memserve.base.errors import UserError
+from memserve.base.types import Role
+from memserve.cli.output import Finding, Status
 from memserve.cli.watch import Samples
-from memserve.errors import UserError
-from memserve.mempool.identity import secrets_in
-from memserve.runtime.links.knock import Knock, knock
-from memserve.runtime.links.nixl_agent import nixl_is_installed
-from memserve.runtime.private_files import read_secret
-from memserve.types import Role
+from memserve.kv.identity import secrets_in
+from memserve.system.secrets import read_secret
+from memserve.transport.links.nixl_agent import nixl_is_installed
+from memserve.transport.probe import Knock, knock
 
 CALL_S = 10.0
 KNOCK_S = 3.0

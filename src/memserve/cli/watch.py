@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from memserve.errors import UserError
-from memserve.units import human_bytes
+from memserve.base.errors import UserError
+from memserve.base.units import human_bytes
 
 CALL_S = 10.0
 BAR_CHARS = 24

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from memserve.cluster.loads import LoadTable
-from memserve.cluster.trees import Trees
-from memserve.config import ClusterConfig
-from memserve.errors import check
-from memserve.fleet.kv_feed import Hash, KvFeed
-from memserve.fleet.words import (
+from memserve.base.config import ClusterConfig
+from memserve.base.errors import check
+from memserve.base.types import Role
+from memserve.base.units import NS_PER_S
+from memserve.fleet.kv_events import Hash, KvFeed
+from memserve.fleet.messages import (
     Abort,
     AskReplay,
     EngineAnswered,
@@ -25,10 +25,10 @@ from memserve.fleet.words import (
     PromptSpace,
     ReplayEnded,
 )
-from memserve.mempool.identity import namespace_id
-from memserve.messages import Load
-from memserve.types import Role
-from memserve.units import NS_PER_S
+from memserve.kv.identity import namespace_id
+from memserve.protocol.peers import Load
+from memserve.router.members.loads import LoadTable
+from memserve.router.placement.prefix_directory import Trees
 
 TEXT_BLOCK = 32
 """Numbers in a block of a prompt in ``PromptSpace.TEXT``: 128 bytes."""

@@ -18,18 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from memserve.cluster.admission import AdmissionController, Rejection
-from memserve.cluster.loads import Charge, LoadTable, Work
-from memserve.cluster.outbox import Timers
-from memserve.cluster.registry import Registry
-from memserve.cluster.report import AdmissionStats, Counters
-from memserve.cluster.requests import RequestState
-from memserve.cluster.trees import Trees
-from memserve.config import ClusterConfig
-from memserve.errors import check
+from memserve.base.config import ClusterConfig
+from memserve.base.errors import check
+from memserve.base.types import Role
 from memserve.fleet.engines import CONTEXT_MAX, Engine, Engines, fingerprint_of, team_of
-from memserve.fleet.kv_feed import Hash
-from memserve.fleet.words import (
+from memserve.fleet.kv_events import Hash
+from memserve.fleet.messages import (
     PREFILL_TOKENS,
     AnswerBegan,
     AnswerEnded,
@@ -52,12 +46,18 @@ from memserve.fleet.words import (
     ReplayEnded,
     TimePassed,
 )
-from memserve.mempool.identity import DEFAULT_KEY
-from memserve.policy.admission import on_terms
-from memserve.policy.candidates import Ask, Candidate, Route
-from memserve.policy.routing import POLICY
-from memserve.serving import RejectRequest
-from memserve.types import Role
+from memserve.kv.identity import DEFAULT_KEY
+from memserve.protocol.events import RejectRequest
+from memserve.router.admission.controller import AdmissionController, Rejection
+from memserve.router.admission.needs import on_terms
+from memserve.router.members.loads import Charge, LoadTable, Work
+from memserve.router.members.registry import Registry
+from memserve.router.outbox import Timers
+from memserve.router.placement.candidates import Ask, Candidate, Route
+from memserve.router.placement.prefix_directory import Trees
+from memserve.router.placement.routing import POLICY
+from memserve.router.report import AdmissionStats, Counters
+from memserve.router.requests.requests import RequestState
 
 RETRY_AFTER_S = 5.0
 """After which a client may ask again when no engine takes requests."""

@@ -8,21 +8,19 @@ from collections.abc import Sequence as Many
 import numpy as np
 from msgspec import structs
 
-from memserve.config import InstanceConfig
-from memserve.errors import UserError
-from memserve.instance.grammar_events import GRAMMAR_FAILED, GrammarBuilt
-from memserve.instance.grammar_waits import BUILD_NS, Wanted
-from memserve.instance.late_masks import MASK_NS, MASKS_NS
-from memserve.instance.remote_state import RemoteState
-from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause, Group, Phase, Sequence
-from memserve.messages import Dispatch, Peer
-from memserve.policy.capacity import impossible_reason
-from memserve.segments import RETRY_S
-from memserve.serving import RejectRequest
-from memserve.types import FinishReason, Request
-from memserve.units import NS_PER_MS, NS_PER_S
-from memserve.validation import check_request
+from memserve.base.config import InstanceConfig
+from memserve.base.errors import UserError
+from memserve.base.types import FinishReason, Request
+from memserve.base.units import NS_PER_MS, NS_PER_S
+from memserve.base.validation import check_request
+from memserve.instance.events import GRAMMAR_FAILED, GrammarBuilt
+from memserve.instance.scheduler.capacity import impossible_reason
+from memserve.instance.scheduler.grammar_waits import BUILD_NS, MASK_NS, MASKS_NS, Wanted
+from memserve.instance.scheduler.sequence import Cause, Group, Phase, RemoteState, Sequence
+from memserve.instance.scheduler.state import SchedulerState
+from memserve.protocol.events import RejectRequest
+from memserve.protocol.messages import RETRY_S, Dispatch
+from memserve.protocol.peers import Peer
 
 _TOO_SLOW = (
     f"what may come next was not known within {MASK_NS // NS_PER_S} s, or {MASKS_NS // NS_PER_S} s in all of the answer"

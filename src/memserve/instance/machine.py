@@ -16,23 +16,35 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from memserve.config import InstanceConfig
-from memserve.errors import InvariantError, check
-from memserve.instance.batch import InflightPlan
-from memserve.instance.cluster_link import ClusterLink
-from memserve.instance.events import Action, Event, LayerFinished, LoadRead, RunStep, StepFailed, StepFinished
-from memserve.instance.grammar_events import GrammarBuilt, MaskComputed
+from memserve.base.config import InstanceConfig
+from memserve.base.errors import InvariantError, check
+from memserve.base.kv_layout import lower_page_bytes
+from memserve.base.types import ClockTicked, KVGeometry, NamedPrefix, Request, TokenOutput
+from memserve.base.units import NS_PER_MS, ceil_div
+from memserve.instance.cluster.link import ClusterLink
+from memserve.instance.events import (
+    Action,
+    Event,
+    GrammarBuilt,
+    LayerFinished,
+    MaskComputed,
+    RunStep,
+    StepFailed,
+    StepFinished,
+)
 from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
-from memserve.instance.layered import LayerPlacer
-from memserve.instance.memory import SequenceMemory
-from memserve.instance.objectives import Objectives
-from memserve.instance.pins import Pins
-from memserve.instance.planner import Planner
-from memserve.instance.results import StepResults
-from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause
-from memserve.instance.speculation import Speculation
+from memserve.instance.layerwise.budget import TPOT_NS, LayerBudget, LayerPolicy, LinkRate
+from memserve.instance.layerwise.placer import LayerPlacer
+from memserve.instance.scheduler.batch import InflightPlan
+from memserve.instance.scheduler.capacity import context_tokens, running_max
+from memserve.instance.scheduler.memory import Pins, SequenceMemory
+from memserve.instance.scheduler.planner import Planner
+from memserve.instance.scheduler.results import StepResults
+from memserve.instance.scheduler.sequence import Cause
+from memserve.instance.scheduler.slo import Objectives
+from memserve.instance.scheduler.speculation import Speculation
+from memserve.instance.scheduler.state import SchedulerState
 from memserve.instance.stats import (
     InstanceStats,
     MemoryReport,
@@ -41,14 +53,10 @@ from memserve.instance.stats import (
     memory_report,
     request_story,
 )
-from memserve.kv_transfer.events import PagesPulled, PagesSealed
-from memserve.mempool.pool import BlockPool
-from memserve.messages import Load, Peer
-from memserve.policy.capacity import context_tokens, running_max
-from memserve.policy.layers import TPOT_NS, LayerBudget, LayerPolicy, LinkRate
-from memserve.policy.learnt import PreemptionCosts, PreemptionModel
-from memserve.serving import (
-    ClockTicked,
+from memserve.kv.costs import PreemptionCosts, PreemptionModel
+from memserve.kv.pool import BlockPool
+from memserve.kv.transfer.events import PagesPulled, PagesSealed
+from memserve.protocol.events import (
     EmitTokens,
     MessageArrived,
     PrefixPinned,
@@ -57,9 +65,8 @@ from memserve.serving import (
     RequestCancelled,
     SequenceStopped,
 )
-from memserve.tiers import lower_page_bytes
-from memserve.types import KVGeometry, NamedPrefix, Request, TokenOutput
-from memserve.units import NS_PER_MS, ceil_div
+from memserve.protocol.member_events import LoadRead
+from memserve.protocol.peers import Load, Peer
 
 AHEAD_MAX_NS = 10 * NS_PER_MS
 """The next step is planned when the device is expected to finish its work within this time: early enough to keep it

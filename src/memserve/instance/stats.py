@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from memserve.instance.cluster_link import ClusterLink
-from memserve.instance.layered_kv import LayerReport
-from memserve.instance.objectives import ObjectiveReport
-from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Group
-from memserve.mempool.events import PoolReport
-from memserve.types import Tier
+from memserve.base.types import Tier
+from memserve.instance.cluster.link import ClusterLink
+from memserve.instance.layerwise.state import LayerReport
+from memserve.instance.scheduler.sequence import Group
+from memserve.instance.scheduler.slo import ObjectiveReport
+from memserve.instance.scheduler.state import SchedulerState
+from memserve.kv.events import PoolReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,9 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from memserve.errors import UserError
-from memserve.integrations.jobs import Jobs
-from memserve.integrations.pool import EnginePool, PoolOptions
-from memserve.integrations.values import Value, name_in, namespace
+from memserve.base.errors import UserError
+from memserve.integrations.block_cache import Jobs
+from memserve.integrations.store_cache import EnginePool, PoolOptions, Value, name_in, namespace
 
 _THREADS = 4
 _TASKS_MAX = 256
@@ -37,7 +36,7 @@ class MemserveL2(L2AdapterInterface):
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         """``config``: LMCache's ``adapter_params``, the fields of :class:`PoolOptions`. Raises
-        :class:`memserve.errors.UserError` for what cannot be."""
+        :class:`memserve.base.errors.UserError` for what cannot be."""
         super().__init__()
         if not isinstance(config, Mapping):
             raise UserError("adapter_params is no object", hint='{"pool": "HOST:PORT"}', param="adapter_params")

@@ -12,15 +12,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
-from memserve.cluster.report import ClusterStats, Counters, InstanceView
+from memserve.base.types import Request, Role
+from memserve.base.units import NS_PER_S
+from memserve.host.stats import EngineStats, RouterStats
 from memserve.instance.events import LinkUse
-from memserve.instance.layered_kv import LayerReport
-from memserve.instance.objectives import ObjectiveReport
+from memserve.instance.layerwise.state import LayerReport
+from memserve.instance.scheduler.slo import ObjectiveReport
 from memserve.instance.stats import InstanceStats, TierReport
-from memserve.messages import Load, Peer
-from memserve.runtime.stats import EngineStats, RouterStats
-from memserve.types import Request, Role
-from memserve.units import NS_PER_S
+from memserve.protocol.peers import Load, Peer
+from memserve.router.report import ClusterStats, Counters, InstanceView
 
 
 def view(name: str, role: Role, stats: EngineStats | None, load: Load, state: str = "live") -> InstanceView:

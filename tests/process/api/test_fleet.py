@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from fleet_server import FleetServer, fleet_server, spec_of
+from memserve.base.config import AdmissionConfig, ClusterConfig
+from memserve.base.types import Admission
+from memserve.base.units import NS_PER_S
 from memserve.cli.credentials import followed_key
 from memserve.cli.main import run
-from memserve.config import AdmissionConfig, ClusterConfig
-from memserve.runtime import private_files
-from memserve.types import Admission
-from memserve.units import NS_PER_S
+from memserve.system import secrets as private_files
 from scripted_engine import ANSWER, DONE, EVENTS, Asked, ScriptedEngine, scripted_engines, well, whole
 from waiting import eventually
 

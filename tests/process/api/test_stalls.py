@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, says, serve, tiny_tokenizer
 from fake_engine import FakeEngine
 from memserve._core import json_shape
-from memserve.api import messages, prompts, respond, schema
-from memserve.api.documents import REPEATED_TOKENS_MAX, Document
-from memserve.api.errors import ApiError
-from memserve.api.prompts import (
+from memserve.api.http.errors import ApiError
+from memserve.api.openai.documents import REPEATED_TOKENS_MAX, Document
+from memserve.api.openai.interfaces import TokenNames
+from memserve.api.openai.request import messages, prompts, schema
+from memserve.api.openai.request.prompts import (
     INLINE_BYTES_MAX,
     SHORT_BYTES_MAX,
     Prompt,
@@ -33,8 +34,8 @@ from memserve.api.prompts import (
     calls_bounded,
     longest_token_bytes,
 )
-from memserve.api.schema import ChatBody, CompletionBody, parse_body
-from memserve.api.served import TokenNames
+from memserve.api.openai.request.schema import ChatBody, CompletionBody, parse_body
+from memserve.api.openai.response import responders as respond
 
 JSON = st.recursive(
     st.none() | st.integers() | st.text(alphabet='ab"\\,:[]{}東\n', max_size=8),

@@ -16,8 +16,8 @@ import pytest
 from memserve import __version__
 from memserve.cli import doctor_cluster
 from memserve.cli.main import run
-from memserve.messages import Peer
-from memserve.runtime.links.mailbox import ZmqMailbox
+from memserve.protocol.peers import Peer
+from memserve.transport.mailbox import ZmqMailbox
 
 KEY = "sk-metrics"
 SECRET = "a secret of the tests, long enough"

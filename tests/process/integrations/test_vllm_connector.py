@@ -18,15 +18,14 @@ import pytest
 import torch
 
 from engine_world import flip_byte, options_of
-from memserve.client import connection
-from memserve.integrations.block_pool import BlockPool
-from memserve.integrations.pool import PoolOptions
-from memserve.integrations.values import namespace
+from memserve.integrations.block_cache import BlockPool
+from memserve.integrations.store_cache import PoolOptions, namespace
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.names import prefix_of, weights_fingerprint
-from memserve.integrations.vllm.scheduler_side import SchedulerSide
-from memserve.integrations.vllm.worker_side import HostMover, WorkerSide
+from memserve.integrations.vllm.scheduler import SchedulerSide
+from memserve.integrations.vllm.shared_kv import prefix_of, weights_fingerprint
+from memserve.integrations.vllm.worker import HostMover, WorkerSide
+from memserve.store.client import connection
 from served_store import ServedStore
 from waiting import eventually
 

@@ -71,10 +71,10 @@ def test_vllm_finds_it_by_path_and_by_name() -> None:
 
 def test_what_is_said_between_processes_can_be_sent() -> None:
     from memserve.integrations.vllm.connector import MemserveHandshake, MemserveMetadata
-    from memserve.integrations.vllm.kv_pool import KvNames
     from memserve.integrations.vllm.lookups import RankNames
     from memserve.integrations.vllm.memory import BlockLayout
-    from memserve.integrations.vllm.orders import Load, Orders, Save
+    from memserve.integrations.vllm.scheduler import Load, Orders, Save
+    from memserve.integrations.vllm.shared_kv import KvNames
 
     orders = Orders((Load("r", (b"h",), (1,)),), (Save((b"i",), (2,)),))
     layout = BlockLayout((8,), b"digest")
@@ -110,7 +110,7 @@ def fail_loads(patched: pytest.MonkeyPatch) -> list[int]:
     """From now on one value of every second load is lost, and rubbish lies in its place; the losses."""
     import ctypes
 
-    from memserve.integrations.block_pool import BlockPool
+    from memserve.integrations.block_cache import BlockPool
 
     get, failures, calls = BlockPool.get, list[int](), iter(range(1 << 30))
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from kv_event_words import BLOCK, batch, stored
-from memserve.config import AdmissionConfig, ClusterConfig
+from memserve.base.config import AdmissionConfig, ClusterConfig
+from memserve.base.types import Admission, Request
+from memserve.base.units import NS_PER_S
 from memserve.fleet.machine import Fleet
-from memserve.fleet.words import (
+from memserve.fleet.messages import (
     Abort,
     AnswerBegan,
     AnswerEnded,
@@ -36,9 +38,7 @@ from memserve.fleet.words import (
     TimePassed,
     read_engine,
 )
-from memserve.serving import RejectRequest
-from memserve.types import Admission, Request
-from memserve.units import NS_PER_S
+from memserve.protocol.events import RejectRequest
 
 NAMES = ("a:1", "b:2", "c:3")
 PROMPT = list(range(1, 1 + 16 * BLOCK))

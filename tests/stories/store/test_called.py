@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from exchange_world import BLOCK, LEASE_NS
-from memserve.config import MemberConfig
-from memserve.instance.events import DrainAsked
-from memserve.messages import JoinAccepted, Leave
-from memserve.serving import ClockTicked
-from memserve.store_messages import JoinRequest, StoreCode
-from memserve.units import NS_PER_S
+from memserve.base.config import MemberConfig
+from memserve.base.types import ClockTicked
+from memserve.base.units import NS_PER_S
+from memserve.protocol.member_events import DrainAsked
+from memserve.protocol.messages import JoinAccepted, Leave
+from memserve.protocol.store import JoinRequest, StoreCode
 from store_world import ROUTER_PEER, Client, StoreWorld, push
 
 PROMPT = list(range(100, 100 + 4 * BLOCK + 1))  # four whole blocks and a token

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from memserve import _core
-from memserve.sim.fuzz.literal_disk import PAGE_BYTES, LiteralDisk, Write
+from memserve_lab.sim.reference.disk import PAGE_BYTES, LiteralDisk, Write
 
 SEGMENT_BYTES = 16 * PAGE_BYTES
 SECRET = bytes(range(16))

@@ -10,8 +10,8 @@ import pytest
 
 from kv_event_words import BLOCK, batch, removed, stored
 from memserve import _core
-from memserve.fleet.kv_feed import KvFeed
-from memserve.mempool.identity import DEFAULT_KEY, namespace_id
+from memserve.fleet.kv_events import KvFeed
+from memserve.kv.identity import DEFAULT_KEY, namespace_id
 
 ROOT = namespace_id("", "m")
 

@@ -7,8 +7,8 @@ import secrets
 from collections import Counter
 
 from instance_world import VOCAB, World, config, request
-from memserve.serving import RequestCancelled
-from memserve.types import FinishReason, Tier
+from memserve.base.types import FinishReason, Tier
+from memserve.protocol.events import RequestCancelled
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(120)] for family in range(3)]
 CONTEXT = 160

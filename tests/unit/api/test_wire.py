@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from memserve.api import wire
-from memserve.api.config import EdgeConfig
-from memserve.api.wire import END, Head, RequestReader, WireError
-from memserve.units import KIB
+from memserve.api.http import parser as wire
+from memserve.api.http.config import EdgeConfig
+from memserve.api.http.parser import END, Head, RequestReader, WireError
+from memserve.base.units import KIB
 
 LIMITS = EdgeConfig()
 CHUNKED = b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -10,8 +10,8 @@ import pytest
 
 from kv_event_words import BLOCK, CLEARED, as_array, batch, removed, stored
 from memserve import _core
-from memserve.fleet.kv_feed import KvFeed
-from memserve.mempool.identity import DEFAULT_KEY, namespace_id
+from memserve.fleet.kv_events import KvFeed
+from memserve.kv.identity import DEFAULT_KEY, namespace_id
 
 TOKENS = list(range(1, 1 + 4 * BLOCK))
 ROOT = namespace_id("", "m")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from memserve.config import PoolConfig
-from memserve.instance.arrivals import Arrivals
+from memserve.base.config import PoolConfig
+from memserve.base.types import Request, SamplingParams, StopParams, Tier
+from memserve.base.units import NS_PER_S
 from memserve.instance.events import StepPlan
-from memserve.instance.layered import LayerPlacer
-from memserve.instance.sequence import Group, Sequence
-from memserve.mempool.pool import BlockPool
-from memserve.policy.layers import LayerBudget, LayerPolicy, LinkRate
-from memserve.policy.learnt import PreemptionCosts, PreemptionModel
-from memserve.types import Request, SamplingParams, StopParams, Tier
-from memserve.units import NS_PER_S
+from memserve.instance.layerwise.budget import LayerBudget, LayerPolicy, LinkRate
+from memserve.instance.layerwise.copies import Arrivals
+from memserve.instance.layerwise.placer import LayerPlacer
+from memserve.instance.scheduler.sequence import Group, Sequence
+from memserve.kv.costs import PreemptionCosts, PreemptionModel
+from memserve.kv.pool import BlockPool
 
 LAYERS = 3
 

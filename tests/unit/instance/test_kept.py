@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from memserve.answers import AnswerLog
-from memserve.instance.kept import KeptAnswers
-from memserve.messages import Peer
-from memserve.types import FinishReason, Request, TokenLogprobs, TokenOutput
+from memserve.base.types import FinishReason, Request, TokenLogprobs, TokenOutput
+from memserve.instance.cluster.idempotency import KeptAnswers
+from memserve.protocol.idempotency import AnswerLog
+from memserve.protocol.peers import Peer
 
 ROUTER, NEXT = Peer("router", 1), Peer("router", 2)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from instance_world import config
+from memserve.base.config import PROMPT_LOGPROBS_MAX
+from memserve.base.types import Request, SamplingParams, StopParams
 from memserve.instance.events import Action, Event, RunStep, StepPlan
 from memserve.instance.machine import Instance
-from memserve.instance.planner import PROMPT_LOGPROBS_MAX
-from memserve.policy.learnt import PreemptionCosts
-from memserve.serving import RequestArrived
-from memserve.sim.fuzz.literal_device import LiteralDevice
-from memserve.types import Request, SamplingParams, StopParams
+from memserve.kv.costs import PreemptionCosts
+from memserve.protocol.events import RequestArrived
+from memserve_lab.sim.reference.device import LiteralDevice
 
 
 def echo(name: str, tokens: int, *, logprobs: bool = True) -> Request:

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from memserve.instance.kv_feed import KvFeed
-from memserve.instance.router_news import BUNDLE_NS, RouterNews
-from memserve.instance.routers import Routers
-from memserve.mempool.events import KvEvent, KvEventKind
-from memserve.messages import Heartbeat, KvEvents, KvSnapshot, Load, Peer, PeerInfo
-from memserve.serving import Send
-from memserve.types import KVGeometry, Role, Tier
+from memserve.base.types import KVGeometry, Role, Tier
+from memserve.instance.cluster.routers import BUNDLE_NS, RouterNews, Routers
+from memserve.kv.events import KvEvent, KvEventKind
+from memserve.kv.feed import KvFeed
+from memserve.protocol.events import Send
+from memserve.protocol.messages import Heartbeat, KvEvents, KvSnapshot
+from memserve.protocol.peers import Load, Peer, PeerInfo
 
 OWNER, R2, R3 = Peer("router", 5), Peer("router-2", 1), Peer("router-3", 1)
 LOAD = Load(requests_waiting=7, dispatches_heard=3)

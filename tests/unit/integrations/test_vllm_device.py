@@ -12,12 +12,12 @@ import torch
 
 from fake_gpu import FakeGpu, RaceError
 from memserve import UserError
-from memserve.integrations.jobs import Jobs
+from memserve.integrations.block_cache import Jobs
 from memserve.integrations.vllm.device_memory import DeviceMemory
 from memserve.integrations.vllm.device_mover import DeviceMover
 from memserve.integrations.vllm.lookups import RankNames
-from memserve.integrations.vllm.orders import Load, Orders, Save
-from memserve.integrations.vllm.worker_side import WorkerSide
+from memserve.integrations.vllm.scheduler import Load, Orders, Save
+from memserve.integrations.vllm.worker import WorkerSide
 
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT = 12, 3, 2, 4, 8
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]

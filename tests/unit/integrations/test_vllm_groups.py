@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from memserve.integrations.vllm.groups import tails_of, why_not_kept
 from memserve.integrations.vllm.lookups import GroupOfKv, Lookups, RankNames
 from memserve.integrations.vllm.memory import BlockLayout
-from memserve.integrations.vllm.orders import Load, Save
-from memserve.integrations.vllm.scheduler_side import SchedulerSide
+from memserve.integrations.vllm.scheduler import Load, Save, SchedulerSide
+from memserve.integrations.vllm.shared_kv import tails_of, why_not_kept
 from waiting import eventually
 
 BLOCK, TAIL = 4, 2

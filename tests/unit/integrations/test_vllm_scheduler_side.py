@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from memserve.integrations.vllm.orders import Load, Save
-from memserve.integrations.vllm.scheduler_side import _QUEUED_NS as QUEUED_NS
-from memserve.integrations.vllm.scheduler_side import SchedulerSide
+from memserve.integrations.vllm.scheduler import _QUEUED_NS as QUEUED_NS
+from memserve.integrations.vllm.scheduler import Load, Save, SchedulerSide
 
 BLOCK = 4
 WAIT_NS = 100

@@ -13,16 +13,16 @@ import torch
 
 from lora_files import save_adapter
 from memserve import _core, _kernels
-from memserve.errors import UserError
-from memserve.model.adapting import Adapters, adapting
+from memserve.base.errors import UserError
+from memserve.base.kv_layout import Parallel, Share, shares
 from memserve.model.attention.context import attending
 from memserve.model.capture.forward import CapturedForward, best_forward
-from memserve.model.crew import Crew, exchanging
 from memserve.model.forward import EagerForward
-from memserve.model.loading.adapter import read_adapters
+from memserve.model.loading.lora import read_adapters
 from memserve.model.loading.probe import DenseAttention, probe_model
-from memserve.model.sharding import shard
-from memserve.parallel import Parallel, Share, shares
+from memserve.model.lora import Adapters, adapting
+from memserve.model.workers.group import Crew, exchanging
+from memserve.model.workers.sharding import shard
 from tiny_models import VOCAB, tiny_module
 
 SLOT_BYTES = 4096

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from memserve._core import SegmentLog
-from memserve.policy.costs import CopyCurve
-from memserve.sim.timed_disk import DISKS
-from memserve.store.disk_speed import (
+from memserve.base.units import KIB, MIB, NS_PER_MS
+from memserve.kv.costs import CopyCurve
+from memserve.store.disks.speed import (
     MEASURE_BYTES_MAX,
     RECORD_BYTES_MAX,
     RECORD_BYTES_MIN,
@@ -18,7 +18,7 @@ from memserve.store.disk_speed import (
     curve_of_reads,
     spans_to_read,
 )
-from memserve.units import KIB, MIB, NS_PER_MS
+from memserve_lab.sim.timed_disk import DISKS
 
 
 def arrivals(start_ns: float, byte_ns: float, count: int, nbytes: int = MIB) -> list[Arrived]:

@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from memserve.api.errors import ApiError, engine_silent
-from memserve.api.hub import Hub
-from memserve.api.metrics import ApiMetrics
-from memserve.api.served import MappedEngine
+from memserve.api.http.errors import ApiError, engine_silent
+from memserve.api.metrics.http import ApiMetrics
+from memserve.api.openai.interfaces import MappedEngine
+from memserve.api.openai.streams import Hub
 from memserve.api.ui.snapshot import EngineReading, Reading, SnapshotBuilder, Viewer
 from memserve.api.ui.timelines import Timelines
-from memserve.cluster.prefix_map import PROMPTS_MAX, PrefixNode
-from memserve.runtime.loop import EngineStopped
-from memserve.units import NS_PER_S
+from memserve.base.units import NS_PER_S
+from memserve.router.placement.prefix_directory import PROMPTS_MAX, PrefixNode
+from memserve.system.loop import EngineStopped
 
 INTERVAL_S = 1.0
 SHARE = 0.01

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from prometheus_client.core import Metric
 
 from memserve import __version__
-from memserve.api.cluster_metrics import tenant_ceiling_families
-from memserve.api.metrics import ApiMetrics, Snapshot
+from memserve.api.metrics.cluster import tenant_ceiling_families
+from memserve.api.metrics.http import ApiMetrics, Snapshot
 from memserve.api.ui.timelines import Timelines
-from memserve.units import NS_PER_MS
+from memserve.base.units import NS_PER_MS
 
 LIVE_MAX, RECENT_MAX = 100, 40
 """Requests of one event: in flight, and ended."""

@@ -6,11 +6,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memserve.client.views import View
-from memserve.integrations.block_pool import BlockPool, drop
-from memserve.integrations.jobs import Jobs
-from memserve.integrations.values import Piece, Value, name_in
+from memserve.integrations.block_cache import BlockPool, Jobs, drop
+from memserve.integrations.store_cache import Piece, Value, name_in
 from memserve.integrations.vllm.memory import BlockLayout
+from memserve.store.client.memory import View
 
 _THREADS = 2
 _WAITING_MAX = 256

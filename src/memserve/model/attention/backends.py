@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memserve.errors import UserError
+from memserve.base.errors import UserError
+from memserve.base.types import KVGeometry
 from memserve.model.attention.context import StepAttention
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
-from memserve.model.crew import Crew
-from memserve.types import KVGeometry
+from memserve.model.workers.group import Crew
 
 if TYPE_CHECKING:
-    from memserve.model.gpu_crew import GpuCrew
+    from memserve.model.workers.gpu_group import GpuCrew
 
 log = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, fx
 
 from memserve import _kernels
-from memserve.errors import check
-from memserve.model.adapting import adapt
-from memserve.model.capture import fused
+from memserve.base.errors import check
+from memserve.model.capture import operations as fused
 from memserve.model.capture.lower import Lowered
-from memserve.model.capture.passes_simplify import Node
-from memserve.model.capture.places import TOKENS, Buffer, External, Place, Workspace
+from memserve.model.capture.passes import Node
 from memserve.model.capture.record import attend
+from memserve.model.capture.storage import TOKENS, Buffer, External, Place, Workspace
+from memserve.model.lora import adapt
 
 _LITERALS = (int, float, bool, str, type(None))
 _ALWAYS = 1 << 60  # a value that torch may keep a view of: its room is never reused

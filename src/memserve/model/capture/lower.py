@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memserve.model import crew
-from memserve.model.capture import fused
-from memserve.model.capture.passes_simplify import Node, constant_of, value_of
-from memserve.model.capture.places import Buffer, Dim, External, Place, dense_place, row_shape
+from memserve.model.capture import operations as fused
+from memserve.model.capture.passes import Node, constant_of, value_of
 from memserve.model.capture.record import attend
+from memserve.model.capture.storage import Buffer, Dim, External, Place, dense_place, row_shape
+from memserve.model.workers import group as crew
 
 aten = torch.ops.aten
 

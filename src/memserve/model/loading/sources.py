@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from memserve.errors import UserError
+from memserve.base.errors import UserError
 from memserve.model.loading.cache import cached_folder, whole_digest
 from memserve.model.loading.checkpoint import errors_named
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from memserve import _core, _kernels
+from memserve.base.kv_layout import Parallel, shares
+from memserve.base.types import KVGeometry
 from memserve.model.attention.backends import KernelAttention, LentHeads, choose_attention
-from memserve.model.crew import Crew
-from memserve.parallel import Parallel, shares
-from memserve.types import KVGeometry
+from memserve.model.workers.group import Crew
 
 SLOT_BYTES, BLOCKS = 4096, 24
 SHAPES = {"2 of 3": (2, 3, 9), "3 of 8": (3, 8, 32), "2 of 5": (2, 5, 10), "3 of 4": (3, 4, 28)}

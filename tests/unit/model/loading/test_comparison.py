@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memserve import LLM
-from memserve.errors import UserError
+from memserve.base.errors import UserError
 from memserve.model.loading import comparison
 from memserve.model.loading.comparison import compare_in_pieces, compare_once, read_verdict, verdict_file
 from memserve.model.loading.probe import probe_model
