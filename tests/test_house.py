@@ -45,7 +45,6 @@ APART = (
     {"instance", "router"},
     {"store", "router"},
     {"store", "instance"},
-    {"store", "journal"},
     {"instance", "journal"},
 )
 """Rooms that never import each other."""

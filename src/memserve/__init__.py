@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from memserve import _moved
+
 if TYPE_CHECKING:
     from memserve.api.llm import LLM
     from memserve.base.errors import StoreUnavailable, UserError
@@ -50,3 +52,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+_moved.install()

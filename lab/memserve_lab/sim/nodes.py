@@ -1,4 +1,4 @@
-"""The processes of a cluster in virtual time: the part of ``runtime/`` around each machine, without threads.
+"""The processes of a cluster in virtual time: the part of ``host/`` around each machine, without threads.
 
 What every member of a cluster has in virtual time, whatever its machine: a mailbox, and a port for pages.
 """
@@ -219,7 +219,7 @@ class FollowedHost(Host, Protocol):
 
 
 class InstanceNode(MemberNode):
-    """Hosts a ``MemberMachine`` and an ``Instance``, its device and its data port, as ``runtime/member`` does."""
+    """Hosts a ``MemberMachine`` and an ``Instance``, its device and its data port, as ``host/member`` does."""
 
     host: Host
     machine: Instance
@@ -368,7 +368,7 @@ GRAMMAR_NS = 10 * NS_PER_MS
 
 
 class FollowerNode(MemberNode):
-    """Hosts a ``Follower``, as ``runtime/router`` does."""
+    """Hosts a ``Follower``, as ``host/router`` does."""
 
     host: FollowedHost
     machine: Follower
@@ -428,7 +428,7 @@ class FollowerNode(MemberNode):
 
 
 class RouterNode(Process):
-    """Hosts a ``Cluster``, as ``runtime/router`` does."""
+    """Hosts a ``Cluster``, as ``host/router`` does."""
 
     host: Host
     machine: Cluster

@@ -64,7 +64,7 @@ class Network:
 
 
 TICK_MIN_NS = 1_000_000
-"""Time between two checks of a machine's deadlines, as in ``runtime/loop``."""
+"""Time between two checks of a machine's deadlines, as in ``system/loop``."""
 
 
 class Ticking:

@@ -8,7 +8,7 @@ others; then its bytes share the disk's bandwidth evenly with those of all other
 KV has no contents in virtual time. A record is its head, as production writes it: so what is read is still compared
 with the key, length and checksum that were meant.
 
-The process of a store in virtual time: what ``runtime/store_host`` does around its machine, without threads.
+The process of a store in virtual time: what ``store/host/process`` does around its machine, without threads.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from memserve_lab.sim.nodes import DataPort, MemberHost, MemberNode
 from memserve_lab.sim.process import Process
 
 DEPTH = 32
-"""Records that a disk works on at once: ``runtime/store_disks`` gives it 64 operations, and a record is two."""
+"""Records that a disk works on at once: ``store/host/disks`` gives it 64 operations, and a record is two."""
 SEALERS = 2
-"""Threads of a store that compute checksums of its memory, as in ``runtime/store_values``."""
+"""Threads of a store that compute checksums of its memory, as in ``store/host/memory_jobs``."""
 NS_PER_MINUTE = 60 * NS_PER_S
 _DONE_NS = 0.5  # work of less than this is over
 

@@ -1,6 +1,6 @@
 """The messages between the processes of a cluster.
 
-Every message is a frozen struct with a tag; ``runtime/links`` puts it into an envelope (sender, receiver, number)
+Every message is a frozen struct with a tag; ``transport`` puts it into an envelope (sender, receiver, number)
 and onto the wire. Machines get it as ``MessageArrived(sender, message)`` and answer with ``Send(to, message)``. No
 sender depends on an answer to stay correct: every wait has a deadline.
 

@@ -1,6 +1,6 @@
 """What a cluster must remember, as records, and what it remembers, as one value.
 
-The ``Cluster`` machine reports what has happened as records; ``meta/`` keeps them and folds them into a
+The ``Cluster`` machine reports what has happened as records; ``journal/`` keeps them and folds them into a
 :class:`RecoveredState`, from which a router that was started anew goes on. Records are facts, each right by itself:
 repeated or late ones do no harm.
 

@@ -43,7 +43,7 @@ class ScaledWorld(Protocol):
 
 
 class SimulatedScaling:
-    """Looks once a second and carries decisions out as ``runtime/scaling`` does: a new instance boots after the time
+    """Looks once a second and carries decisions out as ``host/autoscaling`` does: a new instance boots after the time
     that a start takes, and one that is too many drains, with all the patience in the world."""
 
     def __init__(self, world: ScaledWorld, setup: Setup) -> None:

@@ -32,7 +32,7 @@ class Surroundings:
     message_ns: int = 100 * NS_PER_US
     """Time of a message between two processes."""
     heartbeat_ns: int = 500 * NS_PER_MS
-    """Time between heartbeats, as in ``runtime/member``."""
+    """Time between heartbeats, as in ``host/member``."""
     retries: bool = False
     """Clients send a rejected request again after the time that the rejection names. False: their session ends."""
     start_ns: int = 20 * NS_PER_S

@@ -9,7 +9,7 @@
 
 A record's segment is held while one of its bytes may be read: it is not written again meanwhile. A disk that fails
 ``failures_max`` jobs in a row is lost: what was on it is dropped, what is under way ends, and no job follows. One that
-has no room is read and not written (``disk_room.py``).
+has no room is read and not written (``store/disks/disk.py``).
 
 Callers' reads that are under way on one disk, and their deadlines.
 
