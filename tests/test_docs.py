@@ -72,10 +72,18 @@ def test_every_command_and_option_has_a_help_text(reference: types.ModuleType) -
     assert {"serve", "chat", "doctor", "bench"} <= set(app.commands)
 
 
-def test_readme_names_every_command(reference: types.ModuleType) -> None:
-    readme = (ROOT / "README.md").read_text()
+README_LINES_MAX = 130
+
+
+def test_readme_fits_a_screen_or_three() -> None:
+    lines = (ROOT / "README.md").read_text().count("\n")
+    assert lines <= README_LINES_MAX, "README.md is what a stranger opens: the rest belongs to docs/guides/USING.md"
+
+
+def test_the_page_of_use_names_every_command(reference: types.ModuleType) -> None:
+    page = (ROOT / "docs" / "guides" / "USING.md").read_text()
     for name in reference.typer.main.get_command(reference.command_line()).commands:
-        assert f"memserve {name}" in readme or f"make {name}" in readme, f"README.md does not mention `memserve {name}`"
+        assert f"memserve {name}" in page or f"make {name}" in page, f"USING.md does not mention `memserve {name}`"
 
 
 def test_changelog_has_the_current_version() -> None:
