@@ -229,7 +229,7 @@ class Client:
     def done(self) -> bool:
         return self.rejected is not None or None not in self.reasons
 
-    def take(self, output: TokenOutput, now: int) -> None:
+    def take(self, output: TokenOutput, now_ns: int) -> None:
         index, request = output.index, self.request
         assert self.rejected is None and self.reasons[index] is None, f"{output} after the end"
         got = self.got[index]
@@ -245,7 +245,7 @@ class Client:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert self.asked_to_end or (got, reason) == (answer, ending)
         elif reason is FinishReason.DEADLINE:
-            assert request.deadline_ns is not None and request.deadline_ns <= now
+            assert request.deadline_ns is not None and request.deadline_ns <= now_ns
         elif reason is FinishReason.CANCELLED:
             assert self.asked_to_end
 
@@ -401,8 +401,8 @@ class World:
     def check_repeatable(self) -> None:
         """The same diary gives the same actions again."""
         twin = Cluster(self.config)
-        for now, event, actions in self.diary:
-            assert repr(twin.handle(event, now)) == actions
+        for now_ns, event, actions in self.diary:
+            assert repr(twin.handle(event, now_ns)) == actions
 
 
 def dispatches(world, actions):

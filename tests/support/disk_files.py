@@ -103,9 +103,9 @@ class Files:
         while not self.disks.idle:
             self.step()
 
-    def tick(self, now: int) -> None:
-        self.now = now
-        self.disks.tick(now)
+    def tick(self, now_ns: int) -> None:
+        self.now = now_ns
+        self.disks.tick(now_ns)
         self.take()
 
     def write(self, key: bytes, extent: int, payload: bytes, **options) -> bool:

@@ -203,8 +203,8 @@ def watch_machine(faults: Faults) -> None:
 
     original, watch = Instance.handle, Watch()
 
-    def handle(self: Instance, event: Any, now: int) -> list[Any]:
-        actions = original(self, event, now)
+    def handle(self: Instance, event: Any, now_ns: int) -> list[Any]:
+        actions = original(self, event, now_ns)
         faults.saw(watch.moments(self, event, actions))
         return actions
 

@@ -282,8 +282,8 @@ class World:
         if not any(req.beam_width for req in self.requests.values()):
             assert not self.machine.state.counters.standstills, "only beams may block each other"
         twin_machine = self.new_machine()
-        for event, now, actions in self.diary:
-            assert repr(twin_machine.handle(event, now)) == actions
+        for event, now_ns, actions in self.diary:
+            assert repr(twin_machine.handle(event, now_ns)) == actions
 
     def check_nothing_held(self):
         """No block is leaked on any tier, cached ones can all be had."""

@@ -223,7 +223,7 @@ class Request(msgspec.Struct, frozen=True):  # not a dataclass: the router renam
     length_penalty: float = 1.0  # beam search: score = sum of logprobs / generated_tokens ** length_penalty
     tenant: str = ""  # the API key's name: turns, weights, limits and metrics are by tenant
     priority: int = 0  # orders the requests of one tenant: lower runs first
-    deadline_ns: int | None = None  # absolute, same clock as ``handle(event, now)``
+    deadline_ns: int | None = None  # absolute, same clock as ``handle(event, now_ns)``
     use_cache: bool = True  # may read and fill the prefix cache
     session: str = ""  # named by the client: the session policy keeps its requests together
     weight: int = 1  # of its tenant: its share of service relative to weight 1, set by the operator

@@ -165,30 +165,30 @@ class Engines:
         engine.is_open, engine.reason = False, reason
         self._loads.close(engine.number)
 
-    def answered(self, event: EngineAnswered, now: int) -> None:
+    def answered(self, event: EngineAnswered, now_ns: int) -> None:
         """It is well."""
         engine, report = self._by_name[event.name], event.report
         known, engine.report = engine.report, report
-        engine.answered_ns, engine.reason = now, ""
+        engine.answered_ns, engine.reason = now_ns, ""
         if engine.feed is not None and (known.started_s, known.models) != (report.started_s, report.models):
             engine.feed.restarted()
         was_open = engine.is_open or engine.is_leaving
         if not was_open:
             self._open(engine)
-        is_quiet = engine.unheard_ns is not None and now - engine.unheard_ns >= LISTEN_AGAIN_NS
+        is_quiet = engine.unheard_ns is not None and now_ns - engine.unheard_ns >= LISTEN_AGAIN_NS
         if not was_open or is_quiet:
-            engine.unheard_ns = now if engine.attempts else None
+            engine.unheard_ns = now_ns if engine.attempts else None
             if engine.feed is not None and engine.spec.replay:
                 self._ask_replay(engine, engine.feed.expected)
         if report.running is not None:
             self._loads.heartbeat(engine.number, _load_of(report, report.running))
 
-    def missed(self, event: EngineMissed, now: int) -> None:
+    def missed(self, event: EngineMissed, now_ns: int) -> None:
         """It did not answer. An engine that refuses may still finish what it has; a silent one is given up."""
         engine = self._by_name[event.name]
         if event.refuses:
             self.close(engine, event.reason)
-        elif now - max(engine.answered_ns, event.heard_ns) >= self._dead_after_ns:
+        elif now_ns - max(engine.answered_ns, event.heard_ns) >= self._dead_after_ns:
             self.close(engine, event.reason)
             for request_id in engine.attempts:
                 self._act(Abort(request_id, engine.name, f"it has fallen silent: {event.reason}"))
@@ -200,10 +200,10 @@ class Engines:
         feed = self._by_name[name].feed
         return feed.counts() if feed is not None else {}
 
-    def heard(self, event: KvHeard, now: int) -> None:
+    def heard(self, event: KvHeard, now_ns: int) -> None:
         """A batch of its KV events."""
         engine = self._by_name[event.name]
-        feed, engine.unheard_ns = engine.feed, now
+        feed, engine.unheard_ns = engine.feed, now_ns
         if feed is None:
             return
         try:

@@ -108,7 +108,7 @@ class PoolHost:
         """Leave all peers, stop threads and ports. Calls that wait end; later ones raise :class:`UserError`."""
         if self._closed:
             return
-        self.ask(lambda now: self.machine.close(now))
+        self.ask(lambda now_ns: self.machine.close(now_ns))
         self._closed = True
         self._loop.close(_CALL_S)
         self._mailbox.close()
@@ -273,7 +273,7 @@ class PoolPeer:
             hint = "give the bytes of PoolPeer.info()"
             raise UserError(f"not a peer's info: {error}", hint=hint, param="info") from error
         name = peer_info.peer.name
-        answered = self._host.ask(lambda now: self._machine.meet(peer_info, now))
+        answered = self._host.ask(lambda now_ns: self._machine.meet(peer_info, now_ns))
         try:
             answered.result(timeout_s)
         except (TimeoutError, CancelledError) as error:
@@ -283,11 +283,11 @@ class PoolPeer:
 
     def disconnect(self, id: str) -> None:
         """End all dealings with a peer: each side frees what the other held."""
-        self._host.ask(lambda now: self._machine.leave(id, now))
+        self._host.ask(lambda now_ns: self._machine.leave(id, now_ns))
 
     def peers(self) -> list[str]:
         """Names of the peers that are known and not silent."""
-        return self._host.ask(lambda now: self._machine.names())
+        return self._host.ask(lambda now_ns: self._machine.names())
 
     # -- Table 1: memory blocks
 
@@ -300,11 +300,11 @@ class PoolPeer:
         there is no peer ``id``; a peer that does not answer in time has no room.
         """
         if id is None:
-            return self._host.ask(lambda now: self._memory.alloc_mem(size, tier))
+            return self._host.ask(lambda now_ns: self._memory.alloc_mem(size, tier))
         if size < 1:
             raise UserError(f"cannot allocate {size} blocks at {id!r}", hint="size must be positive", param="size")
         within_ns = ns_from_s(timeout_s)
-        return self._host.ask(lambda now: self._machine.start_allocation(id, size, tier, now, within_ns)).result()
+        return self._host.ask(lambda now_ns: self._machine.start_allocation(id, size, tier, now_ns, within_ns)).result()
 
     def free_mem(self, addresses: AddressList) -> None:
         """Give up blocks from :meth:`alloc_mem`, :meth:`match` or a delivery, wherever they lie.
@@ -326,31 +326,31 @@ class PoolPeer:
 
     def insert(self, tokens: TokenArray, addresses: AddressList) -> int:
         """See :meth:`MemPool.insert`."""
-        return self._host.ask(lambda now: self._memory.insert(tokens, addresses))
+        return self._host.ask(lambda now_ns: self._memory.insert(tokens, addresses))
 
     def match(self, tokens: TokenArray) -> Addresses:
         """See :meth:`MemPool.match`."""
-        return self._host.ask(lambda now: self._memory.match(tokens))
+        return self._host.ask(lambda now_ns: self._memory.match(tokens))
 
     def cached_tokens(self, tokens: TokenArray) -> int:
         """See :meth:`MemPool.cached_tokens`."""
-        return self._host.ask(lambda now: self._memory.cached_tokens(tokens))
+        return self._host.ask(lambda now_ns: self._memory.cached_tokens(tokens))
 
     def delete(self, tokens: TokenArray) -> int:
         """See :meth:`MemPool.delete`."""
-        return self._host.ask(lambda now: self._memory.delete(tokens))
+        return self._host.ask(lambda now_ns: self._memory.delete(tokens))
 
     def swap_out(self, num_blocks: int) -> int:
         """See :meth:`MemPool.swap_out`."""
-        return self._host.ask(lambda now: self._memory.swap_out(num_blocks))
+        return self._host.ask(lambda now_ns: self._memory.swap_out(num_blocks))
 
     def swap_out_blocks(self, addresses: AddressList) -> Addresses | None:
         """See :meth:`MemPool.swap_out_blocks`."""
-        return self._host.ask(lambda now: self._memory.swap_out_blocks(addresses))
+        return self._host.ask(lambda now_ns: self._memory.swap_out_blocks(addresses))
 
     def swap_in(self, addresses: AddressList) -> Addresses | None:
         """See :meth:`MemPool.swap_in`."""
-        return self._host.ask(lambda now: self._memory.swap_in(addresses))
+        return self._host.ask(lambda now_ns: self._memory.swap_in(addresses))
 
     # -- Table 1: transfers
 
@@ -423,22 +423,22 @@ class PoolPeer:
         What does not come in time, or with a wrong checksum, is not there.
         """
         wanted, within_ns = as_tokens(tokens), ns_from_s(timeout_s)
-        return self._host.ask(lambda now: self._machine.start_fetch(id, wanted, now, within_ns)).result()
+        return self._host.ask(lambda now_ns: self._machine.start_fetch(id, wanted, now_ns, within_ns)).result()
 
     # -- state
 
     def report(self) -> PoolReport:
         """The state of the memory."""
-        return self._host.ask(lambda now: self._memory.report())
+        return self._host.ask(lambda now_ns: self._memory.report())
 
     def counters(self) -> ExchangeCounters:
         """What was exchanged so far."""
-        return self._host.ask(lambda now: replace(self._machine.exchange.counters))
+        return self._host.ask(lambda now_ns: replace(self._machine.exchange.counters))
 
     def check_invariants(self) -> None:
         """Raise :class:`memserve.base.errors.InvariantError` when the books do not balance."""
-        self._host.ask(lambda now: self._memory.check_invariants())
-        self._host.ask(lambda now: self._machine.exchange.check_invariants())
+        self._host.ask(lambda now_ns: self._memory.check_invariants())
+        self._host.ask(lambda now_ns: self._machine.exchange.check_invariants())
 
     def close(self) -> None:
         """Tell the peers, stop the threads, give the memory back. Waiting calls end."""
@@ -465,7 +465,7 @@ class PoolPeer:
         private: bytes,
     ) -> Future[Transferred]:
         tier, blocks = self._own_blocks(src)
-        to, dst_tier, dst_blocks = self._host.ask(lambda now: self._machine.known(id)), Tier.HBM, tuple[int, ...]()
+        to, dst_tier, dst_blocks = self._host.ask(lambda now_ns: self._machine.known(id)), Tier.HBM, tuple[int, ...]()
         if dst is not None:
             dst_tier, dst_blocks = _blocks_of(to, dst)
             if len(dst_blocks) != len(blocks):
@@ -483,12 +483,12 @@ class PoolPeer:
             "dst_blocks": dst_blocks,
             "dst_tier": dst_tier,
         }
-        return self._host.ask(lambda now: self._machine.start_offer(to, blocks, now, **terms))
+        return self._host.ask(lambda now_ns: self._machine.start_offer(to, blocks, now_ns, **terms))
 
-    def _free_own(self, addresses: AddressList, now: int) -> None:
+    def _free_own(self, addresses: AddressList, now_ns: int) -> None:
         self._memory.free_mem(addresses)
 
-    def _free_remote(self, generation: int, addresses: AddressList, now: int) -> None:
+    def _free_remote(self, generation: int, addresses: AddressList, now_ns: int) -> None:
         self._machine.free_at(generation, addresses)
 
     def _own_blocks(self, src: AddressList) -> tuple[Tier, tuple[int, ...]]:

@@ -126,7 +126,7 @@ class RemoteBlocks:
 
 
 class PoolMachine:
-    """One mutator, ``handle(event, now)``; the methods of calls are for ``Call.do`` only."""
+    """One mutator, ``handle(event, now_ns)``; the methods of calls are for ``Call.do`` only."""
 
     def __init__(self, memory: MemPool, exchange: Exchange, info: PeerInfo, silent_ns: int) -> None:
         self.memory = memory
@@ -148,19 +148,19 @@ class PoolMachine:
         """What others are told of this peer."""
         return self._group.info
 
-    def handle(self, event: PoolEvent, now: int) -> list[PoolAction]:
-        """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order."""
+    def handle(self, event: PoolEvent, now_ns: int) -> list[PoolAction]:
+        """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
         if isinstance(event, Call):
-            self._call(event, now)
+            self._call(event, now_ns)
         elif isinstance(event, PagesSealed | PagesPulled):
-            self._outcomes += self.exchange.handle(event, now)
+            self._outcomes += self.exchange.handle(event, now_ns)
         else:
-            self._tell_group(event, now)
+            self._tell_group(event, now_ns)
         due_ns = self._group.next_deadline_ns
-        if due_ns is not None and now >= due_ns:
-            self._tell_group(ClockTicked(), now)
-        self._outcomes += self.exchange.advance(now)
-        self._outcomes += self._do_copies(now)
+        if due_ns is not None and now_ns >= due_ns:
+            self._tell_group(ClockTicked(), now_ns)
+        self._outcomes += self.exchange.advance(now_ns)
+        self._outcomes += self._do_copies(now_ns)
         self._tell()
         self._actions += self.exchange.take_actions()
         actions, self._actions = self._actions, []
@@ -172,20 +172,20 @@ class PoolMachine:
         ends = (self.exchange.next_deadline_ns, self._group.next_deadline_ns)
         return min((end for end in ends if end is not None), default=None)
 
-    def _call(self, call: Call, now: int) -> None:
+    def _call(self, call: Call, now_ns: int) -> None:
         try:
-            result = call.do(now)
+            result = call.do(now_ns)
         except Exception as error:  # the caller's to know; the machine goes on
             call.answer.set_exception(error)
         else:
             _settle(call.answer, result)
 
-    def _do_copies(self, now: int) -> list[Outcome]:
+    def _do_copies(self, now_ns: int) -> list[Outcome]:
         """The copies that the exchange decided on are done here and now: a plan that is finished when it is made."""
         self._steps += 1
         self.memory.run_copies()
         self.exchange.plan_made(self._steps)
-        return self.exchange.plan_finished(self._steps, now)
+        return self.exchange.plan_finished(self._steps, now_ns)
 
     # -- the group
 
@@ -200,7 +200,7 @@ class PoolMachine:
         """All peers."""
         return sorted(peer.name for peer in self._group.peers())
 
-    def meet(self, info: PeerInfo, now: int) -> Future[None]:
+    def meet(self, info: PeerInfo, now_ns: int) -> Future[None]:
         """Greet a peer; the future ends when it has answered, and is cancelled when it is lost."""
         name, me = info.peer.name, self.info
         if name == me.peer.name:
@@ -208,45 +208,45 @@ class PoolMachine:
         if (info.namespace, info.geometry) != (me.namespace, me.geometry):
             mine, its = (me.namespace, me.geometry), (info.namespace, info.geometry)
             raise UserError(f"{name} has other KV: {its}", hint=f"this peer has {mine}", param="info")
-        self._tell_group(MeetAsked(info), now)
+        self._tell_group(MeetAsked(info), now_ns)
         answered: Future[None] = self._meeting.setdefault(name, Future())
         self._settle_meetings()
         return answered
 
-    def leave(self, name: str, now: int) -> None:
+    def leave(self, name: str, now_ns: int) -> None:
         """End all dealings with a peer."""
-        self._tell_group(PartAsked(self.known(name)), now)
+        self._tell_group(PartAsked(self.known(name)), now_ns)
 
-    def close(self, now: int) -> None:
+    def close(self, now_ns: int) -> None:
         """Leave all peers; what still waits gets its "no"."""
         for name in self.names():
-            self.leave(name, now)
-        self._outcomes += self.exchange.everything_failed(now)
+            self.leave(name, now_ns)
+        self._outcomes += self.exchange.everything_failed(now_ns)
 
-    def _tell_group(self, event: GroupEvent, now: int) -> None:
-        for action in self._group.handle(event, now):
+    def _tell_group(self, event: GroupEvent, now_ns: int) -> None:
+        for action in self._group.handle(event, now_ns):
             match action:
                 case Deliver(sender, message):
-                    self._outcomes += self.exchange.handle(MessageArrived(sender, message), now)
+                    self._outcomes += self.exchange.handle(MessageArrived(sender, message), now_ns)
                 case MeetPeer(info):
                     self._actions.append(action)
-                    self._outcomes += self.exchange.peer_joined(info, now)
+                    self._outcomes += self.exchange.peer_joined(info, now_ns)
                 case PartFromPeer(peer):
-                    self._part(peer, now)
+                    self._part(peer, now_ns)
                 case BecomeNew(generation_min=generation):
-                    self._become_new(generation, now)
+                    self._become_new(generation, now_ns)
                 case Send():
                     self._actions.append(action)
         self._settle_meetings()
 
-    def _part(self, peer: Peer, now: int) -> None:
-        self._outcomes += self.exchange.peer_gone(peer, now)
+    def _part(self, peer: Peer, now_ns: int) -> None:
+        self._outcomes += self.exchange.peer_gone(peer, now_ns)
         self._remote.forget(peer.generation)
         if peer.name in self._meeting:
             self._meeting.pop(peer.name).cancel()
         self._actions += [*self.exchange.take_actions(), PartFromPeer(peer)]
 
-    def _become_new(self, generation: int, now: int) -> None:
+    def _become_new(self, generation: int, now_ns: int) -> None:
         info = replace(self.info, peer=Peer(self.info.peer.name, generation))
         self.exchange.reborn(info.peer)
         self._actions += [*self.exchange.take_actions(), Reborn(info)]
@@ -255,7 +255,7 @@ class PoolMachine:
         for end in self._waiting.values():
             end(None)
         self._waiting.clear()
-        self._tell_group(Reborn(info), now)
+        self._tell_group(Reborn(info), now_ns)
 
     def _settle_meetings(self) -> None:
         for name in [name for name in self._meeting if self._group.has_answered(name)]:
@@ -264,18 +264,18 @@ class PoolMachine:
     # -- calls of the application
 
     def start_offer(
-        self, to: Peer, blocks: Sequence[int], now: int, tokens: TokenArray, **terms: Any
+        self, to: Peer, blocks: Sequence[int], now_ns: int, tokens: TokenArray, **terms: Any
     ) -> Future[Transferred]:
         """Offer blocks that hold their final bytes; ``terms`` as in :meth:`Exchange.offer`."""
         if self.known(to.name) != to:
             raise UserError(f"{to.name} has been restarted", hint="connect to it again", param="id")
         self.memory.require_held([(terms["tier"], blocks)])
-        transfer_id = self.exchange.offer(to, self.memory.tenant, tokens, blocks, now, **terms)
+        transfer_id = self.exchange.offer(to, self.memory.tenant, tokens, blocks, now_ns, **terms)
         ended = self._wait_for(transfer_id, _transferred)
         self.exchange.computed(transfer_id, 0, len(blocks), fence=0)
         return ended
 
-    def start_fetch(self, name: str, tokens: TokenArray, now: int, within_ns: int) -> Future[int]:
+    def start_fetch(self, name: str, tokens: TokenArray, now_ns: int, within_ns: int) -> Future[int]:
         """Ask a peer for what is not here of the whole blocks of ``tokens``; gives the cached prefix, in tokens."""
         memory, block_tokens, holder = self.memory, self.memory.geometry.block_tokens, self.known(name)
         first, end = memory.cached_tokens(tokens) // block_tokens, len(tokens) // block_tokens
@@ -283,12 +283,14 @@ class PoolMachine:
             nothing: Future[int] = Future()
             nothing.set_result(first * block_tokens)
             return nothing
-        transfer_id = self.exchange.fetch(holder, memory.tenant, tokens, first, end, now, now + within_ns)
+        transfer_id = self.exchange.fetch(holder, memory.tenant, tokens, first, end, now_ns, now_ns + within_ns)
         return self._wait_for(transfer_id, lambda _: memory.cached_tokens(tokens))
 
-    def start_allocation(self, name: str, count: int, tier: Tier, now: int, within_ns: int) -> Future[Addresses | None]:
+    def start_allocation(
+        self, name: str, count: int, tier: Tier, now_ns: int, within_ns: int
+    ) -> Future[Addresses | None]:
         """Ask a peer for blocks."""
-        call_id = self.exchange.allocate_at(self.known(name), count, tier, now, now + within_ns)
+        call_id = self.exchange.allocate_at(self.known(name), count, tier, now_ns, now_ns + within_ns)
         return self._wait_for(call_id, self._allocated)
 
     def _wait_for(self, call_id: str, result: Callable[[Any], Answer]) -> Future[Answer]:

@@ -1,6 +1,6 @@
 """The instance machine: requests and finished steps in, plans and tokens out.
 
-Synchronous and deterministic: one mutator, ``handle(event, now)``; no clock, no random source, no torch. The device
+Synchronous and deterministic: one mutator, ``handle(event, now_ns)``; no clock, no random source, no torch. The device
 works on up to ``steps_in_flight`` plans at once, strictly in order. That order is what makes everything else simple: a
 block freed after plan ``k`` was made may be used in plan ``k + 1``, a cache entry filled by plan ``k`` may be read in
 ``k + 1``, and a token sampled by plan ``k`` may be computed in ``k + 1`` before the machine has seen it.
@@ -125,50 +125,50 @@ class Instance:
 
     # -- the one mutator
 
-    def handle(self, event: Event, now: int) -> list[Action]:
-        """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order.
+    def handle(self, event: Event, now_ns: int) -> list[Action]:
+        """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order.
 
         Raises :class:`InvariantError` when the device's report does not fit the oldest plan under way.
         """
         actions: list[Action] = []
         link = self.link
-        self.state.now = now
+        self.state.now = now_ns
         if isinstance(event, StepFinished):
-            self.results.apply(self._take_inflight(event.step_id, now), event)
+            self.results.apply(self._take_inflight(event.step_id, now_ns), event)
             if link is not None:
-                link.step_ended(event.step_id, now)
+                link.step_ended(event.step_id, now_ns)
         elif isinstance(event, RequestArrived):
-            self._arrive(event.request, now, actions)
+            self._arrive(event.request, now_ns, actions)
         elif isinstance(event, RequestCancelled):
             self.intake.cancel(event.request_id)
         elif isinstance(event, SequenceStopped):
             self.intake.stop(event.request_id, event.index)
         elif isinstance(event, StepFailed):
-            self._fail(event, now)
+            self._fail(event, now_ns)
         elif isinstance(event, GrammarBuilt):
             self.intake.grammar_built(event)
         elif isinstance(event, MaskComputed):
-            self.state.late_masks.computed(event.job_id, now)
+            self.state.late_masks.computed(event.job_id, now_ns)
         elif isinstance(event, PrefixPinned):
-            name, until_ns = _pin_name(event.handle, event.tenant), now + event.ttl_ns
+            name, until_ns = _pin_name(event.handle, event.tenant), now_ns + event.ttl_ns
             self.pins.pin(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
         elif isinstance(event, PrefixUnpinned):
             self.pins.unpin(_pin_name(event.handle, event.tenant))
         elif link is not None:
-            self._hear(link, event, now)
+            self._hear(link, event, now_ns)
         else:
             check(isinstance(event, ClockTicked), f"unknown event {event!r}")
-        self.intake.expire(now)
-        self.pins.expire(now)
+        self.intake.expire(now_ns)
+        self.pins.expire(now_ns)
         if link is not None:
-            link.settle(now)
+            link.settle(now_ns)
             actions += link.segments.take_dropped()
-        self._plan(now, actions)
+        self._plan(now_ns, actions)
         actions += [*self.state.grammars.take_orders(), *self.state.late_masks.take_orders()]
         if outputs := self._take_outputs():
             actions += link.tell(outputs) if link is not None else [EmitTokens(outputs)]
         if link is not None:
-            link.conclude(actions, now)
+            link.conclude(actions, now_ns)
         else:
             self.pins.lost.clear()
         return actions
@@ -178,33 +178,33 @@ class Instance:
         return outputs
 
     @staticmethod
-    def _hear(link: ClusterLink, event: Event, now: int) -> None:
+    def _hear(link: ClusterLink, event: Event, now_ns: int) -> None:
         if isinstance(event, MessageArrived):
-            link.hear(event.sender, event.message, now)
+            link.hear(event.sender, event.message, now_ns)
         elif isinstance(event, LayerFinished):
             link.layer_finished(event.step_id, event.layer)
         elif isinstance(event, PagesSealed | PagesPulled):
-            link.pages_done(event, now)
+            link.pages_done(event, now_ns)
         else:
             check(isinstance(event, ClockTicked), f"unknown event {event!r}")
 
-    def _plan(self, now: int, actions: list[Action]) -> None:
+    def _plan(self, now_ns: int, actions: list[Action]) -> None:
         """Keep the device busy: as many plans as it may have, but none long before the device needs it. Plans come
         before outputs, which can wait."""
         inflight, link = self.inflight, self.link
         self._plan_at_ns = None
         while len(inflight) < self.config.scheduler.steps_in_flight:
-            if inflight and self._ends_ns - now > AHEAD_MAX_NS:
+            if inflight and self._ends_ns - now_ns > AHEAD_MAX_NS:
                 self._plan_at_ns = self._ends_ns - AHEAD_MAX_NS
                 return
             copies_only = link is not None and link.exchange.wants_plan
-            begins_ns = max(now, self._ends_ns) if inflight else now
-            made = self.planner.make(now, begins_ns, nothing_under_way=not inflight, copies_only=copies_only)
+            begins_ns = max(now_ns, self._ends_ns) if inflight else now_ns
+            made = self.planner.make(now_ns, begins_ns, nothing_under_way=not inflight, copies_only=copies_only)
             if made is None:
                 return
             plan, memo = made
             if link is not None:
-                link.planned(plan, now)
+                link.planned(plan, now_ns)
             self._ends_ns = begins_ns + self._expected_ns(memo)
             inflight.append(memo)
             actions.append(RunStep(plan))
@@ -212,32 +212,32 @@ class Instance:
     def _expected_ns(self, memo: InflightPlan) -> int:
         return self.state.costs.step_ns(memo.prefill_tokens, memo.decode_rows + len(memo.drafts), memo.prefill_pairs)
 
-    def _take_inflight(self, step_id: int, now: int) -> InflightPlan:
+    def _take_inflight(self, step_id: int, now_ns: int) -> InflightPlan:
         check(self.inflight, f"step {step_id} reported, but no plan is under way")
         oldest = self.inflight.popleft()
         check(oldest.step_id == step_id, f"step {step_id} reported, but {oldest.step_id} is the oldest under way")
-        self._ends_ns = now + sum(map(self._expected_ns, self.inflight))
+        self._ends_ns = now_ns + sum(map(self._expected_ns, self.inflight))
         return oldest
 
-    def _fail(self, event: StepFailed, now: int) -> None:
-        failed, link = self._take_inflight(event.step_id, now), self.link
+    def _fail(self, event: StepFailed, now_ns: int) -> None:
+        failed, link = self._take_inflight(event.step_id, now_ns), self.link
         if failed.void:
             self.results.fail(failed, [], event)
         else:
             self.pins.release_all()
-            lost = link.kv_lost(now) if link is not None else []
+            lost = link.kv_lost(now_ns) if link is not None else []
             self.results.fail(failed, list(self.inflight), event)
             if link is not None:
-                link.start_over(lost, now)
+                link.start_over(lost, now_ns)
         if link is not None:
-            link.step_ended(event.step_id, now)
+            link.step_ended(event.step_id, now_ns)
 
-    def _arrive(self, request: Request, now: int, actions: list[Action]) -> None:
-        refusal = self.intake.refusal(request, now)
+    def _arrive(self, request: Request, now_ns: int, actions: list[Action]) -> None:
+        refusal = self.intake.refusal(request, now_ns)
         if refusal is not None:
             actions.append(refusal)
         else:
-            self.intake.enqueue(self.intake.open(request, now, request.deadline_ns), Cause.ENQUEUED)
+            self.intake.enqueue(self.intake.open(request, now_ns, request.deadline_ns), Cause.ENQUEUED)
 
     def reborn(self, me: Peer) -> None:
         """The host joins again as ``me``, a new generation, after ``Expelled``: only the cache is left. Raises
@@ -306,14 +306,14 @@ class Instance:
         under_way = sum([plan.prefill_tokens for plan in self.inflight]) + link.fetches.tokens_to_compute()
         return structs.replace(load, prefill_tokens_queued=load.prefill_tokens_queued + under_way)
 
-    def reading(self, now: int) -> LoadRead:
-        """What a heartbeat tells at time ``now`` (ns), to the owner and to each follower."""
+    def reading(self, now_ns: int) -> LoadRead:
+        """What a heartbeat tells at time ``now_ns`` (ns), to the owner and to each follower."""
         load, link = self.load(), self.link
         if link is None:
             return LoadRead(load, 0)
-        followers = [(peer, told, link.news.for_heartbeat(peer, now)) for peer, told in link.routers.loads(load)]
+        followers = [(peer, told, link.news.for_heartbeat(peer, now_ns)) for peer, told in link.routers.loads(load)]
         costs = self.state.costs.told()
-        return LoadRead(load, link.news.for_heartbeat(link.router, now), costs=costs, followers=tuple(followers))
+        return LoadRead(load, link.news.for_heartbeat(link.router, now_ns), costs=costs, followers=tuple(followers))
 
     def stats(self) -> InstanceStats:
         """State now, and totals since the start."""

@@ -87,31 +87,31 @@ class RouterAddresses:
     def __contains__(self, address: str) -> bool:
         return address in self._addresses
 
-    def wants_ack(self, now: int) -> bool:
+    def wants_ack(self, now_ns: int) -> bool:
         """Whether the router should be asked for a sign of life."""
-        return (len(self._addresses) > 1 or self.is_called) and now - self._heard_ns >= self._config.asks_after_ns
+        return (len(self._addresses) > 1 or self.is_called) and now_ns - self._heard_ns >= self._config.asks_after_ns
 
-    def heard(self, now: int) -> None:
+    def heard(self, now_ns: int) -> None:
         """A router has spoken, or the instance begins to listen."""
-        self._heard_ns = now
+        self._heard_ns = now_ns
 
-    def turn(self, now: int) -> bool:
+    def turn(self, now_ns: int) -> bool:
         """Go on to the next address if it is time. True: it was."""
         patience_ns = self._config.silent_after_ns if self.address == self.home else self._config.turn_ns
-        if len(self._addresses) <= 1 or now - self._heard_ns < patience_ns:
+        if len(self._addresses) <= 1 or now_ns - self._heard_ns < patience_ns:
             return False
-        self._heard_ns = now
+        self._heard_ns = now_ns
         self.address = self._addresses[(self._addresses.index(self.address) + 1) % len(self._addresses)]
         return True
 
-    def lead_to(self, address: str, now: int) -> None:
+    def lead_to(self, address: str, now_ns: int) -> None:
         """A router calls from ``address``; one that was not known takes the place of the one that is tried."""
         if self.is_called:
             self._addresses = [address]
         elif address not in self._addresses:
             self._addresses[self._addresses.index(self.address)] = address
         self.address, self.home = address, None
-        self.heard(now)
+        self.heard(now_ns)
 
     def settle(self, joined_at: str) -> None:
         """The router at ``joined_at`` has accepted this instance, perhaps after the next address was tried."""
@@ -126,9 +126,9 @@ class RouterAddresses:
         self.address = self.home or ""
         return True
 
-    def is_lost(self, now: int) -> bool:
+    def is_lost(self, now_ns: int) -> bool:
         """Whether a router that has called is silent for too long."""
-        return self.is_called and bool(self.address) and now - self._heard_ns >= self._config.silent_after_ns
+        return self.is_called and bool(self.address) and now_ns - self._heard_ns >= self._config.silent_after_ns
 
     def forget(self) -> None:
         """The router that has called is gone."""
@@ -186,29 +186,29 @@ class MemberMachine:
         info = self._peers.get(peer.name)
         return info is not None and info.peer == peer
 
-    def start(self, now: int) -> list[MemberAction]:
+    def start(self, now_ns: int) -> list[MemberAction]:
         """Dial the first address and ask to join. Without an address: wait to be called."""
         if self.is_alone:
             return []
-        self.addresses.heard(now)
+        self.addresses.heard(now_ns)
         self._dial(ANY_ROUTER)
-        self._beat(now)
+        self._beat(now_ns)
         return self._take_actions()
 
-    def handle(self, event: MemberEvent, now: int) -> list[MemberAction]:
-        """Take ``event`` into account at time ``now`` (ns); the actions are to be done in order."""
+    def handle(self, event: MemberEvent, now_ns: int) -> list[MemberAction]:
+        """Take ``event`` into account at time ``now_ns`` (ns); the actions are to be done in order."""
         match event:
             case MessageArrived(sender, message):
-                self._hear(sender, message, now)
+                self._hear(sender, message, now_ns)
             case LoadRead():
-                self._send_heartbeat(event, now)
+                self._send_heartbeat(event, now_ns)
             case DrainAsked():
-                self._drain(event, now)
+                self._drain(event, now_ns)
             case Reborn(info):
-                self._begin_anew(info, now)
+                self._begin_anew(info, now_ns)
         due_ns = self.next_deadline_ns
-        if due_ns is not None and now >= due_ns:
-            self._beat(now)
+        if due_ns is not None and now_ns >= due_ns:
+            self._beat(now_ns)
         return self._take_actions()
 
     def _do(self, action: MemberAction) -> None:
@@ -224,7 +224,7 @@ class MemberMachine:
 
     # -- messages
 
-    def _hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
+    def _hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         if sender.name != ROUTER:
             self._do(Deliver(sender, message))
             return
@@ -233,22 +233,22 @@ class MemberMachine:
             return
         if self.is_alone and not isinstance(message, JoinRequest | RejoinRequest):
             return  # late: of a router that was taken to be gone
-        self.addresses.heard(now)
+        self.addresses.heard(now_ns)
         # The turn may have come back to its address: the line there is to any router, and takes no answers to this one.
         if sender == self.router and (self.addresses.return_home() or self._dialled != sender):
             self._dial(sender)
         if self._is_reborn:  # else the message was for the incarnation that ends now
-            self._hear_router(sender, message, now)
+            self._hear_router(sender, message, now_ns)
 
-    def _hear_router(self, sender: Peer, message: AnyMessage, now: int) -> None:
+    def _hear_router(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         match message:
             case JoinAccepted():
-                self._welcome(sender, message, now)
+                self._welcome(sender, message, now_ns)
             case RejoinRequest(address):
-                self._rejoin(sender, address, now)
+                self._rejoin(sender, address, now_ns)
             case JoinRequest(address):
                 if self.addresses.is_called and not self.drains:
-                    self._rejoin(sender, address, now)
+                    self._rejoin(sender, address, now_ns)
             case Expelled():
                 self._leave_incarnation(sender, message)
             case Refused(reason):
@@ -291,7 +291,7 @@ class MemberMachine:
         known = (self.router, self._rejoins_at)
         return any(peer is not None and router.generation < peer.generation for peer in known)
 
-    def _welcome(self, sender: Peer, message: JoinAccepted, now: int) -> None:
+    def _welcome(self, sender: Peer, message: JoinAccepted, now_ns: int) -> None:
         if self._is_outdated(sender):
             return  # late: that router is gone
         if sender != self.router:  # a further JoinAccepted of the same router does not move it
@@ -303,11 +303,11 @@ class MemberMachine:
         for info in message.peers:
             self._meet(info)
         if sender != self.router:
-            self.router, self._next_beat_ns = sender, now  # its first heartbeat shows what there is, at once
+            self.router, self._next_beat_ns = sender, now_ns  # its first heartbeat shows what there is, at once
             self._do(Joined())
         self._do(Deliver(sender, message))
 
-    def _rejoin(self, sender: Peer, address: str, now: int) -> None:
+    def _rejoin(self, sender: Peer, address: str, now_ns: int) -> None:
         """Join the new router. Requests running here are orphaned; those that no client can ask for again are dropped
         when its ``JoinAccepted`` arrives."""
         if not address or sender == (self.router or self._rejoins_at) or self._is_outdated(sender):
@@ -315,9 +315,9 @@ class MemberMachine:
         what = "calls" if self.is_alone else "takes over"
         self._do(Notice(f"the router at {address} {what}: joining it"))
         self.router, self._rejoins_at = None, sender
-        self.addresses.lead_to(address, now)
+        self.addresses.lead_to(address, now_ns)
         self._dial(ANY_ROUTER)
-        self._next_beat_ns = now
+        self._next_beat_ns = now_ns
 
     def _leave_incarnation(self, sender: Peer, message: Expelled) -> None:
         """Also where this incarnation never heard that it was a member: its ``JoinAccepted`` was lost."""
@@ -328,11 +328,11 @@ class MemberMachine:
         self._do(Notice(f"expelled ({message.reason}): joining again"))
         self._do(BecomeNew(sender, message.reason, max(self.me.generation, message.newest) + 1))
 
-    def _begin_anew(self, info: PeerInfo, now: int) -> None:
+    def _begin_anew(self, info: PeerInfo, now_ns: int) -> None:
         check(info.peer.generation > self.me.generation, f"{info.peer} is not newer than {self.me}")
         self.info, self._is_reborn, self._members_digest = info, True, None
         self._dial(ANY_ROUTER)
-        self._next_beat_ns = now
+        self._next_beat_ns = now_ns
 
     def _meet(self, info: PeerInfo) -> None:
         if info.peer.name != self.me.name and self._peers.get(info.peer.name) != info:
@@ -359,13 +359,13 @@ class MemberMachine:
 
     # -- time
 
-    def _beat(self, now: int) -> None:
+    def _beat(self, now_ns: int) -> None:
         """Ask to join, or read the load for a heartbeat."""
-        if self.addresses.is_lost(now):
+        if self.addresses.is_lost(now_ns):
             self._be_alone(f"the router at {self.addresses} is not heard any more")
             return
-        self._next_beat_ns = now + self._config.beat_ns
-        if self.addresses.turn(now):
+        self._next_beat_ns = now_ns + self._config.beat_ns
+        if self.addresses.turn(now_ns):
             self._do(Notice(f"no router is heard: trying {self.addresses.address}"))
             self._dial(ANY_ROUTER)
         if self.router is None:
@@ -374,13 +374,13 @@ class MemberMachine:
         self._beats += 1
         self._do(ReadLoad(with_stats=self._beats % self._config.stats_every == 1))
 
-    def _send_heartbeat(self, read: LoadRead, now: int) -> None:
+    def _send_heartbeat(self, read: LoadRead, now_ns: int) -> None:
         if self.router is None or self._has_left:
             return  # expelled or asked to rejoin meanwhile
         if self._members_digest is None:
             self._members_digest = members_digest([self.me, *(info.peer for info in self._peers.values())])
         heartbeat = Heartbeat(
-            read.load, read.next_event, read.stats, self._members_digest, self.addresses.wants_ack(now), read.costs
+            read.load, read.next_event, read.stats, self._members_digest, self.addresses.wants_ack(now_ns), read.costs
         )
         self._do(Send(ANY_ROUTER, heartbeat))  # a restarted router shall hear it too
         for follower, load, next_event in read.followers:
@@ -389,16 +389,16 @@ class MemberMachine:
                 if self.drains:
                     self._do(Send(follower, Drain()))
         if self._why:
-            self._do(Notice(self._drain_notice(read.load, now)))
+            self._do(Notice(self._drain_notice(read.load, now_ns)))
         if self.drains:
             is_idle = not (read.load.requests_waiting or read.load.sequences_running or read.load.transfers_open)
-            if is_idle or (self._leaves_at_ns is not None and now >= self._leaves_at_ns):
+            if is_idle or (self._leaves_at_ns is not None and now_ns >= self._leaves_at_ns):
                 self._leave()
 
     # -- leaving
 
-    def _drain(self, asked: DrainAsked, now: int) -> None:
-        self.drains, self._leaves_at_ns, self._why = True, now + asked.patience_ns, asked.why
+    def _drain(self, asked: DrainAsked, now_ns: int) -> None:
+        self.drains, self._leaves_at_ns, self._why = True, now_ns + asked.patience_ns, asked.why
         if self._has_left:
             return
         if self.router is not None:
@@ -406,11 +406,11 @@ class MemberMachine:
         if not asked.patience_ns or self.router is None:
             self._leave()
         else:
-            self._next_beat_ns = now
+            self._next_beat_ns = now_ns
 
-    def _drain_notice(self, load: Load, now: int) -> str:
+    def _drain_notice(self, load: Load, now_ns: int) -> str:
         why, self._why = self._why, ""
-        left_s = max(0, (self._leaves_at_ns or now) - now) / 1e9
+        left_s = max(0, (self._leaves_at_ns or now_ns) - now_ns) / 1e9
         return (
             f"{why}: instance {self.me.name} leaves; {load.sequences_running} sequences run and"
             f" {load.requests_waiting} requests wait here, and have {left_s:.0f} s to finish"

@@ -87,36 +87,36 @@ class PeerGroup:
         """Whether the peer of this name knows this process."""
         return name in self._neighbours and self._neighbours[name].has_answered
 
-    def handle(self, event: GroupEvent, now: int) -> list[GroupAction]:
-        """Take ``event`` into account at time ``now`` (ns); the actions are to be done in order."""
+    def handle(self, event: GroupEvent, now_ns: int) -> list[GroupAction]:
+        """Take ``event`` into account at time ``now_ns`` (ns); the actions are to be done in order."""
         match event:
             case MessageArrived(sender, message) if self._is_reborn:  # else it was said to the incarnation that ends
-                self._hear(sender, message, now)
+                self._hear(sender, message, now_ns)
             case MeetAsked(info):
-                self._meet(info, now)
+                self._meet(info, now_ns)
             case PartAsked(peer) if self.find(peer.name) == peer:
                 self._left.add(peer)
                 self._lose(peer)
                 self._actions.append(Send(peer, Leave()))  # behind PartFromPeer, which drops what is queued
             case Reborn(info):
-                self._begin_anew(info, now)
-        if now >= self._next_beat_ns:
-            self._beat(now)
+                self._begin_anew(info, now_ns)
+        if now_ns >= self._next_beat_ns:
+            self._beat(now_ns)
         actions, self._actions = self._actions, []
         return actions
 
     # -- what others say
 
-    def _hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
+    def _hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         if isinstance(message, PeerJoined):
-            self._greeted(sender, message.info, now)
+            self._greeted(sender, message.info, now_ns)
         neighbour = self._neighbours.get(sender.name)
         if neighbour is None or neighbour.info.peer != sender:
             if not isinstance(message, Expelled | Leave):
                 left = sender in self._left
                 self._actions.append(Send(sender, Leave() if left else Expelled("silent for too long, or unknown")))
             return
-        neighbour.heard_ns, neighbour.has_answered = now, True
+        neighbour.heard_ns, neighbour.has_answered = now_ns, True
         match message:
             case Leave():
                 self._lose(sender)
@@ -125,10 +125,10 @@ class PeerGroup:
             case _:
                 self._actions.append(Deliver(sender, message))
 
-    def _greeted(self, sender: Peer, info: PeerInfo, now: int) -> None:
+    def _greeted(self, sender: Peer, info: PeerInfo, now_ns: int) -> None:
         """Where the KV differs the exchange refuses what is offered."""
         is_honest = info.peer == sender and sender.name != self.info.peer.name
-        if is_honest and not self._is_gone(sender) and self._remember(info, now):
+        if is_honest and not self._is_gone(sender) and self._remember(info, now_ns):
             self._speak(self._neighbours[sender.name])
 
     def _is_gone(self, peer: Peer) -> bool:
@@ -136,12 +136,12 @@ class PeerGroup:
 
     # -- incarnations
 
-    def _meet(self, info: PeerInfo, now: int) -> None:
+    def _meet(self, info: PeerInfo, now_ns: int) -> None:
         if self._is_gone(info.peer):  # and may not know it: this process starts over, since it is the one that asks
             self._wanted = info
             self._end_incarnation(info.peer, f"{info.peer.name} was lost here, and is to be met again")
             return
-        self._remember(info, now)
+        self._remember(info, now_ns)
         self._speak(self._neighbours[info.peer.name])
 
     def _end_incarnation(self, other: Peer, reason: str) -> None:
@@ -149,7 +149,7 @@ class PeerGroup:
         self._is_reborn = False
         self._actions.append(BecomeNew(other, reason, self.info.peer.generation + 1))
 
-    def _begin_anew(self, info: PeerInfo, now: int) -> None:
+    def _begin_anew(self, info: PeerInfo, now_ns: int) -> None:
         check(info.peer.generation > self.info.peer.generation, f"{info.peer} is not newer than {self.info.peer}")
         former, self._neighbours = list(self._neighbours.values()), {}
         self.info, self._is_reborn = info, True
@@ -157,14 +157,14 @@ class PeerGroup:
         self._left.clear()
         self._actions += [PartFromPeer(neighbour.info.peer) for neighbour in former]
         for neighbour in former:
-            self._meet(neighbour.info, now)
+            self._meet(neighbour.info, now_ns)
         wanted, self._wanted = self._wanted, None
         if wanted is not None:
-            self._meet(wanted, now)
+            self._meet(wanted, now_ns)
 
     # -- membership
 
-    def _remember(self, info: PeerInfo, now: int) -> bool:
+    def _remember(self, info: PeerInfo, now_ns: int) -> bool:
         """Whether this incarnation was not known."""
         known = self._neighbours.get(info.peer.name)
         if known is not None and known.info.peer.generation >= info.peer.generation:
@@ -172,9 +172,9 @@ class PeerGroup:
         if known is not None:
             self._lose(known.info.peer)
         self._left.discard(info.peer)
-        self._neighbours[info.peer.name] = _Neighbour(info, now)
+        self._neighbours[info.peer.name] = _Neighbour(info, now_ns)
         self._actions.append(MeetPeer(info))
-        self._next_beat_ns = min(self._next_beat_ns, now + self._silent_ns // _BEATS)
+        self._next_beat_ns = min(self._next_beat_ns, now_ns + self._silent_ns // _BEATS)
         return True
 
     def _lose(self, peer: Peer) -> None:
@@ -190,12 +190,12 @@ class PeerGroup:
         else:  # to the process that has that name by now, in whichever incarnation
             self._actions.append(Send(Peer(peer.name, 0), PeerJoined(self.info)))
 
-    def _beat(self, now: int) -> None:
-        was_stopped = now - self._next_beat_ns > self._silent_ns // 2  # this process: it could hear no peer
-        self._next_beat_ns = now + self._silent_ns // _BEATS
+    def _beat(self, now_ns: int) -> None:
+        was_stopped = now_ns - self._next_beat_ns > self._silent_ns // 2  # this process: it could hear no peer
+        self._next_beat_ns = now_ns + self._silent_ns // _BEATS
         for neighbour in list(self._neighbours.values()):
-            neighbour.heard_ns = now if was_stopped else neighbour.heard_ns
-            if now - neighbour.heard_ns > self._silent_ns:
+            neighbour.heard_ns = now_ns if was_stopped else neighbour.heard_ns
+            if now_ns - neighbour.heard_ns > self._silent_ns:
                 self._lose(neighbour.info.peer)
             else:
                 self._speak(neighbour)

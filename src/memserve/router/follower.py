@@ -67,42 +67,42 @@ class Follower:
         self.cluster = Cluster(config, identity_key=identity_key, follows=info.peer)
         self._actions: list[FollowerAction] = []
 
-    def handle(self, event: FollowerEvent, now: int) -> list[FollowerAction]:
-        """Take ``event`` into account at time ``now`` (ns); the actions are to be done in order."""
+    def handle(self, event: FollowerEvent, now_ns: int) -> list[FollowerAction]:
+        """Take ``event`` into account at time ``now_ns`` (ns); the actions are to be done in order."""
         match event:
             case FollowerStarts(address):
                 self.member.info = structs.replace(self.member.info, address=address)
-                self._follow(self.member.start(now), now)
+                self._follow(self.member.start(now_ns), now_ns)
             case DrainAsked() | Reborn():
-                self._follow(self.member.handle(event, now), now)
+                self._follow(self.member.handle(event, now_ns), now_ns)
             case MessageArrived(sender, _) if sender.name == ROUTER:
-                self._follow(self.member.handle(event, now), now)
+                self._follow(self.member.handle(event, now_ns), now_ns)
             case RouterEnds():
-                self._follow(self.member.handle(DrainAsked(0, ""), now), now)
+                self._follow(self.member.handle(DrainAsked(0, ""), now_ns), now_ns)
             case _:
-                self._actions += self.cluster.handle(event, now)
+                self._actions += self.cluster.handle(event, now_ns)
                 due_ns = self.member.next_deadline_ns
-                if due_ns is not None and due_ns <= now:
-                    self._follow(self.member.handle(ClockTicked(), now), now)
+                if due_ns is not None and due_ns <= now_ns:
+                    self._follow(self.member.handle(ClockTicked(), now_ns), now_ns)
         actions, self._actions = self._actions, []
         return actions
 
-    def _follow(self, actions: Sequence[MemberAction], now: int) -> None:
+    def _follow(self, actions: Sequence[MemberAction], now_ns: int) -> None:
         """What the host need not do is done at once."""
         for action in actions:
             match action:
                 case Deliver(sender, message):
-                    self._actions += self.cluster.handle(MessageArrived(sender, message), now)
+                    self._actions += self.cluster.handle(MessageArrived(sender, message), now_ns)
                 case ReadLoad():
                     live = self.cluster.stats().requests_live
-                    self._follow(self.member.handle(LoadRead(Load(requests_waiting=live), 0), now), now)
+                    self._follow(self.member.handle(LoadRead(Load(requests_waiting=live), 0), now_ns), now_ns)
                     if self.cluster.following is not None:
-                        self.cluster.following.speak(now, beats=True)
-                        self._actions += self.cluster.handle(ClockTicked(), now)
+                        self.cluster.following.speak(now_ns, beats=True)
+                        self._actions += self.cluster.handle(ClockTicked(), now_ns)
                 case BecomeNew():
                     if self.cluster.following is not None:
-                        self.cluster.following.all_gone(f"this router was expelled: {action.reason}", now)
-                    self._actions += self.cluster.handle(ClockTicked(), now)
+                        self.cluster.following.all_gone(f"this router was expelled: {action.reason}", now_ns)
+                    self._actions += self.cluster.handle(ClockTicked(), now_ns)
                     self._actions.append(action)
                 case _:
                     self._actions.append(action)

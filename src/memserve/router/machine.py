@@ -1,6 +1,6 @@
 """The cluster machine: requests and messages in, messages and tokens out.
 
-Synchronous and deterministic, like the instance's: one mutator, ``handle(event, now)``. It holds what a router must
+Synchronous and deterministic, like the instance's: one mutator, ``handle(event, now_ns)``. It holds what a router must
 know, and nothing of it is needed by instances to stay right: each message may be lost, come late or twice.
 
 ::
@@ -122,68 +122,68 @@ class Cluster:
 
     # -- the one mutator
 
-    def handle(self, event: ClusterEvent, now: int) -> list[ClusterAction]:
-        """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order.
+    def handle(self, event: ClusterEvent, now_ns: int) -> list[ClusterAction]:
+        """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order.
 
-        What is due by ``now`` happens after it: a heartbeat that waited behind other work is heard before its sender
+        What is due by ``now_ns`` happens after it: a heartbeat that waited behind other work is heard before its sender
         is taken to be dead.
         """
-        self._excuse_own_sleep(now)
+        self._excuse_own_sleep(now_ns)
         if isinstance(event, MessageArrived):
-            self._hear(event.sender, event.message, now)
+            self._hear(event.sender, event.message, now_ns)
         elif isinstance(event, RequestArrived):
-            self._arrive(event.request, now)
+            self._arrive(event.request, now_ns)
         elif isinstance(event, RequestCancelled):
-            self._cancel(event.request_id, now)
+            self._cancel(event.request_id, now_ns)
         elif isinstance(event, SequenceStopped):
-            self._stop(event.request_id, event.index, now)
+            self._stop(event.request_id, event.index, now_ns)
         elif isinstance(event, InstanceDrained):
             if (member := self._registry.named(event.name)) is not None:
                 self._membership.drain(member)
         elif isinstance(event, InstanceDied):
             if (member := self._registry.named(event.name)) is not None:
-                self._membership.gone(member, f"its process {event.how}", now, died=True)
+                self._membership.gone(member, f"its process {event.how}", now_ns, died=True)
         elif isinstance(event, PrefixPinned):
-            self._handles.pin(event, now)
+            self._handles.pin(event, now_ns)
         elif isinstance(event, PrefixUnpinned):
             self._handles.unpin(event)
         elif isinstance(event, StateRecovered):
-            self._recover(event, now)
+            self._recover(event, now_ns)
         elif isinstance(event, StoreNamed):
-            self._store_calls.begin(event.address, now)
+            self._store_calls.begin(event.address, now_ns)
         elif isinstance(event, RouterEnds):
             self._store_calls.end()
         elif not isinstance(event, ClockTicked):
             check(False, f"unknown event {event!r}")
-        self._timers.run(now)
-        self._lifecycle.arrivals.admit_waiting(now)
-        self._membership.speak(now)
+        self._timers.run(now_ns)
+        self._lifecycle.arrivals.admit_waiting(now_ns)
+        self._membership.speak(now_ns)
         return self._outbox.take()
 
-    def _recover(self, event: StateRecovered, now: int) -> None:
+    def _recover(self, event: StateRecovered, now_ns: int) -> None:
         """Go on from what the last router knew; its members are asked to join again."""
         check(not len(self._registry) and not self._lifecycle.requests.by_id, "the recovered state comes first")
         self._outbox.remember(RouterStarted(event.router, event.address, event.clock_offset_ns))
         recovered = event.recovered
         last = recovered.router.generation if recovered.router is not None else 0
-        self._membership.recover(recovered.members, recovered.gone, event.address, last, now)
+        self._membership.recover(recovered.members, recovered.gone, event.address, last, now_ns)
         for session in recovered.sessions:
             self._sessions.recover(session.tenant, session.session, session.peers)
         for pin in recovered.handles:
-            self._handles.recover(pin, now)
+            self._handles.recover(pin, now_ns)
 
-    def _excuse_own_sleep(self, now: int) -> None:
+    def _excuse_own_sleep(self, now_ns: int) -> None:
         """A router that did not look at the clock for so long heard nothing either: no silence counts."""
         due_ns = self._timers.next_ns
-        if due_ns is not None and now - due_ns > self.config.dead_after_ns // 2:
-            self._registry.forgive(now)
+        if due_ns is not None and now_ns - due_ns > self.config.dead_after_ns // 2:
+            self._registry.forgive(now_ns)
 
     # -- clients
 
-    def _arrive(self, request: Request, now: int) -> None:
+    def _arrive(self, request: Request, now_ns: int) -> None:
         self._counters.requests += 1
         request_id = request.request_id
-        if request.key and self.answers.serve(request, now):
+        if request.key and self.answers.serve(request, now_ns):
             return
         reason = None
         if request_id in self._lifecycle.requests.by_id:
@@ -195,29 +195,29 @@ class Cluster:
             self._outbox.reject(request_id, reason, None)
             return
         if request.key:
-            request = self.answers.begin(request, now)
-        req = RequestState(on_terms(request, self.config.admission), now)
+            request = self.answers.begin(request, now_ns)
+        req = RequestState(on_terms(request, self.config.admission), now_ns)
         if request.deadline_ns is not None:
             self._timers.arm(request.deadline_ns, self._expire, request_id)
-        self._lifecycle.arrivals.arrive(req, now)
+        self._lifecycle.arrivals.arrive(req, now_ns)
 
-    def _cancel(self, request_id: str, now: int) -> None:
+    def _cancel(self, request_id: str, now_ns: int) -> None:
         req = self._lifecycle.requests.by_id.get(self.answers.request_of(request_id))
         if req is not None and req.phase is RequestPhase.QUEUED and self.answers.is_read_by(request_id):
             pass  # nothing was done for it
-        elif self.answers.leaves(request_id, now):
+        elif self.answers.leaves(request_id, now_ns):
             return
         if req is not None:  # else it ended while the cancellation was on its way
             self._counters.requests_cancelled += 1
-            self._lifecycle.end(req, FinishReason.CANCELLED, now)
+            self._lifecycle.end(req, FinishReason.CANCELLED, now_ns)
 
-    def _expire(self, request_id: str, now: int) -> None:
+    def _expire(self, request_id: str, now_ns: int) -> None:
         req = self._lifecycle.requests.by_id.get(request_id)
-        if req is not None and req.request.deadline_ns is not None and req.request.deadline_ns <= now:
+        if req is not None and req.request.deadline_ns is not None and req.request.deadline_ns <= now_ns:
             self._counters.requests_expired += 1
-            self._lifecycle.end(req, FinishReason.DEADLINE, now)
+            self._lifecycle.end(req, FinishReason.DEADLINE, now_ns)
 
-    def _stop(self, request_id: str, index: int, now: int) -> None:
+    def _stop(self, request_id: str, index: int, now_ns: int) -> None:
         """The client has read enough of one sequence. The instances are told; no answer is waited for."""
         req = self._lifecycle.requests.by_id.get(self.answers.request_of(request_id))
         if req is None or not 0 <= index < req.request.n or req.request.beam_width:
@@ -231,85 +231,85 @@ class Cluster:
         end = TokenOutput(req.request_id, index, (), finish_reason=reason, story=req.told(), offset=len(emitted))
         self._outbox.emit(end)
         if all(req.finished):
-            self._lifecycle.leave(req, now)
+            self._lifecycle.leave(req, now_ns)
         elif req.attempt is not None:
             for member in req.attempt.involved:
                 self._outbox.send(member.peer, StopSequence(req.attempt.attempt_id, index))
 
     # -- messages
 
-    def _hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
+    def _hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         if isinstance(message, Join):
-            self._membership.join(sender, message, now)
+            self._membership.join(sender, message, now_ns)
             return
         if self.following is not None and sender.name == ROUTER:
-            self.following.hear_owner(sender, message, now)
+            self.following.hear_owner(sender, message, now_ns)
             return
         member = self._registry.get(sender)
         if isinstance(message, Refused):
             self._store_calls.declined(sender, message.reason)
             if member is not None:
-                self._membership.gone(member, message.reason, now, died=False)
+                self._membership.gone(member, message.reason, now_ns, died=False)
             return
-        member = member or self._membership.stranger(sender, message, now)
+        member = member or self._membership.stranger(sender, message, now_ns)
         if member is None:
             return
         if member.state is MemberState.REJOINING and not isinstance(message, Leave):
             self._membership.ask_to_rejoin(member)
             return
-        member.heard_ns = now
+        member.heard_ns = now_ns
         if isinstance(message, Tokens):
             member.totals.answers += 1
-            self._outputs.take(member, message, now)
+            self._outputs.take(member, message, now_ns)
         elif isinstance(message, Heartbeat):
-            self._membership.heartbeat(member, message, now)
+            self._membership.heartbeat(member, message, now_ns)
         elif isinstance(message, KvEvents | KvSnapshot):
-            self._follow(member, message, now)
+            self._follow(member, message, now_ns)
         elif isinstance(message, HandedOver):
-            self._lifecycle.handed_over(message.request_id, member, now)
+            self._lifecycle.handed_over(message.request_id, member, now_ns)
         elif isinstance(message, RequestRefused):
             member.totals.answers += 1
             self.answers.refused(sender, message.request_id)
-            self._lifecycle.refused(member, message, now)
+            self._lifecycle.refused(member, message, now_ns)
         elif isinstance(message, AnswersHeld):
-            self.answers.heard(member, message, now)
+            self.answers.heard(member, message, now_ns)
         elif isinstance(message, AnswerTaken):
-            self._taken(member, message.request_id, now)
+            self._taken(member, message.request_id, now_ns)
         elif isinstance(message, AttemptsUnknown):
-            self._membership.answer(member, message, now)
+            self._membership.answer(member, message, now_ns)
         elif isinstance(message, SegmentHeld):
-            self._lifecycle.segment_held(message.request_id, member, now)
+            self._lifecycle.segment_held(message.request_id, member, now_ns)
         elif isinstance(message, GuestRequests):
-            self._lifecycle.guests.hear(member, message, now)
+            self._lifecycle.guests.hear(member, message, now_ns)
         elif isinstance(message, Pinned):
-            self._handles.pinned(member, message, now)
+            self._handles.pinned(member, message, now_ns)
         elif isinstance(message, Drain):
             self._membership.drain(member)
         elif isinstance(message, Leave):
-            self._membership.gone(member, "it left", now, died=False)
+            self._membership.gone(member, "it left", now_ns, died=False)
 
-    def _taken(self, member: Member, attempt_id: str, now: int) -> None:
+    def _taken(self, member: Member, attempt_id: str, now_ns: int) -> None:
         """The client of an attempt asks another router for the answer, which goes on there."""
-        self.answers.taken_before(member.peer, attempt_id, now)
+        self.answers.taken_before(member.peer, attempt_id, now_ns)
         req = self._lifecycle.requests.by_attempt.get(attempt_id)
         if req is not None and req.request.key and req.attempt is not None and req.attempt.is_from(member.peer):
-            self.answers.taken(req.request_id, now)
+            self.answers.taken(req.request_id, now_ns)
 
-    def _follow(self, member: Member, message: KvEvents | KvSnapshot, now: int) -> None:
+    def _follow(self, member: Member, message: KvEvents | KvSnapshot, now_ns: int) -> None:
         """News of a member's index. A member whose news make no sense is a danger to all."""
         trees, number = self._trees, member.number
         known = trees.feed(number).next_event
         if is_sane(message, member.info.role):
             if isinstance(message, KvEvents):
-                self._membership.ask(member, trees.apply(number, message, now))
+                self._membership.ask(member, trees.apply(number, message, now_ns))
                 self._membership.hear_load(member, message.load)
             else:
-                self._membership.ask(member, trees.replace(number, message, now))
+                self._membership.ask(member, trees.replace(number, message, now_ns))
             if self._outbox.remembers and trees.feed(number).next_event != known:
-                self._outbox.note(trees.record(member.peer, number, message, known, now))
+                self._outbox.note(trees.record(member.peer, number, message, known, now_ns))
             return
         self._membership.expel(member.peer, "its KV events make no sense")
-        self._membership.gone(member, "its KV events make no sense", now, died=True)
+        self._membership.gone(member, "its KV events make no sense", now_ns, died=True)
 
     # -- views
 

@@ -50,12 +50,12 @@ class Timers:
         heapq.heappush(self._heap, (when_ns, self._armed, wake, subject))
         self.next_ns = self._heap[0][0]
 
-    def run(self, now: int) -> None:
-        """Call what is due, earliest first; what is armed meanwhile for ``now`` or before comes as well."""
-        while self.next_ns is not None and self.next_ns <= now:
+    def run(self, now_ns: int) -> None:
+        """Call what is due, earliest first; what is armed meanwhile for ``now_ns`` or before comes as well."""
+        while self.next_ns is not None and self.next_ns <= now_ns:
             _, _, wake, subject = heapq.heappop(self._heap)
             self.next_ns = self._heap[0][0] if self._heap else None
-            wake(subject, now)
+            wake(subject, now_ns)
 
 
 class Outbox:

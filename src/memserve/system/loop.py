@@ -42,8 +42,8 @@ class Machine(Protocol[EventT]):
     def next_deadline_ns(self) -> int | None:
         """When a ``ClockTicked`` is worth sending; ``None`` = no deadlines."""
 
-    def handle(self, event: EventT, now: int) -> list[Any]:
-        """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order."""
+    def handle(self, event: EventT, now_ns: int) -> list[Any]:
+        """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
 
 
 class _Close:

@@ -156,18 +156,18 @@ class PoolWorld:
         other = random.choice([each.peer.name for each in self.nodes if each is not node])
         kind = random.choice(KINDS)
         if kind == "meet":
-            node.call(lambda now: machine.meet(self.network.nodes[other].machine.info, now))
+            node.call(lambda now_ns: machine.meet(self.network.nodes[other].machine.info, now_ns))
         elif kind == "store":
-            node.call(lambda now: self.store(memory, tokens))
+            node.call(lambda now_ns: self.store(memory, tokens))
         elif kind == "match":
             self.verify(memory, tokens)
         elif kind in ("send", "raw"):
             self.offer(node, other, tokens, kind == "send")
         elif kind == "fetch":
-            self.count(node.call(lambda now: machine.start_fetch(other, tokens, now, 200 * MS)))
+            self.count(node.call(lambda now_ns: machine.start_fetch(other, tokens, now_ns, 200 * MS)))
         elif kind == "there":
             tier = random.choice([Tier.HBM, Tier.DRAM])
-            got = self.count(node.call(lambda now: machine.start_allocation(other, 2, tier, now, 200 * MS)))
+            got = self.count(node.call(lambda now_ns: machine.start_allocation(other, 2, tier, now_ns, 200 * MS)))
             got.add_done_callback(lambda got: node.held.append(list(got.result() or ())))
         elif node.held:
             self.free(node, node.held.pop(random.randrange(len(node.held))))
@@ -212,8 +212,8 @@ class PoolWorld:
             machine, empty = node.machine, tokens[:0]
             self.count(
                 node.call(
-                    lambda now: machine.start_offer(
-                        machine.known(other), blocks, now, tokens if insert else empty, **terms
+                    lambda now_ns: machine.start_offer(
+                        machine.known(other), blocks, now_ns, tokens if insert else empty, **terms
                     )
                 )
             )
@@ -227,9 +227,9 @@ class PoolWorld:
     def free(self, node: PoolNode, addresses: list[Address]) -> None:
         for address in addresses:
             if address.generation == node.memory.generation:
-                node.call(partial(lambda now, a: node.memory.free_mem([a]), a=address))
+                node.call(partial(lambda now_ns, a: node.memory.free_mem([a]), a=address))
             else:
-                node.call(partial(lambda now, a: node.machine.free_at(a.generation, [a]), a=address))
+                node.call(partial(lambda now_ns, a: node.machine.free_at(a.generation, [a]), a=address))
 
     def disturb(self) -> None:
         random, node = self.random, self.random.choice(self.nodes)

@@ -62,8 +62,8 @@ class World:
 
     config = CONFIG
 
-    def __init__(self, state: MetadataState | None = None, generation: int = 1, now: int = 0) -> None:
-        self.me, self.now, self.state = Peer("router", generation), now, state or MetadataState()
+    def __init__(self, state: MetadataState | None = None, generation: int = 1, now_ns: int = 0) -> None:
+        self.me, self.now, self.state = Peer("router", generation), now_ns, state or MetadataState()
         self.machine = Cluster(self.config, remembers=True)
         self.sent: list[Send] = []
         self.order: list[str] = []

@@ -52,9 +52,9 @@ class World:
         self.loads = dict.fromkeys((OWNER, *followers), 0)
         self.take(0)  # routers hear what happens from here on, and ask for the rest
 
-    def take(self, now: int) -> list[Peer]:
+    def take(self, now_ns: int) -> list[Peer]:
         """Which routers are told something."""
-        said = self.news.take(now)
+        said = self.news.take(now_ns)
         self.news.check_invariants()
         for send in said:
             self._hear(send)

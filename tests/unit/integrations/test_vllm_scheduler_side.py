@@ -244,16 +244,16 @@ def test_a_request_waits_for_room_beside_what_others_hold() -> None:
     lookups.room = 6
     side = side_of(lookups)
     first, second = request_of(4, request_id="a"), request_of(4, request_id="b")
-    assert side.matched(first, 0, now=0) == side.matched(second, 0, now=1) == (None, False)
+    assert side.matched(first, 0, now_ns=0) == side.matched(second, 0, now_ns=1) == (None, False)
     lookups.found("a")
-    assert side.matched(first, 0, now=WAIT_NS) == (16, True)
-    assert side.matched(second, 0, now=WAIT_NS * 2) == (None, False) and "b" not in lookups.held
+    assert side.matched(first, 0, now_ns=WAIT_NS) == (16, True)
+    assert side.matched(second, 0, now_ns=WAIT_NS * 2) == (None, False) and "b" not in lookups.held
     side.allocated(first, [ids(5)], 16)
-    assert side.matched(second, 0, now=WAIT_NS * 3) == (None, False) and "b" not in lookups.held
+    assert side.matched(second, 0, now_ns=WAIT_NS * 3) == (None, False) and "b" not in lookups.held
     side.received(["a"], [])
-    assert side.matched(second, 0, now=WAIT_NS * 4) == (None, False) and "b" in lookups.held
+    assert side.matched(second, 0, now_ns=WAIT_NS * 4) == (None, False) and "b" in lookups.held
     lookups.found("b")
-    assert side.matched(second, 0, now=WAIT_NS * 4) == (16, True)
+    assert side.matched(second, 0, now_ns=WAIT_NS * 4) == (16, True)
 
 
 def test_nothing_waits_for_ever_for_what_others_hold() -> None:
@@ -261,9 +261,9 @@ def test_nothing_waits_for_ever_for_what_others_hold() -> None:
     lookups.room = 4
     side = side_of(lookups)
     first, second = request_of(4, request_id="a"), request_of(4, request_id="b")
-    assert side.matched(first, 0, now=0) == side.matched(second, 0, now=0) == (None, False)
-    assert side.matched(second, 0, now=QUEUED_NS - 1) == (None, False) and "b" not in lookups.held
-    assert side.matched(second, 0, now=QUEUED_NS) == (None, False) and "b" in lookups.held
+    assert side.matched(first, 0, now_ns=0) == side.matched(second, 0, now_ns=0) == (None, False)
+    assert side.matched(second, 0, now_ns=QUEUED_NS - 1) == (None, False) and "b" not in lookups.held
+    assert side.matched(second, 0, now_ns=QUEUED_NS) == (None, False) and "b" in lookups.held
 
 
 def test_a_store_that_has_to_be_asked() -> None:

@@ -56,31 +56,31 @@ class Script:
         self.member = MemberMachine(ME, routers, CONFIG)
         self.first = self.member.start(0)
 
-    def at(self, now: int, event: MemberEvent, *wanted: MemberAction) -> None:
-        """At ``now`` comes ``event``; these actions follow, in this order."""
-        assert self.member.handle(event, now) == list(wanted)
+    def at(self, now_ns: int, event: MemberEvent, *wanted: MemberAction) -> None:
+        """At ``now_ns`` comes ``event``; these actions follow, in this order."""
+        assert self.member.handle(event, now_ns) == list(wanted)
         self.member.check_invariants()
 
-    def hears(self, now: int, sender: Peer, message: AnyMessage, *wanted: MemberAction) -> None:
-        self.at(now, MessageArrived(sender, message), *wanted)
+    def hears(self, now_ns: int, sender: Peer, message: AnyMessage, *wanted: MemberAction) -> None:
+        self.at(now_ns, MessageArrived(sender, message), *wanted)
 
-    def is_called(self, now: int, router: Peer, address: str) -> None:
+    def is_called(self, now_ns: int, router: Peer, address: str) -> None:
         """It is alone, and asks to join."""
         assert self.member.is_alone
         said = Notice(f"the router at {address} calls: joining it")
         asks = DialRouter(ANY_ROUTER, address), Send(ANY_ROUTER, Join(ME, address))
-        self.hears(now, router, JoinRequest(address), said, *asks)
+        self.hears(now_ns, router, JoinRequest(address), said, *asks)
 
-    def joins(self, now: int, router: Peer, address: str, *, stats: bool = True) -> None:
+    def joins(self, now_ns: int, router: Peer, address: str, *, stats: bool = True) -> None:
         """It is accepted, and its first heartbeat follows."""
         welcome = JoinAccepted((OTHER,), address)
         lines = DialRouter(router, address), MeetPeer(OTHER), Joined()
-        self.hears(now, router, welcome, *lines, Deliver(router, welcome), ReadLoad(with_stats=stats))
-        self.beats(now)
+        self.hears(now_ns, router, welcome, *lines, Deliver(router, welcome), ReadLoad(with_stats=stats))
+        self.beats(now_ns)
 
-    def beats(self, now: int, *, wants_ack: bool = False) -> None:
+    def beats(self, now_ns: int, *, wants_ack: bool = False) -> None:
         digest = members_digest([ME.peer, OTHER.peer])
-        self.at(now, LoadRead(Load(), 3), Send(ANY_ROUTER, Heartbeat(Load(), 3, b"", digest, wants_ack)))
+        self.at(now_ns, LoadRead(Load(), 3), Send(ANY_ROUTER, Heartbeat(Load(), 3, b"", digest, wants_ack)))
 
 
 def test_it_waits_for_a_call_and_hears_nothing_else_of_routers() -> None:

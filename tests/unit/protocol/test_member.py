@@ -66,26 +66,26 @@ class Script:
         first = self.member.start(0)
         assert first == [DialRouter(ANY_ROUTER, "a"), Send(ANY_ROUTER, Join(ME, "a"))]
 
-    def at(self, now: int, event: MemberEvent, *wanted: MemberAction) -> None:
-        """At ``now`` comes ``event``; these actions follow, in this order."""
-        assert self.member.handle(event, now) == list(wanted)
+    def at(self, now_ns: int, event: MemberEvent, *wanted: MemberAction) -> None:
+        """At ``now_ns`` comes ``event``; these actions follow, in this order."""
+        assert self.member.handle(event, now_ns) == list(wanted)
         self.member.check_invariants()
 
-    def hears(self, now: int, sender: Peer, message: AnyMessage, *wanted: MemberAction) -> None:
-        self.at(now, MessageArrived(sender, message), *wanted)
+    def hears(self, now_ns: int, sender: Peer, message: AnyMessage, *wanted: MemberAction) -> None:
+        self.at(now_ns, MessageArrived(sender, message), *wanted)
 
-    def joins(self, now: int, router: Peer = OLD, *peers: PeerInfo) -> None:
+    def joins(self, now_ns: int, router: Peer = OLD, *peers: PeerInfo) -> None:
         """It is accepted, and its first heartbeat follows at once."""
         welcome = JoinAccepted(peers, "a")
         meets = [MeetPeer(info) for info in peers]
         dial, deliver = DialRouter(router, "a"), Deliver(router, welcome)
-        self.hears(now, router, welcome, dial, *meets, Joined(), deliver, ReadLoad(with_stats=True))
-        self.beats(now, IDLE, ME, *peers)
+        self.hears(now_ns, router, welcome, dial, *meets, Joined(), deliver, ReadLoad(with_stats=True))
+        self.beats(now_ns, IDLE, ME, *peers)
 
-    def beats(self, now: int, load: Load, *members: PeerInfo, wants_ack: bool = False, then: tuple = ()) -> None:
+    def beats(self, now_ns: int, load: Load, *members: PeerInfo, wants_ack: bool = False, then: tuple = ()) -> None:
         """The load is read, and told."""
         digest = members_digest(info.peer for info in members)
-        self.at(now, LoadRead(load, 3), Send(ANY_ROUTER, Heartbeat(load, 3, b"", digest, wants_ack)), *then)
+        self.at(now_ns, LoadRead(load, 3), Send(ANY_ROUTER, Heartbeat(load, 3, b"", digest, wants_ack)), *then)
 
 
 def test_it_asks_until_it_is_accepted_and_then_beats() -> None:
@@ -234,17 +234,17 @@ MESSAGES = st.one_of(
 @given(st.lists(st.tuples(st.integers(0, 70), st.sampled_from(["tick", "drain", OLD, NEW]), MESSAGES), max_size=25))
 def test_random_lives(life: list[tuple[int, object, AnyMessage]]) -> None:
     """Lines are kept for exactly the peers that are known; a member beats, others ask to join; it leaves once."""
-    it, now, lines, left = MemberMachine(ME, ["a", "b"], CONFIG), 0, {}, 0
+    it, now_ns, lines, left = MemberMachine(ME, ["a", "b"], CONFIG), 0, {}, 0
     it.start(0)
     pending: list[MemberAction] = []
     for later, kind, message in life:
-        now += later
+        now_ns += later
         event: MemberEvent = ClockTicked()
         if kind == "drain":
             event = DrainAsked(50)
         elif isinstance(kind, Peer):
             event = MessageArrived(kind, message)
-        pending += it.handle(event, now)
+        pending += it.handle(event, now_ns)
         while pending:
             match pending.pop(0):
                 case MeetPeer(info):
@@ -252,9 +252,9 @@ def test_random_lives(life: list[tuple[int, object, AnyMessage]]) -> None:
                 case PartFromPeer(peer):
                     assert lines.pop(peer.name) == peer
                 case ReadLoad():
-                    pending += it.handle(LoadRead(IDLE, 0), now)
+                    pending += it.handle(LoadRead(IDLE, 0), now_ns)
                 case BecomeNew(_, _, generation_min):
-                    pending += it.handle(Reborn(replace(ME, peer=Peer("c1", generation_min))), now)
+                    pending += it.handle(Reborn(replace(ME, peer=Peer("c1", generation_min))), now_ns)
                 case Send(to, Heartbeat() | Join() as said):
                     assert to == ANY_ROUTER and isinstance(said, Join) == (it.router is None)
                 case Left():
@@ -263,7 +263,7 @@ def test_random_lives(life: list[tuple[int, object, AnyMessage]]) -> None:
         assert all(it.knows(peer) for peer in lines.values()) and len(lines) == len(it._peers)
         if left:
             return
-        assert it.next_deadline_ns is not None and it.next_deadline_ns > now
+        assert it.next_deadline_ns is not None and it.next_deadline_ns > now_ns
 
 
 def test_a_store_hears_of_the_end_from_the_instance_itself() -> None:

@@ -37,8 +37,8 @@ class Router:
             for member in members:
                 self.hear(member, Join(member))
 
-    def do(self, event: object, now: int | None = None) -> list:
-        self.now = self.now if now is None else now
+    def do(self, event: object, now_ns: int | None = None) -> list:
+        self.now = self.now if now_ns is None else now_ns
         self.actions = self.machine.handle(event, self.now)
         self.machine.check_invariants()
         return self.actions

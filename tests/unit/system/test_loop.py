@@ -26,7 +26,7 @@ class Recorder:
         self.ticked = threading.Event()
         self._busy = threading.Lock()
 
-    def handle(self, event: Any, now: int) -> list[Any]:
+    def handle(self, event: Any, now_ns: int) -> list[Any]:
         if not self._busy.acquire(blocking=False):
             self.overlaps += 1
             return []

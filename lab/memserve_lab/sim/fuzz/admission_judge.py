@@ -234,16 +234,16 @@ class GateJudge:
         #: them
         self._recovered: tuple[int, dict[Peer, int]] = 0, {}
 
-    def judge(self, cluster: Cluster, event: object, actions: Sequence[ClusterAction], now: int) -> None:
-        """``cluster`` has handled ``event`` at ``now``, by its own clock."""
+    def judge(self, cluster: Cluster, event: object, actions: Sequence[ClusterAction], now_ns: int) -> None:
+        """``cluster`` has handled ``event`` at ``now_ns``, by its own clock."""
         if cluster is not self._cluster:
             self._cluster, self._config, self._here, self._served = cluster, cluster.config.admission, {}, {}
             self._gone, self._recovered = [], (0, {})
         if isinstance(event, StateRecovered):
-            self._recovered = now, {m.info.peer: len(m.hbm) // IDENTITY_BYTES for m in event.recovered.members}
+            self._recovered = now_ns, {m.info.peer: len(m.hbm) // IDENTITY_BYTES for m in event.recovered.members}
         here, was_closed = self._here, self._was_closed
         self._was_closed = cluster._lifecycle.admission.is_closed
-        asks = self._comes(event, now)
+        asks = self._comes(event, now_ns)
         before_opening = was_closed and not cluster._lifecycle.admission.is_closed
         at_once = before_opening or asks > 1
         read = {waiter.reader: name for name, waiter in here.items()}
@@ -260,14 +260,14 @@ class GateJudge:
             if name in here and not grant.cause:
                 here[name].waits = here[name].returns = False
         for action in actions:
-            self._ended(action, read, now)
+            self._ended(action, read, now_ns)
         admission = cluster._lifecycle.admission
         live = cluster._lifecycle.requests.by_id | cluster._lifecycle.guests.by_id
         for name, waiter in list(here.items()):
             req = live.get(name)
             if req is None:
                 require(not waiter.reader, f"{name} has ended, and its client was not told")
-                self._leaves(name, now)
+                self._leaves(name, now_ns)
                 continue
             attempt = req.attempt
             handed_over = attempt is not None and attempt.first not in attempt.involved
@@ -281,23 +281,23 @@ class GateJudge:
                 if action.retry_after_s is not None:
                     self.told[action.request_id] = action.retry_after_s
                 name = read.get(action.request_id, action.request_id)
-                self._judge_refusal(cluster, name, action, cause, before, now)
+                self._judge_refusal(cluster, name, action, cause, before, now_ns)
         for name, grant in told:
             if grant.cause:
                 late = RejectRequest(name, grant.reason, grant.retry_after_s, grant.cause in ("wait", "pressure"))
                 require(cause_of(late) == grant.cause, f"{name}: {grant}")
                 self._reasons.add(grant.reason)
-                self._judge_refusal(cluster, name, late, grant.cause, before, now)
-        self._judge_waiting(cluster, now)
+                self._judge_refusal(cluster, name, late, grant.cause, before, now_ns)
+        self._judge_waiting(cluster, now_ns)
         self._judge_turns([waited[name].request for name in let_in])
 
-    def _comes(self, event: object, now: int) -> int:
+    def _comes(self, event: object, now_ns: int) -> int:
         """Returns how many requests a follower has asked for at once."""
         if isinstance(event, RequestArrived):
-            self._arrives(event.request, now)
+            self._arrives(event.request, now_ns)
         elif isinstance(event, MessageArrived) and isinstance(event.message, GuestRequests):
             for ask in event.message.asks:
-                self._guest_arrives(guest_name(event.sender, ask.number), ask, now)
+                self._guest_arrives(guest_name(event.sender, ask.number), ask, now_ns)
             return len(event.message.asks)
         elif isinstance(event, RequestCancelled):
             self._goes_on_unread(event.request_id)
@@ -315,22 +315,22 @@ class GateJudge:
             if action.retry_after_s is not None:
                 self.told[action.request_id] = action.retry_after_s
 
-    def _arrives(self, request: Request, now: int) -> None:
+    def _arrives(self, request: Request, now_ns: int) -> None:
         """A request, or another connection for one that is there already. An answer that is complete is a request that
         ends with the event that brings it."""
         for waiter in self._here.values():
             if request.key and waiter.request.key == request.key:
                 waiter.reader = request.request_id
                 return
-        self._here[request.request_id] = Waiter(request, now, request.request_id)
+        self._here[request.request_id] = Waiter(request, now_ns, request.request_id)
         self._cost_most = max(self._cost_most, self._cost(request))
 
-    def _guest_arrives(self, name: str, ask: GuestAsk, now: int) -> None:
+    def _guest_arrives(self, name: str, ask: GuestAsk, now_ns: int) -> None:
         """A follower asks for a request, or asks again."""
         if name not in self._here:
             is_new = not (ask.is_admitted or ask.returns)
             request = structs.replace(ask.request, request_id=name, key="")
-            self._here[name] = Waiter(request, now, "", waits=is_new, returns=ask.returns and not ask.is_admitted)
+            self._here[name] = Waiter(request, now_ns, "", waits=is_new, returns=ask.returns and not ask.is_admitted)
             self._cost_most = max(self._cost_most, self._cost(request))
 
     def _goes_on_unread(self, connection: str) -> None:
@@ -339,10 +339,10 @@ class GateJudge:
             if waiter.reader == connection and waiter.request.key and not waiter.waits:
                 waiter.reader = ""
 
-    def _ended(self, action: ClusterAction, read: Mapping[str, str], now: int) -> None:
+    def _ended(self, action: ClusterAction, read: Mapping[str, str], now_ns: int) -> None:
         """``read``: which request each connection reads. A connection that reads none concerns no request."""
         if isinstance(action, RejectRequest):
-            self._leaves(read.get(action.request_id, ""), now)
+            self._leaves(read.get(action.request_id, ""), now_ns)
         elif isinstance(action, EmitTokens):
             for output in action.outputs:
                 name = read.get(output.request_id, "")
@@ -350,31 +350,33 @@ class GateJudge:
                 if waiter is not None and output.finish_reason is not None:
                     waiter.ended.add(output.index)
                     if len(waiter.ended) == waiter.request.n:
-                        self._leaves(name, now)
+                        self._leaves(name, now_ns)
 
-    def _leaves(self, name: str, now: int) -> None:
+    def _leaves(self, name: str, now_ns: int) -> None:
         waiter = self._here.pop(name, None)
         if waiter is not None and not waiter.waits:
-            self._gone += [(now, waiter.request)] * (waiter.left + 1)
+            self._gone += [(now_ns, waiter.request)] * (waiter.left + 1)
 
-    def _kept(self, now: int) -> list[Request]:
+    def _kept(self, now_ns: int) -> list[Request]:
         """Requests that have ended, or now run elsewhere, and may still count."""
         if self._config.evictions_max is None:
             return []
-        self._gone = [(ended_ns, request) for ended_ns, request in self._gone if now - ended_ns < self._config.kept_ns]
+        self._gone = [
+            (ended_ns, request) for ended_ns, request in self._gone if now_ns - ended_ns < self._config.kept_ns
+        ]
         moved = [waiter.request for waiter in self._here.values() for _ in range(waiter.left)]
         return [request for _, request in self._gone] + moved
 
-    def _room(self, now: int) -> dict[str, Any]:
+    def _room(self, now_ns: int) -> dict[str, Any]:
         """What else counts when looking for room for a request."""
         at_ns, blocks = self._recovered
-        counts = self._config.evictions_max is not None and now - at_ns < self._config.kept_ns
-        return {"ended": self._kept(now), "recovered": blocks if counts else {}}
+        counts = self._config.evictions_max is not None and now_ns - at_ns < self._config.kept_ns
+        return {"ended": self._kept(now_ns), "recovered": blocks if counts else {}}
 
     # -- rejected requests
 
     def _judge_refusal(
-        self, cluster: Cluster, name: str, action: RejectRequest, cause: str, before: Before, now: int
+        self, cluster: Cluster, name: str, action: RejectRequest, cause: str, before: Before, now_ns: int
     ) -> None:
         config = self._config
         require(name in before.waited, f"{name}: rejected after it was admitted: {action.reason}")
@@ -386,12 +388,12 @@ class GateJudge:
             return
         require(1.0 <= (action.retry_after_s or 0.0) <= 60.0, f"{name}: {action}")
         if cause == "wait":
-            spent_ns = now - waiter.arrived_ns
+            spent_ns = now_ns - waiter.arrived_ns
             require(spent_ns >= config.wait_ns, f"{name} waited {spent_ns} ns only: {action.reason}")
         elif cause == "pressure":
             still = [other for other in before.ran if other in self._here]
             require(not still, f"{name}: {still} run, and would have made room: {action.reason}")
-            fits = fits_surely(cluster, waiter.request, empty=True, **self._room(now))
+            fits = fits_surely(cluster, waiter.request, empty=True, **self._room(now_ns))
             require(not fits, f"{name} fits: {action.reason}")
         else:
             self._judge_crowd(name, action, before)
@@ -416,7 +418,7 @@ class GateJudge:
 
     # -- waiting requests
 
-    def _judge_waiting(self, cluster: Cluster, now: int) -> None:
+    def _judge_waiting(self, cluster: Cluster, now_ns: int) -> None:
         """No request waits without a reason, for too long, or in too long a queue."""
         config, here = self._config, self._here
         admission = cluster._lifecycle.admission
@@ -427,7 +429,7 @@ class GateJudge:
         require(admission.is_closed or len(waiting) <= config.waiting_max, f"{waiting} wait: {config}")
         if not waiting:
             return
-        spent_ns = now - min(here[name].arrived_ns for name in waiting)
+        spent_ns = now_ns - min(here[name].arrived_ns for name in waiting)
         require(spent_ns < config.wait_ns, f"{waiting}: the first waits for {spent_ns} ns: {config}")
         if admission.is_closed:
             return
@@ -437,7 +439,7 @@ class GateJudge:
         require(config.mode is not Admission.BOUNDED, f"{waiting} wait, and only {active} are active: {config}")
         head = admission._queue.head()
         if head is not None:
-            fits = fits_surely(cluster, head.request, **self._room(now))
+            fits = fits_surely(cluster, head.request, **self._room(now_ns))
             require(not fits, f"{head.request_id} waits, and there is room for it")
 
     def _judge_turns(self, let_in: list[Request]) -> None:

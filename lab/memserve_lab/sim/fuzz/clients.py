@@ -135,7 +135,7 @@ class Referee:
         """Something has gone wrong in the world: errors and rejections are allowed."""
         self.tokens_judged = 0
 
-    def ask(self, conversation: Conversation, now: int) -> Request:
+    def ask(self, conversation: Conversation, now_ns: int) -> Request:
         """The next turn's request."""
         turn = conversation.turns[conversation.done]
         conversation.context += turn.new_tokens
@@ -156,10 +156,10 @@ class Referee:
             session=conversation.session,
             priority=turn.priority,
             use_cache=turn.use_cache,
-            deadline_ns=None if turn.lifetime_ns is None else now + turn.lifetime_ns,
+            deadline_ns=None if turn.lifetime_ns is None else now_ns + turn.lifetime_ns,
             salt=conversation.salt,
         )
-        self.asks[request.request_id] = Ask(request, turn, arrived_ns=now)
+        self.asks[request.request_id] = Ask(request, turn, arrived_ns=now_ns)
         return request
 
     def _grammar(self, turn: Turn) -> str:
@@ -169,7 +169,7 @@ class Referee:
 
     # -- outputs
 
-    def emitted(self, output: TokenOutput, now: int) -> Ask:
+    def emitted(self, output: TokenOutput, now_ns: int) -> Ask:
         """One output has reached the client."""
         ask = self.asks[output.request_id]
         require(not ask.lost, f"{output.request_id}: an output of a router that is dead")
@@ -192,9 +192,9 @@ class Referee:
             self._judge_beam(ask, output, key)
         else:
             self._judge_tokens(ask, output, key, got)
-        self._judge_reason(ask, output, key, now)
+        self._judge_reason(ask, output, key, now_ns)
         if ask.over:
-            ask.ended_ns = now
+            ask.ended_ns = now_ns
         return ask
 
     def _judge_cached(self, ask: Ask, output: TokenOutput, key: str) -> None:
@@ -225,13 +225,13 @@ class Referee:
             best = max(best, min(len(prompt), len(said)) if same is None else same)
         return best
 
-    def rejected(self, request_id: str, reason: str, now: int, *, by_gate: bool = False) -> Ask:
+    def rejected(self, request_id: str, reason: str, now_ns: int, *, by_gate: bool = False) -> Ask:
         """The request was rejected; ``by_gate``: for a reason that the gate's judge has accepted."""
         ask = self.asks[request_id]
         require(ask.rejected is None, f"{request_id}: rejected twice")
         require(not ask.final and not any(ask.got.values()), f"{request_id}: rejected after outputs: {reason}")
         require(self.excused or by_gate, f"{request_id}: rejected in a healthy world: {reason}")
-        ask.rejected, ask.ended_ns = reason, now
+        ask.rejected, ask.ended_ns = reason, now_ns
         return ask
 
     def _limit(self, request: Request) -> int:
@@ -282,12 +282,12 @@ class Referee:
         if ask is not None and ask.row_failed and not ask.final:
             ask.failure_unheard = True
 
-    def _judge_reason(self, ask: Ask, output: TokenOutput, key: str, now: int) -> None:
+    def _judge_reason(self, ask: Ask, output: TokenOutput, key: str, now_ns: int) -> None:
         reason, deadline_ns = output.finish_reason, ask.request.deadline_ns
         if reason is FinishReason.CANCELLED:
             require(ask.cancelled, f"{key}: no client cancelled it")
         elif reason is FinishReason.DEADLINE:
-            require(deadline_ns is not None and deadline_ns <= now, f"{key}: DEADLINE {deadline_ns} at {now}")
+            require(deadline_ns is not None and deadline_ns <= now_ns, f"{key}: DEADLINE {deadline_ns} at {now_ns}")
         elif reason is FinishReason.ERROR and output.error == DEADLY and ask.request.sampling.grammar:
             require(self.excused, f"{key}: no instance has died")
         elif reason is FinishReason.ERROR:

@@ -68,11 +68,11 @@ def _same_head(log: SegmentLog, key: bytes, found: Found, done: DiskDone) -> byt
 _name_if_same = disk_steps.name_if_same
 
 
-def _takes_as_sealed(self: Loads, event: ExtentsSealed, now: int) -> bool:
+def _takes_as_sealed(self: Loads, event: ExtentsSealed, now_ns: int) -> bool:
     load = self._sealing.get(event.job)
     if load is not None and load.place is not None:
         event = replace(event, seals=(load.place.seal,))
-    return _sealed(self, event, now)
+    return _sealed(self, event, now_ns)
 
 
 _sealed = Loads.sealed
@@ -83,15 +83,15 @@ def store_seal() -> list[Swap]:
     return [(disk_module, "name_if_same", _same_head), (Loads, "sealed", _takes_as_sealed)]
 
 
-def _publishes_at_once(self: KvBlocks, sender: Peer, offer: Offer, now: int) -> None:
-    _offered(self, sender, offer, now)
+def _publishes_at_once(self: KvBlocks, sender: Peer, offer: Offer, now_ns: int) -> None:
+    _offered(self, sender, offer, now_ns)
     taken = self.exchange._receiver.open.get(offer.transfer_id)
     if taken is None or taken.placed is None or taken.placed.lease.blocks:
         return
     first, block_bytes = taken.offer.first_block, self._pool.block_bytes
     identities = self._pool.identities(offer.tenant, offer.tokens)[first:]
     for identity, block in zip(identities, taken.placed.blocks, strict=False):
-        self._values.put_kv(identity, block * block_bytes, block_bytes, 0, now, keep=False)
+        self._values.put_kv(identity, block * block_bytes, block_bytes, 0, now_ns, keep=False)
 
 
 _offered = KvBlocks._offered
@@ -102,11 +102,11 @@ def store_arrival() -> list[Swap]:
     return [(KvBlocks, "_offered", _publishes_at_once)]
 
 
-def _is_written_at_once(self: Values, key: bytes, place: Place, now: int, *, bypass: bool) -> None:
+def _is_written_at_once(self: Values, key: bytes, place: Place, now_ns: int, *, bypass: bool) -> None:
     was_written = key in self._writes
-    _write_through(self, key, place, now, bypass=bypass)
+    _write_through(self, key, place, now_ns, bypass=bypass)
     if key in self._writes and not was_written:
-        self.written(Written(key, True), now)
+        self.written(Written(key, True), now_ns)
 
 
 _write_through = Values._write_through
@@ -126,7 +126,7 @@ def _generation_check() -> list[Swap]:
     return [(Registry, "get", _any_generation)]
 
 
-def _never_due(self: Deadlines, now: int) -> Expiring | None:
+def _never_due(self: Deadlines, now_ns: int) -> Expiring | None:
     return None
 
 
@@ -144,7 +144,7 @@ def _namespace_check() -> list[Swap]:
     return [(pool_module, "namespace_id", _one_namespace)]
 
 
-def _never_asks(self: Trees, feed: Feed, now: int) -> AskEvents | None:
+def _never_asks(self: Trees, feed: Feed, now_ns: int) -> AskEvents | None:
     return None
 
 
@@ -206,7 +206,7 @@ def _leaving() -> list[Swap]:
     return [(MemberMachine, "_leave", _never_leaves)]
 
 
-def _never_turns(self: RouterAddresses, now: int) -> bool:
+def _never_turns(self: RouterAddresses, now_ns: int) -> bool:
     return False
 
 
@@ -215,8 +215,8 @@ def _router_addresses() -> list[Swap]:
     return [(RouterAddresses, "turn", _never_turns), (RouterAddresses, "lead_to", _stays)]
 
 
-def _stays(self: RouterAddresses, address: str, now: int) -> None:
-    self.heard(now)
+def _stays(self: RouterAddresses, address: str, now_ns: int) -> None:
+    self.heard(now_ns)
 
 
 def _any_store(self: Registry, peer: Peer) -> Member | None:
@@ -290,7 +290,7 @@ def _answer_offsets() -> list[Swap]:
     return [(AnswerLog, "take", _takes_anything)]
 
 
-def _is_never_due(self: Answers, answer: Answer, now: int) -> None:
+def _is_never_due(self: Answers, answer: Answer, now_ns: int) -> None:
     return
 
 
@@ -362,7 +362,7 @@ def _worker_late() -> list[Swap]:
     return [(Workers, "_meet", _first_through)]
 
 
-def _for_ever(self: AskingController, now: int) -> bool:
+def _for_ever(self: AskingController, now_ns: int) -> bool:
     return True
 
 

@@ -67,8 +67,8 @@ class SimulatedScaling:
         now = self._world.clock.now
         return sum((end or now) - (begin or 0) for begin, end in self._lives.values()) / NS_PER_S
 
-    def _enter(self, name: str, role: Role, now: int) -> None:
-        self._lives[name] = [now, None]
+    def _enter(self, name: str, role: Role, now_ns: int) -> None:
+        self._lives[name] = [now_ns, None]
         self._staying.setdefault(role, []).append(name)
 
     def _look(self) -> None:

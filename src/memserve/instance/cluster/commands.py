@@ -64,31 +64,31 @@ class RouterChanges:
 
     # -- a router is gone
 
-    def follower_gone(self, follower: Peer, now: int) -> None:
+    def follower_gone(self, follower: Peer, now_ns: int) -> None:
         """A follower died or left."""
         for group in list(self._state.groups.values()):
             if group.remote is not None and self._routers.follower_of(group.request.request_id) == follower:
-                self._goes_on_alone(group, now)
+                self._goes_on_alone(group, now_ns)
 
-    def arrived(self, attempt_id: str, now: int) -> None:
+    def arrived(self, attempt_id: str, now_ns: int) -> None:
         """An attempt was handed over to this instance; its router may be gone meanwhile."""
         group = self._state.groups.get(attempt_id)
         if group is not None and self._routers.router_of(attempt_id) is None:
-            self._goes_on_alone(group, now)
+            self._goes_on_alone(group, now_ns)
 
-    def _goes_on_alone(self, group: Group, now: int) -> None:
+    def _goes_on_alone(self, group: Group, now_ns: int) -> None:
         """One that is under way to this instance is decided about when it has arrived."""
         remote, attempt_id = group.remote, group.request.request_id
         if self._routers.follower_of(attempt_id) is None:
             return  # the owner's, which may come again
         if self._kept.runs(attempt_id) and not group.muted:
-            self._routers.goes_on_alone(attempt_id, now)
+            self._routers.goes_on_alone(attempt_id, now_ns)
         elif remote is None or remote.import_id is None or not group.request.key:
             self._state.drop_group(group)
 
-    def settle(self, now: int) -> None:
+    def settle(self, now_ns: int) -> None:
         """End attempts without a router for which no client has come."""
-        for attempt_id in self._routers.overdue(now):
+        for attempt_id in self._routers.overdue(now_ns):
             self._state.drop_group(self._state.groups[attempt_id])
 
     def owner_gone(self) -> None:
@@ -203,9 +203,9 @@ class RouterOrders:
     def __contains__(self, message: AnyMessage) -> bool:
         return type(message) in self._orders
 
-    def follow(self, message: AnyMessage, sender: Peer, now: int) -> None:
+    def follow(self, message: AnyMessage, sender: Peer, now_ns: int) -> None:
         """Do what ``sender``, a router of this instance, asks for."""
-        self._orders[type(message)](message, sender, now)
+        self._orders[type(message)](message, sender, now_ns)
 
     # -- what routers are told
 
@@ -236,7 +236,7 @@ class RouterOrders:
 
     # -- what they ask for
 
-    def _dispatch(self, order: Dispatch, sender: Peer, now: int) -> None:
+    def _dispatch(self, order: Dispatch, sender: Peer, now_ns: int) -> None:
         self._routers.counts(sender).dispatches_heard += 1
         if self._intake.has(order):
             return  # to refuse the repeated one would end the one that runs
@@ -244,7 +244,7 @@ class RouterOrders:
             self._routers.begins(order.request.request_id, sender)
         if any(self._routers.followers) and self._is_outrun(order, sender):
             return
-        group = self._intake.open_dispatch(order, self._changes.me, now)
+        group = self._intake.open_dispatch(order, self._changes.me, now_ns)
         if isinstance(group, RejectRequest):
             self.reject(group)
             return
@@ -259,7 +259,7 @@ class RouterOrders:
         self._intake.enqueue(group, cause, order.generated if resumed else (), order.ended)
         self._news.placed(sender)
         if order.holders and group.sequences:
-            self._fetches.begin(group, now)
+            self._fetches.begin(group, now_ns)
 
     def _is_outrun(self, order: Dispatch, sender: Peer) -> bool:
         """Whether other routers' requests have come before ``order``, so many that its router had better choose again:
@@ -277,19 +277,19 @@ class RouterOrders:
         self._outbox.append(Send(sender, RequestRefused(name, "other routers' requests came before it", 0.0, load)))
         return True
 
-    def _cancel(self, message: Cancel, sender: Peer, now: int) -> None:
+    def _cancel(self, message: Cancel, sender: Peer, now_ns: int) -> None:
         if self._routers.is_of(message.request_id, sender):
             self._intake.cancel(message.request_id)
             self._sender.cancel(message.request_id)
 
-    def _stop(self, message: StopSequence, sender: Peer, now: int) -> None:
+    def _stop(self, message: StopSequence, sender: Peer, now_ns: int) -> None:
         if self._routers.is_of(message.request_id, sender):
             self._intake.stop(message.request_id, message.index)
 
-    def _ask_events(self, message: AskEvents, sender: Peer, now: int) -> None:
+    def _ask_events(self, message: AskEvents, sender: Peer, now_ns: int) -> None:
         self.tell_changes(message.first, sender)
 
-    def _ask_attempts(self, message: AskAttempts, sender: Peer, now: int) -> None:
+    def _ask_attempts(self, message: AskAttempts, sender: Peer, now_ns: int) -> None:
         """An attempt that has left is known until another instance has taken it over."""
         left = set(self._sender.left.values())
         known = [name for name in message.attempts if name in self._state.groups or name in left]
@@ -298,5 +298,5 @@ class RouterOrders:
         told = AttemptsUnknown(unknown, message.dispatches, counts.dispatches_heard, counts.answers_told)
         self._outbox.append(Send(sender, told))
 
-    def _ask_answers(self, message: AskAnswers, sender: Peer, now: int) -> None:
+    def _ask_answers(self, message: AskAnswers, sender: Peer, now_ns: int) -> None:
         self._changes.asked(message.key, message.asked, sender)

@@ -63,7 +63,7 @@ class HandoffReceiver:
         self.failed = 0
         self.blocks_sent_back = 0
 
-    def offered(self, outcome: HandoffOffered, now: int) -> RejectRequest | None:
+    def offered(self, outcome: HandoffOffered, now_ns: int) -> RejectRequest | None:
         """Another instance prefills a request for this one. Returns the rejection, if it is rejected."""
         offer, request = outcome.offer, outcome.offer.request
         if request is None:
@@ -72,12 +72,12 @@ class HandoffReceiver:
         if known is not None and known.remote is not None and known.remote.import_id is not None:
             self._replace(known, known.remote, outcome)  # the sender was interrupted, and begins anew
             return None
-        refusal = self._intake.refusal(request, now)
+        refusal = self._intake.refusal(request, now_ns)
         if refusal is not None:
             self._exchange.give_up(outcome.transfer_id, refusal.reason)
             return refusal
-        deadline_ns = None if offer.deadline_in_ns is None else now + offer.deadline_in_ns
-        group = self._intake.open(request, now, deadline_ns)
+        deadline_ns = None if offer.deadline_in_ns is None else now_ns + offer.deadline_in_ns
+        group = self._intake.open(request, now_ns, deadline_ns)
         group.prompt_logprobs = None  # reported where they were computed
         group.remote = RemoteState(import_id=outcome.transfer_id, deadline_ns=deadline_ns)
         self._intake.enqueue(group, Cause.REMOTE_KV_EXPECTED)
@@ -93,7 +93,7 @@ class HandoffReceiver:
 
     # -- the KV is here
 
-    def arrived(self, outcome: HandoffArrived, now: int, facts: list[Fact]) -> bool:
+    def arrived(self, outcome: HandoffArrived, now_ns: int, facts: list[Fact]) -> bool:
         """The KV has come: the sequences wait for slots. False: the KV is of no use; nothing of it is held."""
         group = self.coming.pop(outcome.transfer_id)
         remote = group.remote
@@ -104,8 +104,8 @@ class HandoffReceiver:
             self._state.drop_group(group)
             return False
         remote.import_id = None
-        group.admitted_ns = now  # the instance that computed the prompt has counted it
-        group.facts += [*facts, ("handoff_ms", round((now - group.arrived_ns) / NS_PER_MS, 3))]  # since the offer
+        group.admitted_ns = now_ns  # the instance that computed the prompt has counted it
+        group.facts += [*facts, ("handoff_ms", round((now_ns - group.arrived_ns) / NS_PER_MS, 3))]  # since the offer
         if outcome.offer.return_kv and group.request.n == 1 and group.beam is None:
             remote.home, remote.home_tokens = outcome.sender, len(outcome.offer.tokens)
         self.taken_over += 1
@@ -214,7 +214,7 @@ class HandoffReceiver:
             generated = _Generated(remote.home, sequence.group.isolation, tokens, first, blocks, dram_blocks)
             self._generated.append(generated)
 
-    def send_back(self, now: int) -> None:
+    def send_back(self, now_ns: int) -> None:
         """Offer generated KV to the instances that computed the prompts."""
         for part in self._generated:
             offer_id = self._exchange.offer(
@@ -222,7 +222,7 @@ class HandoffReceiver:
                 part.tenant,
                 part.tokens,
                 part.blocks,
-                now,
+                now_ns,
                 first_block=part.first_block,
                 dram_blocks=part.dram_blocks,
             )

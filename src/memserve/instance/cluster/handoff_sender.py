@@ -96,7 +96,7 @@ class HandoffSender:
 
     # -- while it is computed
 
-    def planned(self, plan: StepPlan, now: int) -> None:
+    def planned(self, plan: StepPlan, now_ns: int) -> None:
         """``plan`` has been made: offer what it admitted, name what it computes."""
         for sequence in (*self._state.prefilling.items, *self._state.idle.items):
             group, remote = sequence.group, sequence.group.remote
@@ -107,10 +107,10 @@ class HandoffSender:
             if sequence is next(iter(group.sequences.values())):  # it computes the prompt for all
                 start = plan.starts[plan.slots.index(sequence.slot)]  # type: ignore[arg-type]  # a sequence with a row has a slot
                 if remote.offer_id is None:
-                    self._offer(group, remote, sequence, start, now)
+                    self._offer(group, remote, sequence, start, now_ns)
                 self._name(remote, sequence, plan)
 
-    def _offer(self, group: Group, remote: RemoteState, sequence: Sequence, start: int, now: int) -> None:
+    def _offer(self, group: Group, remote: RemoteState, sequence: Sequence, start: int, now_ns: int) -> None:
         request = remote.original or group.request
         by_layer = sequence.layered
         blocks = sequence.blocks if by_layer is None else sequence.blocks[: by_layer.first]
@@ -120,12 +120,12 @@ class HandoffSender:
             request.isolation,
             sequence.known_tokens(),
             blocks,
-            now,
+            now_ns,
             dram_blocks=dram_blocks,
             mode=remote.mode,
             insert=request.use_cache,
             request=request,
-            deadline_in_ns=None if remote.deadline_ns is None else max(1, remote.deadline_ns - now),
+            deadline_in_ns=None if remote.deadline_ns is None else max(1, remote.deadline_ns - now_ns),
             return_kv=remote.return_kv,
             router=self._routers.follower_of(group.request.request_id),
         )

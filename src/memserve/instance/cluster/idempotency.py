@@ -121,12 +121,12 @@ class KeptAnswers:
         # it may have been forgotten by that: what was told is right all the same
         return tuple(kept.log.outputs(attempt_id))
 
-    def ended(self, attempt_id: str, now: int) -> None:
+    def ended(self, attempt_id: str, now_ns: int) -> None:
         """The attempt is not here any more. Its last outputs may still be recorded."""
         kept = self._answers.get(attempt_id)
         if kept is not None and kept.phase is KeptPhase.RUNNING:
             kept.phase = KEPT_ANSWER.step(kept.phase, KeptCause.ENDED)
-            kept.until_ns = now + self._keep_ns
+            kept.until_ns = now_ns + self._keep_ns
             self._over[attempt_id] = kept
 
     def forget(self, attempt_id: str) -> None:
@@ -144,11 +144,11 @@ class KeptAnswers:
 
     # -- time
 
-    def expire(self, now: int) -> None:
+    def expire(self, now_ns: int) -> None:
         """Forget what was kept for long enough."""
         while self._over:
             attempt_id, kept = next(iter(self._over.items()))
-            if kept.until_ns > now:
+            if kept.until_ns > now_ns:
                 return
             self.forget(attempt_id)
 

@@ -110,17 +110,17 @@ class ClusterLink:
 
     # -- what has happened
 
-    def hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
+    def hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         """Another process sent ``message``."""
         follow, is_order = self._owner_messages.get(type(message)), message in self.orders
         if follow is None and not is_order:
             if isinstance(message, Withdraw):
                 self.receiver.withdrawn(message.transfer_id)
-            self._act(self.exchange.handle(MessageArrived(sender, message), now), now)
+            self._act(self.exchange.handle(MessageArrived(sender, message), now_ns), now_ns)
         elif follow is not None and self._comes_from_owner(sender, message):
-            follow(message, now)
+            follow(message, now_ns)
         elif is_order and (self.routers.is_follower(sender) or self._comes_from_owner(sender, message)):
-            self.orders.follow(message, sender, now)
+            self.orders.follow(message, sender, now_ns)
         else:
             self.messages_ignored += 1
 
@@ -149,7 +149,7 @@ class ClusterLink:
         """The owner that has accepted the instance. None: none has spoken yet."""
         return self.routers.owner
 
-    def pages_done(self, event: PagesSealed | PagesPulled, now: int) -> None:
+    def pages_done(self, event: PagesSealed | PagesPulled, now_ns: int) -> None:
         """The host has sealed or pulled pages."""
         if isinstance(event, PagesPulled):
             name, pieces = self._pulls.pop(event.job_id, ("", 0))
@@ -158,29 +158,29 @@ class ClusterLink:
                 self._links[name] = event.link
                 if not event.error:
                     self._state.costs.learn_link(name, not far, event.pulled_bytes, pieces, event.spent_ns)
-        self._act(self.exchange.handle(event, now), now)
+        self._act(self.exchange.handle(event, now_ns), now_ns)
 
-    def step_ended(self, step_id: int, now: int) -> None:
+    def step_ended(self, step_id: int, now_ns: int) -> None:
         """A plan was executed, and its tokens were taken into account; or it failed."""
         self.sender.step_finished(step_id)
         self.writer.offers.step_finished(step_id)
-        self._act(self.exchange.plan_finished(step_id, now), now)
+        self._act(self.exchange.plan_finished(step_id, now_ns), now_ns)
 
     def layer_finished(self, step_id: int, layer: int) -> None:
         """The device has written ``layer`` for all rows of a plan."""
         self.sender.layer_finished(step_id, layer)
         self.writer.offers.layer_finished(step_id, layer)
 
-    def kv_lost(self, now: int) -> list[Outcome]:
+    def kv_lost(self, now_ns: int) -> list[Outcome]:
         """A step failed: to be called before the cache is cleared. The outcomes are for :meth:`start_over`, which comes
         behind that: a request that asked for its prefix before would still find it."""
         self.sender.kv_lost()
         self.writer.kv_lost()
-        return self.exchange.everything_failed(now)
+        return self.exchange.everything_failed(now_ns)
 
-    def start_over(self, lost: list[Outcome], now: int) -> None:
+    def start_over(self, lost: list[Outcome], now_ns: int) -> None:
         """After a failed step, when sequences were reset and the cache cleared. ``lost``: from :meth:`kv_lost`."""
-        self._act(lost, now)
+        self._act(lost, now_ns)
         self.sender.start_over()
         self.segments.start_over()
 
@@ -209,37 +209,37 @@ class ClusterLink:
 
     # -- between event and plans, and after
 
-    def settle(self, now: int) -> None:
+    def settle(self, now_ns: int) -> None:
         """Decide about fetches, offer generated KV, let imports go on, and end what has outlived its lease."""
-        self.fetches.settle(now)
-        self.receiver.send_back(now)
-        self.kept.expire(now)
-        self.changes.settle(now)
-        self.segments.settle(now)
+        self.fetches.settle(now_ns)
+        self.receiver.send_back(now_ns)
+        self.kept.expire(now_ns)
+        self.changes.settle(now_ns)
+        self.segments.settle(now_ns)
         state, layers = self._state, self._state.memory.layers
         parked = len(state.parked) if layers is not None and layers.policy.parks else None
         self.exchange.room = Room(headroom_blocks(len(state.decoding)), parked)
-        self._act(self.exchange.advance(now), now)
+        self._act(self.exchange.advance(now_ns), now_ns)
 
-    def planned(self, plan: StepPlan, now: int) -> None:
+    def planned(self, plan: StepPlan, now_ns: int) -> None:
         """``plan`` has been made, with all copies recorded so far."""
         self.exchange.plan_made(plan.step_id)
         if self.sender.leaving:
-            self.sender.planned(plan, now)
-        self.writer.planned(plan, now)
+            self.sender.planned(plan, now_ns)
+        self.writer.planned(plan, now_ns)
 
-    def conclude(self, actions: list[Action], now: int) -> None:
+    def conclude(self, actions: list[Action], now_ns: int) -> None:
         """Append messages and page jobs, behind plans and tokens, which are more urgent. What is kept of answers goes
         before further tokens of them."""
         if self.kept.is_asked and self.router is not None:
             held = self.kept.take_held(self.routers.follower_of)
             actions[:0] = [Send(self.router, told) for told in held]
         actions[:0] = self.changes.take_answers()
-        self._outbox += self.news.take(now)
+        self._outbox += self.news.take(now_ns)
         for handle in self._pins.lost:
             self.orders.tell_owner(Pinned(handle, 0))
         self._pins.lost.clear()
-        self.writer.settle(now)
+        self.writer.settle(now_ns)
         self._outbox += self.writer.take_messages()
         actions += self.segments.take_news(self.routers.router_of)
         for action in self.exchange.take_actions():
@@ -258,17 +258,17 @@ class ClusterLink:
 
     # -- what the exchange says
 
-    def _act(self, outcomes: Iterable[Outcome], now: int) -> None:
+    def _act(self, outcomes: Iterable[Outcome], now_ns: int) -> None:
         for outcome in outcomes:
             match outcome:
                 case HandoffOffered():
-                    self._offered(outcome, now)
+                    self._offered(outcome, now_ns)
                 case HandoffArrived():
-                    self._arrived(outcome, now)
+                    self._arrived(outcome, now_ns)
                 case HandoffFailed():
                     self.orders.reject(self.receiver.failed_to_come(outcome))
                 case FetchEnded():
-                    self.fetches.ended(outcome, now)
+                    self.fetches.ended(outcome, now_ns)
                 case Released(offer_id, _, used, reason):
                     is_stores = self.writer.released(offer_id, used)
                     left = None if is_stores else self.sender.released(offer_id, used, reason)
@@ -277,13 +277,13 @@ class ClusterLink:
                 case Inserted():
                     self.blocks_come_home += outcome.pulled_blocks
 
-    def _offered(self, outcome: HandoffOffered, now: int) -> None:
+    def _offered(self, outcome: HandoffOffered, now_ns: int) -> None:
         offer = outcome.offer
         if offer.request is not None and offer.request.request_id not in self._state.groups:
             self.routers.begins(offer.request.request_id, offer.router)
-        self.orders.reject(self.receiver.offered(outcome, now))
+        self.orders.reject(self.receiver.offered(outcome, now_ns))
 
-    def _arrived(self, outcome: HandoffArrived, now: int) -> None:
+    def _arrived(self, outcome: HandoffArrived, now_ns: int) -> None:
         facts: list[Fact] = [
             ("prefilled_at", outcome.sender.name),
             ("handoff_blocks_received", outcome.pulled_blocks),
@@ -294,53 +294,53 @@ class ClusterLink:
         request_id = outcome.offer.request.request_id if outcome.offer.request is not None else ""
         if outcome.offer.request is not None:
             self.kept.open(outcome.offer.request, outcome.told, outcome.first_tokens)
-        if self.receiver.arrived(outcome, now, facts):
+        if self.receiver.arrived(outcome, now_ns, facts):
             self.orders.tell_router_of(request_id, HandedOver(request_id))
-            self.changes.arrived(request_id, now)
+            self.changes.arrived(request_id, now_ns)
         else:
             self.kept.forget(request_id)
             self.orders.reject(RejectRequest(request_id, "the handoff contradicts its request", 0.0))
 
     # -- what the owner says
 
-    def _join_accepted(self, message: JoinAccepted, now: int) -> None:
-        self._act(self.exchange.set_members(message.peers, now), now)
+    def _join_accepted(self, message: JoinAccepted, now_ns: int) -> None:
+        self._act(self.exchange.set_members(message.peers, now_ns), now_ns)
         for follower in self.routers.set_members(message.peers):
-            self.changes.follower_gone(follower, now)
+            self.changes.follower_gone(follower, now_ns)
         self.writer.set_members(message.peers)
         self.fetches.stores_changed(self.writer.stores)
         self.kept.ask(self.router)
         if self.news.next_event and self.router is not None:
             self.orders.tell_changes(None, self.router)
 
-    def _peer_joined(self, message: PeerJoined, now: int) -> None:
+    def _peer_joined(self, message: PeerJoined, now_ns: int) -> None:
         if message.info.peer.name != self.me.name:
-            self._act(self.exchange.peer_joined(message.info, now), now)
+            self._act(self.exchange.peer_joined(message.info, now_ns), now_ns)
             older = self.routers.joined(message.info)
             if older is not None:
-                self.changes.follower_gone(older, now)
+                self.changes.follower_gone(older, now_ns)
             self.writer.joined(message.info)
             self.fetches.stores_changed(self.writer.stores)
 
-    def _peer_gone(self, message: PeerGone, now: int) -> None:
-        self._act(self.exchange.peer_gone(message.peer, now), now)
+    def _peer_gone(self, message: PeerGone, now_ns: int) -> None:
+        self._act(self.exchange.peer_gone(message.peer, now_ns), now_ns)
         if self.routers.left(message.peer):
-            self.changes.follower_gone(message.peer, now)
+            self.changes.follower_gone(message.peer, now_ns)
         self.writer.gone(message.peer)
         self.fetches.stores_changed(self.writer.stores)
 
-    def _drain(self, message: Drain, now: int) -> None:
+    def _drain(self, message: Drain, now_ns: int) -> None:
         self._intake.draining = True
 
-    def _expelled(self, message: Expelled, now: int) -> None:
+    def _expelled(self, message: Expelled, now_ns: int) -> None:
         self.reborn(self.me)
 
-    def _pin(self, message: Pin, now: int) -> None:
-        tokens = self._pins.pin(message.handle, message.tenant, message.tokens, now + message.ttl_ns)
-        self.writer.keep(message.tenant, message.tokens[:tokens], now)
+    def _pin(self, message: Pin, now_ns: int) -> None:
+        tokens = self._pins.pin(message.handle, message.tenant, message.tokens, now_ns + message.ttl_ns)
+        self.writer.keep(message.tenant, message.tokens[:tokens], now_ns)
         self.orders.tell_owner(Pinned(message.handle, tokens))
 
-    def _unpin(self, message: Unpin, now: int) -> None:
+    def _unpin(self, message: Unpin, now_ns: int) -> None:
         self._pins.unpin(message.handle)
 
     # -- another life, another owner

@@ -77,9 +77,9 @@ class ReadSpeed:
         told, scale = self.told, _SCALE_MAX if self.is_unknown else self.scale
         return CopyCurve(told.start_ns * scale, told.piece_ns * scale, told.byte_ns * scale)
 
-    def came(self, told_ns: int, spent_ns: int, now: int) -> None:
+    def came(self, told_ns: int, spent_ns: int, now_ns: int) -> None:
         """All that was asked for came; it took ``spent_ns``, and ``told_ns`` by the told curve."""
-        self.learned_ns = now
+        self.learned_ns = now_ns
         self.good += 1
         if self.good >= TRUSTED_AFTER:
             self.trial_after_ns = TRIAL_AFTER_NS
@@ -90,10 +90,10 @@ class ReadSpeed:
         elif ratio > self.scale or self.scale <= _SLOW or self.good >= GOOD_IN_A_ROW:
             self.scale = _bounded((self.scale * ratio) ** 0.5)
 
-    def was_late(self, told_ns: int, spent_ns: int, now: int, *, is_part: bool, was_read: bool = False) -> None:
+    def was_late(self, told_ns: int, spent_ns: int, now_ns: int, *, is_part: bool, was_read: bool = False) -> None:
         """After ``spent_ns`` less had come than was asked for: a part, which takes ``told_ns`` by the told curve, or
         nothing of what takes so long. ``was_read``: nothing came, but the store had read it, and moving it was late."""
-        self.learned_ns = now
+        self.learned_ns = now_ns
         if 0 < self.good < TRUSTED_AFTER:
             self.trial_after_ns = min(TRIAL_AFTER_MAX_NS, 2 * self.trial_after_ns)
         self.good = 0
@@ -102,16 +102,16 @@ class ReadSpeed:
         if is_part:
             self.is_unknown = self.hurries = False
         elif not self.is_unknown and not was_read and ratio > _SLOW:
-            self.is_unknown, self.hurries = True, now - self.hurried_ns >= self.trial_after_ns
-            self.hurried_ns = now if self.hurries else self.hurried_ns
+            self.is_unknown, self.hurries = True, now_ns - self.hurried_ns >= self.trial_after_ns
+            self.hurried_ns = now_ns if self.hurries else self.hurried_ns
 
-    def wants_trial(self, now: int) -> bool:
+    def wants_trial(self, now_ns: int) -> bool:
         """Whether to look if the disks are still slow."""
-        return self.scale > _SLOW and (self.hurries or now - self.learned_ns >= self.trial_after_ns)
+        return self.scale > _SLOW and (self.hurries or now_ns - self.learned_ns >= self.trial_after_ns)
 
-    def trial_begins(self, now: int) -> None:
+    def trial_begins(self, now_ns: int) -> None:
         """A few blocks are asked for that no request waits for."""
-        self.learned_ns, self.hurries = now, False
+        self.learned_ns, self.hurries = now_ns, False
 
 
 def _bounded(scale: float) -> float:
@@ -200,7 +200,7 @@ class Fetches:
             name, told = info.peer.name, _disk_of(info)
             self._disks[name] = known[name] if name in known and known[name].told == told else ReadSpeed(told)
 
-    def begin(self, group: Group, now: int) -> None:
+    def begin(self, group: Group, now_ns: int) -> None:
         """A new request with holders, WAITING_FOR_REMOTE_KV: it goes on at once where nothing can be fetched."""
         request, remote = group.request, group.remote
         shares = self._state.memory.pool.config.caching and self._exchange.shares_kv
@@ -213,13 +213,13 @@ class Fetches:
             remote.holders.sort(key=lambda holder: self._expected_ns(group, holder))
         else:
             remote.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
-        remote.fetch_until_ns = now + self._wait_max_ns
+        remote.fetch_until_ns = now_ns + self._wait_max_ns
         if len(self._state.groups) == 1:  # nothing else to share with
-            self._decide([group], now)
+            self._decide([group], now_ns)
             return
         self.undecided.append(group)
         if self.decide_at_ns is None:
-            self.decide_at_ns = now + GATHER_NS
+            self.decide_at_ns = now_ns + GATHER_NS
 
     def tokens_to_compute(self) -> int:
         """Tokens of prompts that wait for a prefix from elsewhere, and that are computed here in any case."""
@@ -229,17 +229,17 @@ class Fetches:
         )
         return asked + sum(len(group.request.prompt) for group in self.undecided)
 
-    def settle(self, now: int) -> None:
+    def settle(self, now_ns: int) -> None:
         """Decide for the requests that have gathered, if it is time, as far as there is memory for what they get."""
-        if not self.undecided or (self.decide_at_ns is not None and now < self.decide_at_ns):
+        if not self.undecided or (self.decide_at_ns is not None and now_ns < self.decide_at_ns):
             return
         self.decide_at_ns = None
         near = self._near()
         for group in near:
             self.undecided.remove(group)
             if group.remote is not None:
-                group.remote.fetch_until_ns = now + self._wait_max_ns
-        self._decide(near, now)
+                group.remote.fetch_until_ns = now_ns + self._wait_max_ns
+        self._decide(near, now_ns)
 
     def _near(self) -> list[Group]:
         """The requests to decide for now. What is fetched long before the request has its turn is evicted again: so
@@ -262,27 +262,27 @@ class Fetches:
     def _blocks_of(self, group: Group) -> int:
         return ceil_div(len(group.request.prompt), self._geometry.block_tokens)
 
-    def _decide(self, groups: list[Group], now: int) -> None:
+    def _decide(self, groups: list[Group], now_ns: int) -> None:
         """Each of ``groups`` asks the first of its holders that is worth the wait, or is computed here."""
         while groups:
-            asks = [(group, *found) for group in groups if (found := self._next_holder(group, now)) is not None]
+            asks = [(group, *found) for group in groups if (found := self._next_holder(group, now_ns)) is not None]
             if not asks:
                 return
             groups = []
-            for (group, holder, prefix), choice in zip(asks, self._plan(asks, now), strict=True):
+            for (group, holder, prefix), choice in zip(asks, self._plan(asks, now_ns), strict=True):
                 group.facts.append(("fetch_decision", choice.reason))
                 if choice.tokens:
-                    self._ask(group, holder, prefix.own_tokens, choice, now)
+                    self._ask(group, holder, prefix.own_tokens, choice, now_ns)
                 else:
-                    self._try(group, holder, prefix, now)
+                    self._try(group, holder, prefix, now_ns)
                     groups.append(group)  # its next holder may be nearer
 
-    def _next_holder(self, group: Group, now: int) -> tuple[Holder, Prefix] | None:
+    def _next_holder(self, group: Group, now_ns: int) -> tuple[Holder, Prefix] | None:
         """The next holder with more than there is here, and where the prefix lies. Without one the request goes on."""
         remote, tokens, block_tokens = group.remote, _tokens_of(group), self._geometry.block_tokens
         hbm, dram = self._state.memory.pool.match_blocks(group.isolation, tokens)
         own = (hbm + dram) * block_tokens
-        while remote is not None and remote.holders and now < remote.fetch_until_ns:
+        while remote is not None and remote.holders and now_ns < remote.fetch_until_ns:
             holder = remote.holders.pop(0)
             blocks = min(holder.prefix_tokens, len(tokens)) // block_tokens - hbm - dram
             if blocks > 0:
@@ -310,58 +310,60 @@ class Fetches:
         read_ns = disk.kv_ns(min(holder.disk_tokens, there), geometry.block_tokens, geometry.token_bytes)
         return moved_ns + read_ns + costs.prefill_ns(total - there, there)
 
-    def _plan(self, asks: Items[tuple[Group, Holder, Prefix]], now: int) -> list[FetchChoice]:
+    def _plan(self, asks: Items[tuple[Group, Holder, Prefix]], now_ns: int) -> list[FetchChoice]:
         learnt = self._state.costs
         return plan_fetches(
             learnt.model,
             self._geometry,
             [prefix for _, _, prefix in asks],
             queue_ns=learnt.queue_ns(self._state.prefill_tokens_queued()),
-            waits_max_ns=[group.remote.fetch_until_ns - now if group.remote else 0 for group, _, _ in asks],
-            link_busy_ns=self._link_busy_ns(now),
+            waits_max_ns=[group.remote.fetch_until_ns - now_ns if group.remote else 0 for group, _, _ in asks],
+            link_busy_ns=self._link_busy_ns(now_ns),
         )
 
-    def _ask(self, group: Group, holder: Holder, own: int, choice: FetchChoice, now: int) -> None:
+    def _ask(self, group: Group, holder: Holder, own: int, choice: FetchChoice, now_ns: int) -> None:
         remote, end = group.remote, own + choice.tokens
         if remote is None:
             return
-        remote.fetch_id = self._fetch(group, holder, own, end, now, now + choice.wait_ns, choice.link_ns)
+        remote.fetch_id = self._fetch(group, holder, own, end, now_ns, now_ns + choice.wait_ns, choice.link_ns)
         self.asked[remote.fetch_id] = (group, holder)
 
     def _fetch(
-        self, group: Group, holder: Holder, begin: int, end: int, now: int, deadline_ns: int, link_ns: int
+        self, group: Group, holder: Holder, begin: int, end: int, now_ns: int, deadline_ns: int, link_ns: int
     ) -> str:
         """Ask for the tokens ``[begin, end)``, whole blocks."""
         first_block, end_block = begin // self._geometry.block_tokens, end // self._geometry.block_tokens
         tokens = _tokens_of(group)[:end]
         near = not self.far.get(holder.peer.name, False)
-        flight = _Flight(holder, now + self._link_busy_ns(now), link_ns, first_block, end_block, near, now)
-        fetch_id = self._exchange.fetch(holder.peer, group.isolation, tokens, first_block, end_block, now, deadline_ns)
+        flight = _Flight(holder, now_ns + self._link_busy_ns(now_ns), link_ns, first_block, end_block, near, now_ns)
+        fetch_id = self._exchange.fetch(
+            holder.peer, group.isolation, tokens, first_block, end_block, now_ns, deadline_ns
+        )
         self._flights[fetch_id] = flight
         return fetch_id
 
-    def _link_busy_ns(self, now: int) -> int:
+    def _link_busy_ns(self, now_ns: int) -> int:
         """Until the link is free, as far as is known."""
-        return max(0, max((flight.ends_ns for flight in self._flights.values()), default=0) - now)
+        return max(0, max((flight.ends_ns for flight in self._flights.values()), default=0) - now_ns)
 
-    def _try(self, group: Group, holder: Holder, prefix: Prefix, now: int) -> None:
+    def _try(self, group: Group, holder: Holder, prefix: Prefix, now_ns: int) -> None:
         """The prefix is computed. If that is because the holder's disks were slow, or because nothing is known of the
         link to it: look what they take, with a few blocks that the request does not wait for."""
         speed, blocks = self._disks.get(holder.peer.name), TRIAL_BLOCKS
         if self._trials:
             return
         if prefix.disk_tokens:
-            if speed is None or not speed.wants_trial(now):
+            if speed is None or not speed.wants_trial(now_ns):
                 return
-            speed.trial_begins(now)
+            speed.trial_begins(now_ns)
         elif self._state.costs.is_measured or self._state.costs.links.is_known(prefix.same_host):
             return
         else:
             self._tried = self._tried % len(LINK_TRIAL_BLOCKS) + 1
             blocks = LINK_TRIAL_BLOCKS[self._tried - 1]
         end = prefix.own_tokens + min(blocks * self._geometry.block_tokens, prefix.remote_tokens)
-        deadline_ns = now + self._wait_max_ns
-        self._trials.add(self._fetch(group, holder, prefix.own_tokens, end, now, deadline_ns, 0))
+        deadline_ns = now_ns + self._wait_max_ns
+        self._trials.add(self._fetch(group, holder, prefix.own_tokens, end, now_ns, deadline_ns, 0))
 
     def _plans_ns(self, blocks: int) -> int:
         """Time until ``blocks`` free blocks may be pulled into: steps under way may still use them."""
@@ -376,10 +378,10 @@ class Fetches:
         for sequence in group.sequences.values():
             self._state.move(sequence, Cause.FETCH_ENDED)
 
-    def ended(self, outcome: FetchEnded, now: int) -> None:
+    def ended(self, outcome: FetchEnded, now_ns: int) -> None:
         """The KV is in the index, or will not come; then the next holder may be asked."""
         flight = self._flights.pop(outcome.transfer_id)
-        self._learn(flight, outcome, now)
+        self._learn(flight, outcome, now_ns)
         if outcome.transfer_id in self._trials:
             self._trials.remove(outcome.transfer_id)
             return
@@ -388,7 +390,7 @@ class Fetches:
         if remote is None:
             return
         remote.fetch_id = None
-        spans_ns = ("fetch_after_ms", flight.asked_ns - group.arrived_ns), ("fetch_ms", now - flight.asked_ns)
+        spans_ns = ("fetch_after_ms", flight.asked_ns - group.arrived_ns), ("fetch_ms", now_ns - flight.asked_ns)
         group.facts += [(name, round(span_ns / NS_PER_MS, 3)) for name, span_ns in spans_ns]
         if outcome.ok:
             tokens = outcome.pulled_blocks * self._geometry.block_tokens
@@ -405,9 +407,9 @@ class Fetches:
         else:
             self.store_failures += holder.peer.name in self._disks
             group.facts.append(("fetch_failed", f"{holder.peer.name}: {outcome.reason}"))
-            self._decide([group], now)
+            self._decide([group], now_ns)
 
-    def _learn(self, flight: _Flight, outcome: FetchEnded, now: int) -> None:
+    def _learn(self, flight: _Flight, outcome: FetchEnded, now_ns: int) -> None:
         """What reading has taken, without waiting for the link and without the link itself."""
         speed = self._disks.get(flight.holder.peer.name)
         if speed is None or not flight.holder.disk_tokens:
@@ -416,12 +418,14 @@ class Fetches:
         wanted = (flight.end_block - flight.first_block) * block_tokens
         got = outcome.tokens - flight.first_block * block_tokens if outcome.ok else 0
         link = self._state.costs.links.curve(flight.holder.peer.name, flight.near)
-        spent_ns = now - flight.begins_ns - link.kv_ns(outcome.pulled_blocks * block_tokens, block_tokens, token_bytes)
+        spent_ns = (
+            now_ns - flight.begins_ns - link.kv_ns(outcome.pulled_blocks * block_tokens, block_tokens, token_bytes)
+        )
         told_ns = speed.told.kv_ns(got or wanted, block_tokens, token_bytes)
         if got >= wanted:  # also where a part was computed here before it came
-            speed.came(told_ns, spent_ns, now)
+            speed.came(told_ns, spent_ns, now_ns)
         else:
-            speed.was_late(told_ns, spent_ns, now, is_part=got > 0, was_read=outcome.was_offered)
+            speed.was_late(told_ns, spent_ns, now_ns, is_part=got > 0, was_read=outcome.was_offered)
 
     def go_on_without(self, group: Group) -> None:
         """All fetches are about to end silently (:meth:`clear`): ``group`` computes what it waits for."""

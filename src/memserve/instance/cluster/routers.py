@@ -127,13 +127,13 @@ class Routers:
         follower = self._of.get(attempt_id)
         return router == (self.owner if follower is None else follower)
 
-    def goes_on_alone(self, attempt_id: str, now: int) -> None:
+    def goes_on_alone(self, attempt_id: str, now_ns: int) -> None:
         """The follower of an attempt is gone, and a client may ask another router for it."""
-        self.alone[attempt_id] = now + self._keep_ns
+        self.alone[attempt_id] = now_ns + self._keep_ns
 
-    def overdue(self, now: int) -> list[str]:
+    def overdue(self, now_ns: int) -> list[str]:
         """Attempts for which no client has come in time."""
-        return [attempt_id for attempt_id, until_ns in self.alone.items() if until_ns <= now]
+        return [attempt_id for attempt_id, until_ns in self.alone.items() if until_ns <= now_ns]
 
     def ended(self, attempt_id: str) -> None:
         """The attempt is not here any more. It may still be spoken of in this event, or while it is handed over."""
@@ -236,9 +236,9 @@ class Told:
     again_ns: int = 0
     """It hears no news before that, if there are other routers."""
 
-    def may_wait(self, now: int) -> bool:
+    def may_wait(self, now_ns: int) -> bool:
         """Whether news for it wait until ``again_ns``. A wait longer than a bundle's: the clock was set back."""
-        return 0 < self.again_ns - now <= BUNDLE_NS
+        return 0 < self.again_ns - now_ns <= BUNDLE_NS
 
 
 class RouterNews:
@@ -259,10 +259,10 @@ class RouterNews:
         """Number of the next change of the index. 0: none are told."""
         return self._feed.next_event if self._feed is not None else 0
 
-    def for_heartbeat(self, router: Peer | None, now: int) -> int:
+    def for_heartbeat(self, router: Peer | None, now_ns: int) -> int:
         """A change before this one that ``router`` has not heard of was lost. What waits for it is not."""
         told = self._told.get(router) if router is not None else None
-        return told.next_event if told is not None and told.may_wait(now) else self.next_event
+        return told.next_event if told is not None and told.may_wait(now_ns) else self.next_event
 
     # -- what has happened in the event under way
 
@@ -283,7 +283,7 @@ class RouterNews:
 
     # -- and what is said of it
 
-    def take(self, now: int) -> list[Send]:
+    def take(self, now_ns: int) -> list[Send]:
         """What routers are told now."""
         news = self._feed.news() if self._feed is not None else None
         routers, said = self._routers.all, list[Send]()
@@ -292,9 +292,9 @@ class RouterNews:
             told = self._of(router)
             if told.next_event == self.next_event and not told.is_stale:
                 continue
-            if not told.may_wait(now) or len(routers) == 1:
+            if not told.may_wait(now_ns) or len(routers) == 1:
                 said += self._bundle(router, told, news)
-                told.again_ns = now + BUNDLE_NS
+                told.again_ns = now_ns + BUNDLE_NS
             else:
                 self.next_deadline_ns = min(told.again_ns, self.next_deadline_ns or told.again_ns)
         if len(self._told) > len(routers):

@@ -42,16 +42,16 @@ class HeldSegments:
         group.muted, group.tokens_here, group.max_tokens = True, 1, 2  # one draw, behind which it goes no further
         self.groups[group.request.request_id] = group
 
-    def settle(self, now: int) -> None:
+    def settle(self, now_ns: int) -> None:
         """Look which parts are complete, and which are to be told again."""
         for name, group in self.groups.items():
             sequence = next(iter(group.sequences.values()))
             if name not in self.told_ns and sequence.out:
                 tokens = sequence.prompt_tokens
                 self._orders.append(HoldSegment(name, list(sequence.blocks), tokens))
-            elif name not in self.told_ns or now < self.told_ns[name] + TELL_EVERY_NS:
+            elif name not in self.told_ns or now_ns < self.told_ns[name] + TELL_EVERY_NS:
                 continue
-            self.told_ns[name] = now
+            self.told_ns[name] = now_ns
             self._news.append(SegmentHeld(name, sequence.prompt_tokens))
 
     def ended(self, group: Group) -> None:

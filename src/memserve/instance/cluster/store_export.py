@@ -54,10 +54,10 @@ def identity_at(identities: bytes, at: int) -> bytes:
     return identities[at * IDENTITY_BYTES : (at + 1) * IDENTITY_BYTES]
 
 
-def remember(times: dict[bytes, int], identity: bytes, now: int) -> None:
+def remember(times: dict[bytes, int], identity: bytes, now_ns: int) -> None:
     """Note when something was told. The newest come last, and there are ``TOLD_MAX`` at most."""
     times.pop(identity, None)
-    times[identity] = now
+    times[identity] = now_ns
     if len(times) > TOLD_MAX:
         del times[next(iter(times))]
 
@@ -146,7 +146,7 @@ class StoreOffers:
         """Whether this block was offered a short while ago."""
         return identity in self._told
 
-    def offer(self, run: Run, to: Peer, now: int, plan: StepPlan | None = None) -> None:
+    def offer(self, run: Run, to: Peer, now_ns: int, plan: StepPlan | None = None) -> None:
         """Offer ``run``, in groups of layers where ``plan``, which has just been made, computes much of it."""
         count, keep = run.end_block - run.first_block, KEEP if run.keep else b""
         layers, group = self._geometry.num_layers, ceil_div(GROUP_BYTES, count * self._geometry.page_bytes)
@@ -156,7 +156,7 @@ class StoreOffers:
             run.isolation,
             run.tokens,
             run.blocks or run.dram_blocks,
-            now,
+            now_ns,
             tier=Tier.HBM if run.blocks else Tier.DRAM,
             first_block=run.first_block,
             dram_blocks=run.dram_blocks if run.blocks else (),
@@ -168,7 +168,7 @@ class StoreOffers:
         self.lent += count
         self.counters.offered += count
         for at in range(count):
-            remember(self._told, identity_at(run.identities, at), now)
+            remember(self._told, identity_at(run.identities, at), now_ns)
         if by_layer and plan is not None:
             plan.report_layers = min(plan.report_layers or group, group)
             part = _Layers(offer_id, run.first_block, run.end_block, group)
@@ -232,9 +232,9 @@ class StoreOffers:
         for at in range(len(identities) // IDENTITY_BYTES):
             self._told.pop(identity_at(identities, at), None)
 
-    def expire(self, now: int) -> None:
+    def expire(self, now_ns: int) -> None:
         """Forget what was told long ago."""
-        while self._told and now - next(iter(self._told.values())) >= AGAIN_NS:
+        while self._told and now_ns - next(iter(self._told.values())) >= AGAIN_NS:
             del self._told[next(iter(self._told))]
 
     def kv_lost(self) -> None:
@@ -385,15 +385,15 @@ class StoreWriter:
 
     # -- what waits
 
-    def keep(self, isolation: str, tokens: TokenArray, now: int) -> None:
+    def keep(self, isolation: str, tokens: TokenArray, now_ns: int) -> None:
         """The cached prefix of ``tokens`` has a name: the store shall keep it whatever else it keeps. Blocks that the
         store has already are only marked."""
         tokens = tokens[: len(tokens) // self._block_tokens * self._block_tokens]
         if self.target is None or not len(tokens):
             return
         last = self._state.memory.pool.identity(isolation, tokens)
-        if now - self._kept.get(last, -AGAIN_NS) >= AGAIN_NS:
-            remember(self._kept, last, now)
+        if now_ns - self._kept.get(last, -AGAIN_NS) >= AGAIN_NS:
+            remember(self._kept, last, now_ns)
             self._put_off(last, _Later(isolation, tokens, 0, keep=True))
 
     def _put_off(self, key: bytes | int, later: _Later) -> None:
@@ -408,7 +408,7 @@ class StoreWriter:
     def _dropped(self, later: _Later) -> None:
         self.offers.counters.dropped += max(0, len(later.tokens) // self._block_tokens - later.first_block)
 
-    def _offer_later(self, target: Peer, now: int) -> None:
+    def _offer_later(self, target: Peer, now_ns: int) -> None:
         """Offer what was put off, as far as it is still cached and there is room."""
         pool, offers = self._state.memory.pool, self.offers
         while self._later and offers.room:
@@ -426,7 +426,7 @@ class StoreWriter:
                 above = hbm.tolist()[: end - first]
                 below = dram.tolist()[: end - first - len(above)]
                 run = Run(0, later.isolation, tokens, first, above, identities, None, below, later.keep)
-                offers.offer(run, target, now)
+                offers.offer(run, target, now_ns)
                 later.first_block = end
             if end >= cached:  # all of it; or what is behind has left the cache
                 self._dropped(self._later.pop(key))
@@ -435,24 +435,24 @@ class StoreWriter:
 
     # -- offering
 
-    def planned(self, plan: StepPlan, now: int) -> None:
+    def planned(self, plan: StepPlan, now_ns: int) -> None:
         """``plan`` has been made: offer what it computes."""
         if self._pending:
-            self._offer_pending(now, plan)
+            self._offer_pending(now_ns, plan)
 
-    def settle(self, now: int) -> None:
+    def settle(self, now_ns: int) -> None:
         """Offer what has become known since the last plan, and what was put off."""
         if self._pending:
-            self._offer_pending(now, None)
+            self._offer_pending(now_ns, None)
         if self._later and self.target is not None:
-            self._offer_later(self.target, now)
-        self.offers.expire(now)
+            self._offer_later(self.target, now_ns)
+        self.offers.expire(now_ns)
 
-    def _offer_pending(self, now: int, plan: StepPlan | None) -> None:
+    def _offer_pending(self, now_ns: int, plan: StepPlan | None) -> None:
         pending, self._pending = self._pending, []
         for run in pending:
             if self.target is not None:
-                self.offers.offer(run, self.target, now, plan)
+                self.offers.offer(run, self.target, now_ns, plan)
             self._state.memory.pool.release(run.blocks)
 
     # -- endings

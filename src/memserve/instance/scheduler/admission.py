@@ -94,7 +94,7 @@ class SequenceAdmission:
                 return True
         return False
 
-    def admit(self, sequence: Sequence, now: int) -> bool:
+    def admit(self, sequence: Sequence, now_ns: int) -> bool:
         """Give ``sequence`` its slots and blocks. False: there are not enough, and nothing has changed."""
         state, group = self.state, sequence.group
         if 1 + group.forks_pending > len(state.free_slots):
@@ -108,9 +108,9 @@ class SequenceAdmission:
         state.reserve_slots(group)
         sequence.left = sequence.draws_left
         if group.admitted_ns is None:
-            self._first_time(sequence, now, from_dram)
+            self._first_time(sequence, now_ns, from_dram)
         if sequence.phase is Phase.PARKED:
-            parked_ns = now - sequence.parked_since_ns
+            parked_ns = now_ns - sequence.parked_since_ns
             sequence.parked_ns += parked_ns
             group.facts.append(("parked_ms", parked_ns // NS_PER_MS))
         state.move(sequence, Cause.ADMITTED)
@@ -148,11 +148,11 @@ class SequenceAdmission:
             yield line[0] if objectives is None else objectives.next_in_turn(line, self.state.now)
             self._overtakes = 0  # one has been admitted
 
-    def _first_time(self, sequence: Sequence, now: int, from_dram: int) -> None:
+    def _first_time(self, sequence: Sequence, now_ns: int, from_dram: int) -> None:
         group, counters = sequence.group, self.state.counters
-        group.admitted_ns = now
+        group.admitted_ns = now_ns
         group.cached_tokens = min(sequence.computed, sequence.prompt_tokens - 1)  # a resumed one may have more
-        counters.queued_ns += now - group.arrived_ns
+        counters.queued_ns += now_ns - group.arrived_ns
         counters.prompt_tokens += sequence.prompt_tokens
         counters.cached_tokens += group.cached_tokens
         if group.remote is not None:

@@ -417,9 +417,9 @@ class Pins:
         pins = [self._pins[handle] for handle in self._quota.of(tenant)]
         return [NamedPrefix(pin.handle, pin.lease.tokens, pin.until_ns) for pin in pins]
 
-    def expire(self, now: int) -> None:
+    def expire(self, now_ns: int) -> None:
         """End the pins with no time left."""
-        while self._times and self._times[0][0] <= now:
+        while self._times and self._times[0][0] <= now_ns:
             self.unpin(self._times[0][2].handle)
 
     def release_all(self) -> bool:

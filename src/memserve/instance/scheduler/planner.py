@@ -50,7 +50,7 @@ class Planner:
         self.next_step_id = 1
 
     def make(
-        self, now: int, begins_ns: int, *, nothing_under_way: bool, copies_only: bool
+        self, now_ns: int, begins_ns: int, *, nothing_under_way: bool, copies_only: bool
     ) -> tuple[StepPlan, InflightPlan] | None:
         """The next plan, which the device is expected to begin at ``begins_ns``. None: there is nothing to compute.
 
@@ -61,10 +61,10 @@ class Planner:
             return None
         lines = state.decoding.items, state.prefilling.items, state.waiting, state.remote_kv_ready, state.parked
         if any(lines) or state.late_masks.due():
-            batch = self._fill(now, begins_ns)
+            batch = self._fill(now_ns, begins_ns)
             stands = not (batch.plan.gives_tokens or batch.plan.moves)
             if stands and nothing_under_way and not state.late_masks:  # masks come, or their sequences end
-                batch = self._start_over(batch, now, begins_ns)
+                batch = self._start_over(batch, now_ns, begins_ns)
         elif copies_only:
             batch = BatchBuilder(state, self.next_step_id)
         else:
@@ -74,24 +74,24 @@ class Planner:
         self.next_step_id += 1
         return self._seal(batch)
 
-    def _start_over(self, batch: BatchBuilder, now: int, begins_ns: int) -> BatchBuilder:
+    def _start_over(self, batch: BatchBuilder, now_ns: int, begins_ns: int) -> BatchBuilder:
         """No sequence can move: give up all pins, then preempt everything and begin at the head of the queue.
 
         That must suffice, unless memory is lent to other instances. Then time helps: every lease has an end.
         """
         state = self.state
         if self.pins is not None and self.pins.release_all():
-            batch = self._fill(now, begins_ns)
+            batch = self._fill(now_ns, begins_ns)
         if not batch.plan.slots and state.holds_blocks:
             state.counters.standstills += 1
             state.preempt_all()
-            batch = self._fill(now, begins_ns)
+            batch = self._fill(now_ns, begins_ns)
         pool = state.memory.pool
         lent = pool.available() < pool.config.hbm_blocks
         check(batch.plan.slots or batch.plan.moves or lent, f"standing still with everything free: {state}")
         return batch
 
-    def _fill(self, now: int, begins_ns: int) -> BatchBuilder:
+    def _fill(self, now_ns: int, begins_ns: int) -> BatchBuilder:
         head, self._no_room_for = self._without_slot() or self._no_room_for, None
         has_room = head is None or self.sharing.make_way(head)
         self.admission.due = head if has_room else None
@@ -115,10 +115,10 @@ class Planner:
         budget -= self._go_on(batch)
         if self.state.prefilling.items or self.state.waiting or self.state.remote_kv_ready:
             opens = has_room and bool(self.state.free_slots)  # else the budget kept for the waiting line may be lost
-            self._prefill(batch, budget, now, stalled, opens)
+            self._prefill(batch, budget, now_ns, stalled, opens)
         if not stalled:
             for sequence in self.admission.parked():
-                if not self.admission.admit(sequence, now):
+                if not self.admission.admit(sequence, now_ns):
                     break
         if self.state.late_masks:
             batch.add_late_draws()
@@ -163,7 +163,7 @@ class Planner:
         tenant = min(state.waiting.tenants, key=lambda name: (state.first_urgency(name), turns.at(name)))
         return state.waiting.line(tenant)[0]
 
-    def _prefill(self, batch: BatchBuilder, budget: int, now: int, stalled: bool, opens: bool) -> None:
+    def _prefill(self, batch: BatchBuilder, budget: int, now_ns: int, stalled: bool, opens: bool) -> None:
         """Passes 2 and 3. Of several tenants each gets its share of the budget, and what the ones before it leave.
 
         ``opens``: the waiting line is likely to move, so a part of the budget is kept for it.
@@ -172,7 +172,7 @@ class Planner:
         if len(turns) == 1:  # nothing to share
             left, starved = self._continue_prefills(batch, budget, state.prefilling.items.copy())
             if (state.waiting or state.remote_kv_ready) and not (stalled or starved):
-                self._admit(batch, left, [(tenant, 0) for tenant in turns], now)
+                self._admit(batch, left, [(tenant, 0) for tenant in turns], now_ns)
             return
         tenants = sorted(
             {**state.prefilling.tenants, **dict.fromkeys(state.waiting.tenants)},
@@ -194,7 +194,7 @@ class Planner:
             kept.append((tenant, keep))
             budget -= share - left + keep
         if not (stalled or starved):
-            self._admit(batch, budget, kept, now)
+            self._admit(batch, budget, kept, now_ns)
 
     def _budget_beside_others(self, tenants: list[str], budget: int, opens: bool) -> int:
         """Where several tenants have prompts to compute, the one with most fills at most half of the step beside the
@@ -297,7 +297,7 @@ class Planner:
 
     # -- pass 3
 
-    def _admit(self, batch: BatchBuilder, budget: int, kept: list[tuple[str, int]], now: int) -> None:
+    def _admit(self, batch: BatchBuilder, budget: int, kept: list[tuple[str, int]], now_ns: int) -> None:
         """Admit from the waiting lines, and give admitted sequences their first rows.
 
         ``kept``: tenants in turn, and what of the budget is kept for each; ``budget`` is left beside that.
@@ -305,7 +305,7 @@ class Planner:
         later = sum([keep for _, keep in kept])
         budget += later
         for sequence in self.admission.remote_kv_ready():
-            if budget <= 0 or not self._enter(batch, sequence, now):
+            if budget <= 0 or not self._enter(batch, sequence, now_ns):
                 return
             spent = self._first_row(batch, sequence, budget)
             if not spent:
@@ -316,18 +316,18 @@ class Planner:
             urgency, behind = level, later
             for tenant, keep in kept:
                 behind -= keep
-                left = self._admit_line(batch, tenant, level, budget - behind, now, self.sharing.slots_due(tenant))
+                left = self._admit_line(batch, tenant, level, budget - behind, now_ns, self.sharing.slots_due(tenant))
                 if left is None:
                     return
                 budget = left + behind
             for tenant, _ in kept if len(kept) > 1 else ():  # slots that the others leave
-                left = self._admit_line(batch, tenant, level, budget, now, self.state.slots)
+                left = self._admit_line(batch, tenant, level, budget, now_ns, self.state.slots)
                 if left is None:
                     return
                 budget = left
 
     def _admit_line(
-        self, batch: BatchBuilder, tenant: str, urgency: int, budget: int, now: int, slots_max: int
+        self, batch: BatchBuilder, tenant: str, urgency: int, budget: int, now_ns: int, slots_max: int
     ) -> int | None:
         """Admit from the line of one tenant, as many sequences as there are slots for it. Returns the budget left.
         None: the plan admits no more."""
@@ -335,7 +335,7 @@ class Planner:
             slots_max -= 1 + sequence.group.forks_pending
             if budget <= 0 or slots_max < 0:
                 break
-            if not self._enter(batch, sequence, now):
+            if not self._enter(batch, sequence, now_ns):
                 return None
             layers = self.state.memory.layers
             if layers is not None and layers.arrives(sequence):
@@ -346,9 +346,11 @@ class Planner:
             budget -= spent
         return budget
 
-    def _enter(self, batch: BatchBuilder, sequence: Sequence, now: int) -> bool:
+    def _enter(self, batch: BatchBuilder, sequence: Sequence, now_ns: int) -> bool:
         """Admit. The first sequence that does not fit is remembered, and none is admitted behind it."""
-        if self.admission.admit(sequence, now) or (self._take_back_lent() and self.admission.admit(sequence, now)):
+        if self.admission.admit(sequence, now_ns) or (
+            self._take_back_lent() and self.admission.admit(sequence, now_ns)
+        ):
             return True
         self._no_room_for = sequence
         layers = self.state.memory.layers

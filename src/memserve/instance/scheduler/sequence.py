@@ -201,13 +201,13 @@ class Group:
         "tokens_here",
     )
 
-    def __init__(self, request: Request, arrival: int, max_tokens: int, now: int) -> None:
+    def __init__(self, request: Request, arrival: int, max_tokens: int, now_ns: int) -> None:
         self.request = request
         self.tenant, self.isolation = request.tenant, request.isolation
         self.arrival = arrival
         self.max_tokens = max_tokens
         self.stops = frozenset(request.stop.stop_token_ids)
-        self.arrived_ns = now
+        self.arrived_ns = now_ns
         self.admitted_ns: int | None = None
         self.preemptions = 0
         self.cached_tokens = 0

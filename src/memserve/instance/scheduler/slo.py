@@ -221,14 +221,14 @@ class Objectives:
 
     # -- what is learnt
 
-    def told(self, sequence: Sequence, reason: FinishReason | None, now: int) -> None:
+    def told(self, sequence: Sequence, reason: FinishReason | None, now_ns: int) -> None:
         """A first or last token of ``sequence`` is emitted: was it in time?"""
         group = sequence.group
         if sequence.since_ns is None:
-            self._begin(sequence, now)
+            self._begin(sequence, now_ns)
             ttft_ns = self._ttft_of(group)
             if ttft_ns is not None and len(sequence.out) == 1:
-                took_ns = now - group.arrived_ns
+                took_ns = now_ns - group.arrived_ns
                 self._met["ttft", took_ns <= ttft_ns] += 1
                 group.facts.append(("slo_ttft", f"{took_ns // NS_PER_MS} of {ttft_ns // NS_PER_MS} ms"))
             self._tell_expected(sequence)
@@ -237,7 +237,7 @@ class Objectives:
         self.lengths.learn(group.tenant, sequence.prompt_tokens, len(sequence.out))
         steps = len(sequence.out) - sequence.since_tokens
         if steps and sequence.since_ns is not None:
-            tpot_ns, took_ns = self._tpot_of(group), now - sequence.since_ns
+            tpot_ns, took_ns = self._tpot_of(group), now_ns - sequence.since_ns
             self._met["tpot", took_ns <= tpot_ns * steps] += 1
             took_ms = took_ns / steps / NS_PER_MS
             group.facts.append(("slo_tpot", f"{took_ms:.1f} of {tpot_ns // NS_PER_MS} ms"))
@@ -249,8 +249,8 @@ class Objectives:
             sequence.group.facts.append(("expected_answer", like))
 
     @staticmethod
-    def _begin(sequence: Sequence, now: int) -> None:
-        sequence.since_ns, sequence.since_tokens = now, len(sequence.out)
+    def _begin(sequence: Sequence, now_ns: int) -> None:
+        sequence.since_ns, sequence.since_tokens = now_ns, len(sequence.out)
 
     def _ttft_of(self, group: Group) -> int | None:
         asked_ns = group.request.slo_ttft_ns
@@ -263,22 +263,23 @@ class Objectives:
     # -- what is allowed
 
     def prefill_tokens(
-        self, decoding: list[Sequence], first: Sequence, budget: int, now: int, swapped: list[Sequence] | None = None
+        self, decoding: list[Sequence], first: Sequence, budget: int, now_ns: int, swapped: list[Sequence] | None = None
     ) -> int:
-        """Prefill tokens that the next plan, which begins at ``now``, may hold: at most ``budget``, which is positive.
-        ``first``: the prompt that is next; ``swapped``: answers that wait in DRAM for memory, in rank order."""
-        slacks_ns = self.slacks_ns(decoding, now) + self.swapped_slacks_ns(decoding, swapped or [], now)
+        """Prefill tokens that the next plan, which begins at ``now_ns``, may hold: at most ``budget``, which is
+        positive. ``first``: the prompt that is next; ``swapped``: answers that wait in DRAM for memory, in rank
+        order."""
+        slacks_ns = self.slacks_ns(decoding, now_ns) + self.swapped_slacks_ns(decoding, swapped or [], now_ns)
         if not slacks_ns or not self._costs.samples:  # nothing holds it back, or nothing is known of prefill yet
             return budget
         curve = self._costs.model.prefill
         token_ns = max(1.0, curve.token_ns + curve.pair_ns * first.computed)
         allowed = int(max(0, min(slacks_ns)) / token_ns)
-        if allowed >= budget or self._must_go_on(first, slacks_ns, budget, now):
+        if allowed >= budget or self._must_go_on(first, slacks_ns, budget, now_ns):
             return budget
         self._limited += 1
         return allowed
 
-    def _must_go_on(self, first: Sequence, slacks_ns: list[int], budget: int, now: int) -> bool:
+    def _must_go_on(self, first: Sequence, slacks_ns: list[int], budget: int, now_ns: int) -> bool:
         """Whether ``first`` can meet its own objective, but not if it waits any longer, and costs at most one other
         request its objective: then nothing is won by holding it back."""
         ttft_ns = self._ttft_of(first.group)
@@ -286,11 +287,11 @@ class Objectives:
             return False
         tokens, decode_ns = first.prompt_tokens - first.computed, self._decode_step_ns(len(slacks_ns))
         needs_ns = self._costs.model.prefill.ns(tokens, first.computed) + ceil_div(tokens, budget) * decode_ns
-        left_ns = first.group.arrived_ns + ttft_ns - now - needs_ns
+        left_ns = first.group.arrived_ns + ttft_ns - now_ns - needs_ns
         costs_others = sum(0 <= slack_ns < needs_ns for slack_ns in slacks_ns)
         return 0 <= left_ns < 2 * decode_ns and costs_others <= 1
 
-    def slacks_ns(self, decoding: list[Sequence], now: int) -> list[int]:
+    def slacks_ns(self, decoding: list[Sequence], now_ns: int) -> list[int]:
         """Equation 1 for each request that decodes and can still meet its objective; it may be below 0."""
         slacks: list[int] = []
         decode_ns = self._decode_step_ns(len(decoding))
@@ -298,13 +299,13 @@ class Objectives:
             if sequence.since_ns is None:
                 if not sequence.out:
                     continue  # its first token is not known: its time has not begun
-                self._begin(sequence, now)
+                self._begin(sequence, now_ns)
             tpot_ns, told = self._tpot_of(sequence.group), len(sequence.out) + sequence.inflight
             aim_ns = tpot_ns - tpot_ns // _AIMS_SHARE
             if sequence.expected_tokens <= told:
                 sequence.expected_tokens = self.expected(sequence).lower
             past, future = told - sequence.since_tokens, max(1, sequence.expected_tokens - told)
-            spent_ns = now - (sequence.since_ns or now)
+            spent_ns = now_ns - (sequence.since_ns or now_ns)
             left_ns = aim_ns * (past + future) - spent_ns
             if left_ns >= future * decode_ns:
                 pace_ns = (spent_ns - sequence.parked_ns) // max(1, past)
@@ -312,7 +313,7 @@ class Objectives:
                 slacks.append(left_ns - future * (decode_ns + so_far_ns) // 2)
         return slacks
 
-    def swapped_slacks_ns(self, decoding: list[Sequence], swapped: list[Sequence], now: int) -> list[int]:
+    def swapped_slacks_ns(self, decoding: list[Sequence], swapped: list[Sequence], now_ns: int) -> list[int]:
         """The same for answers that get no tokens until others have ended: each goes on where the next one of those
         before it ends, if all of them take what a step without prompts takes."""
         if not swapped:
@@ -322,30 +323,30 @@ class Objectives:
         heapify(ends_ns)
         for sequence in swapped[:_LOOKS_AHEAD]:
             past, left = self._length_left(sequence)
-            if self._is_late(sequence, past, left, now):
+            if self._is_late(sequence, past, left, now_ns):
                 continue  # it waits for the others
             end_ns = (heappop(ends_ns) if ends_ns else 0) + left * decode_ns
             heappush(ends_ns, end_ns)
-            tpot_ns, spent_ns = self._tpot_of(sequence.group), now - (sequence.since_ns or now) + end_ns
+            tpot_ns, spent_ns = self._tpot_of(sequence.group), now_ns - (sequence.since_ns or now_ns) + end_ns
             if spent_ns <= tpot_ns * (past + left):
                 slacks.append((tpot_ns - tpot_ns // _AIMS_SHARE) * (past + left) - spent_ns)
         return slacks
 
-    def next_in_turn(self, swapped: list[Sequence], now: int) -> Sequence:
+    def next_in_turn(self, swapped: list[Sequence], now_ns: int) -> Sequence:
         """Which of ``swapped``, answers that wait in DRAM in rank order, gets memory next: the first that can still be
         in time. One that cannot waits for them, until it has taken twice its time."""
         some = swapped[:_LOOKS_AHEAD]
-        in_time = (one for one in some if not self._is_late(one, *self._length_left(one), now))
+        in_time = (one for one in some if not self._is_late(one, *self._length_left(one), now_ns))
         return next(in_time, swapped[0])
 
-    def _is_late(self, sequence: Sequence, past: int, left: int, now: int) -> bool:
+    def _is_late(self, sequence: Sequence, past: int, left: int, now_ns: int) -> bool:
         since_ns, group = sequence.since_ns, sequence.group
         if since_ns is None or not left:
             return False
         given_ns, ttft_ns = self._tpot_of(group) * (past + left), self._ttft_of(group)
-        ends_ns = now - since_ns + left * self._decode_step_ns(1)
+        ends_ns = now_ns - since_ns + left * self._decode_step_ns(1)
         missed = ends_ns > given_ns or (ttft_ns is not None and since_ns - group.arrived_ns > ttft_ns)
-        return missed and now - since_ns < _LATE_WAITS * given_ns
+        return missed and now_ns - since_ns < _LATE_WAITS * given_ns
 
     def _length_left(self, sequence: Sequence) -> tuple[int, int]:
         """Tokens that were told since its time began, and those that are expected behind them; 0: nothing is known."""

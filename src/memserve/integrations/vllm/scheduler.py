@@ -152,7 +152,7 @@ class SchedulerSide:
 
     # -- before a request has blocks
 
-    def matched(self, request: Any, computed_tokens: int, now: int) -> tuple[int | None, bool]:
+    def matched(self, request: Any, computed_tokens: int, now_ns: int) -> tuple[int | None, bool]:
         """Tokens beyond ``computed_tokens`` that can be loaded, and that they are loaded while others run; None: ask
         again. Called many times."""
         may = self._is_loading and self._lookups.is_known
@@ -161,18 +161,18 @@ class SchedulerSide:
         request_id, begin = request.request_id, computed_tokens // self._block_tokens
         promise = self._promises.get(request_id)
         if promise is None or (begin < promise.first and promise.phase is not _Phase.LOADING):
-            promise = self._looked_up(request, begin, now, now + self._wait_ns)
+            promise = self._looked_up(request, begin, now_ns, now_ns + self._wait_ns)
         elif promise.phase in (_Phase.AWAITING, _Phase.QUEUED):
-            promise = self._looked_up(request, begin, now, promise.deadline_ns)
+            promise = self._looked_up(request, begin, now_ns, promise.deadline_ns)
         if promise is None:
             return 0, False
         if promise.phase in (_Phase.AWAITING, _Phase.QUEUED):
             return None, False
         if promise.phase is _Phase.LOOKING:
             count = self._lookups.result(request_id)
-            if count is None and now < promise.deadline_ns:
+            if count is None and now_ns < promise.deadline_ns:
                 return None, False
-            if count is not None and promise.first + count < promise.awaited and now < promise.deadline_ns:
+            if count is not None and promise.first + count < promise.awaited and now_ns < promise.deadline_ns:
                 promise.phase = _Phase.AWAITING
                 return None, False
             promise.phase, promise.end = _Phase.PROMISED, promise.first + (count or 0)
@@ -182,7 +182,7 @@ class SchedulerSide:
         promise.begin = begin
         return (promise.end - begin) * self._block_tokens, True
 
-    def _looked_up(self, request: Any, begin: int, now: int, until_ns: int) -> _Promise | None:
+    def _looked_up(self, request: Any, begin: int, now_ns: int, until_ns: int) -> _Promise | None:
         """A look-up that was begun, or is put off: since the store still gets what another engine has computed
         (``until_ns`` at the latest), or since other requests hold too much. None: nothing is there."""
         request_id = request.request_id
@@ -190,14 +190,14 @@ class SchedulerSide:
         awaited = min(_computed_elsewhere(request) // self._block_tokens, begin + len(hashes)) if hashes else 0
         found = self._lookups.prefix_at_once(hashes) if hashes else 0
         self._lookups.forget(request_id)
-        if found is not None and begin + found < awaited and now < until_ns:
+        if found is not None and begin + found < awaited and now_ns < until_ns:
             promise = _Promise(begin, until_ns, _Phase.AWAITING)
-        elif found and not self._lookups.has_room(found) and now < self._queued_until(now):
+        elif found and not self._lookups.has_room(found) and now_ns < self._queued_until(now_ns):
             promise = _Promise(begin, until_ns, _Phase.QUEUED)
         elif found != 0 and self._lookups.begin(request_id, hashes[:found]):
-            is_late = now >= until_ns
+            is_late = now_ns >= until_ns
             again = 0 if is_late or found is not None else awaited
-            promise = _Promise(begin, now + self._wait_ns if is_late else until_ns, awaited=again)
+            promise = _Promise(begin, now_ns + self._wait_ns if is_late else until_ns, awaited=again)
         elif awaited:
             promise = _Promise(0, 0, _Phase.NOTHING)  # it shall not wait again and again
         else:
@@ -206,9 +206,9 @@ class SchedulerSide:
         self._promises[request_id] = promise
         return promise
 
-    def _queued_until(self, now: int) -> int:
+    def _queued_until(self, now_ns: int) -> int:
         """When requests have waited for long enough for those that hold blocks."""
-        self._queued_until_ns = self._queued_until_ns or now + _QUEUED_NS
+        self._queued_until_ns = self._queued_until_ns or now_ns + _QUEUED_NS
         return self._queued_until_ns
 
     def _let_go(self, request_id: str) -> None:
@@ -245,20 +245,20 @@ class SchedulerSide:
         promise.phase, promise.block_ids = _Phase.LOADING, frozenset(block_ids)
         self._loads.append(Load(request_id, names, block_ids, groups if len(tables) > 1 else ()))
 
-    def step(self, output: Any, now: int) -> Orders:
+    def step(self, output: Any, now_ns: int) -> Orders:
         """What the workers shall do in the step that ``output`` describes. Called once for each."""
         table_of = self._table_of(output)
         saves = [
             save
             for request_id, tokens in output.num_scheduled_tokens.items()
-            if (save := self._save(request_id, tokens, table_of, now)) is not None
+            if (save := self._save(request_id, tokens, table_of, now_ns)) is not None
         ]
         loads, self._loads = tuple(self._loads), []
         begun = tuple(request_id for request_id in output.num_scheduled_tokens if request_id in self._loaded)
         self._loaded.difference_update(begun)
         return Orders(loads, tuple(saves), begun)
 
-    def _save(self, request_id: str, tokens: int, table_of: Any, now: int) -> Save | None:
+    def _save(self, request_id: str, tokens: int, table_of: Any, now_ns: int) -> Save | None:
         """Blocks that are full after a step with ``tokens`` more, and that the store seems not to have.
 
         Tokens that are only guessed (drafts, or placeholders of tokens that are still being computed) are not counted:
@@ -281,19 +281,19 @@ class SchedulerSide:
             (group, block_hash, block_id)
             for group, (table, missing) in enumerate(zip(tables, self._lookups.missing_at_once(hashes), strict=True))
             for block_hash, block_id, lacks in zip(hashes, table[begin:end], missing, strict=False)
-            if lacks and block_id != _NULL_BLOCK and self._offer((group, block_hash), now)
+            if lacks and block_id != _NULL_BLOCK and self._offer((group, block_hash), now_ns)
         ]
         if not chosen:
             return None
         groups, names, block_ids = (tuple(column) for column in zip(*chosen, strict=True))
         return Save(names, block_ids, groups if len(tables) > 1 else ())
 
-    def _offer(self, block_hash: tuple[int, bytes], now: int) -> bool:
+    def _offer(self, block_hash: tuple[int, bytes], now_ns: int) -> bool:
         """False: it was saved a moment ago."""
         before = self._offered.get(block_hash)
-        if before is not None and now - before < _OFFERED_NS:
+        if before is not None and now_ns - before < _OFFERED_NS:
             return False
-        self._offered[block_hash] = now
+        self._offered[block_hash] = now_ns
         self._offered.move_to_end(block_hash)
         if len(self._offered) > _OFFERED_MAX:
             self._offered.popitem(last=False)

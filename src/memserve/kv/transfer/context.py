@@ -174,10 +174,10 @@ class Deadlines:
             heapq.heappop(heap)
         return heap[0][0] if heap else None
 
-    def pop_due(self, now: int) -> Expiring | None:
+    def pop_due(self, now_ns: int) -> Expiring | None:
         """The next thing whose deadline has come before it ended. None: there is none."""
         first = self.next_ns()
-        return heapq.heappop(self._heap)[2] if first is not None and first <= now else None
+        return heapq.heappop(self._heap)[2] if first is not None and first <= now_ns else None
 
 
 class PeerStatus(Enum):

@@ -3,7 +3,7 @@
 Accounting and protocol only: no bytes move here. Messages, sealed and pulled pages go in through :meth:`handle`; what
 is to be sent, sealed and pulled comes out of :meth:`take_actions`, results for the owner as outcomes.
 
-    event -> exchange.handle(event, now) -> outcomes
+    event -> exchange.handle(event, now_ns) -> outcomes
              exchange.advance(now)       -> outcomes     on every event: leases, imports that wait for room
              exchange.take_actions()     -> Send | SealPages | PullPages | CancelPulls
 """
@@ -86,7 +86,7 @@ class Exchange:
         tenant: str,
         tokens: TokenArray,
         blocks: Sequence[int],
-        now: int,
+        now_ns: int,
         *,
         tier: Tier = Tier.HBM,
         first_block: int = 0,
@@ -134,7 +134,7 @@ class Exchange:
         context.retain(tier, blocks)
         context.retain(Tier.DRAM, dram_blocks)
         places = [(tier, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
-        self._sender.begin(to, offer, places, now)
+        self._sender.begin(to, offer, places, now_ns)
         return transfer_id
 
     def more_blocks(self, transfer_id: str, blocks: Sequence[int]) -> None:
@@ -180,7 +180,7 @@ class Exchange:
         tokens: TokenArray,
         first_block: int,
         end_block: int,
-        now: int,
+        now_ns: int,
         deadline_ns: int,
     ) -> str:
         """Ask ``holder`` for the KV of blocks ``[first_block, end_block)`` of ``tokens``; returns the transfer id.
@@ -190,7 +190,7 @@ class Exchange:
         by then without a gap are kept.
         """
         blocks = first_block, end_block
-        return self._receiver.fetches.ask(holder, tenant, tokens.copy(), blocks, now, max(now, deadline_ns))
+        return self._receiver.fetches.ask(holder, tenant, tokens.copy(), blocks, now_ns, max(now_ns, deadline_ns))
 
     def give_up(self, transfer_id: str, reason: str) -> None:
         """End an import or a fetch: nothing is held for it any more, no outcome follows. Ignored when it has ended."""
@@ -207,9 +207,9 @@ class Exchange:
 
     # -- memory at a peer (MemServe Table 1 with an instance id)
 
-    def allocate_at(self, peer: Peer, count: int, tier: Tier, now: int, deadline_ns: int) -> str:
+    def allocate_at(self, peer: Peer, count: int, tier: Tier, now_ns: int, deadline_ns: int) -> str:
         """Ask ``peer`` for ``count`` blocks; one :class:`RemoteAllocated` follows, at ``deadline_ns`` at the latest."""
-        return self._remote.call(peer, count, tier, max(now, deadline_ns))
+        return self._remote.call(peer, count, tier, max(now_ns, deadline_ns))
 
     def free_at(self, call_id: str) -> None:
         """Give back what :meth:`allocate_at` got, or is yet to get: then no outcome follows."""
@@ -217,7 +217,7 @@ class Exchange:
 
     # -- both
 
-    def handle(self, event: MessageArrived | PagesSealed | PagesPulled, now: int) -> list[Outcome]:
+    def handle(self, event: MessageArrived | PagesSealed | PagesPulled, now_ns: int) -> list[Outcome]:
         """A peer said something, or the host has done a job. Messages that are not for an exchange are ignored, and
         those of peers that are gone."""
         if isinstance(event, PagesSealed):
@@ -225,14 +225,14 @@ class Exchange:
         elif isinstance(event, PagesPulled):
             self._receiver.pulled(event)
         elif self._context.peers.status(event.sender) is not PeerStatus.GONE:
-            self._hear(event, now)
+            self._hear(event, now_ns)
         return self._settle()
 
-    def _hear(self, event: MessageArrived, now: int) -> None:
+    def _hear(self, event: MessageArrived, now_ns: int) -> None:
         sender, message = event.sender, event.message
         match message:
             case Offer():
-                self._receiver.heard_offer(sender, message, now)
+                self._receiver.heard_offer(sender, message, now_ns)
             case MoreBlocks():
                 self._receiver.heard_more(sender, message)
             case Ready():
@@ -246,9 +246,9 @@ class Exchange:
             case Release():
                 self._sender.heard_release(sender, message)
             case Fetch():
-                self._sender.answer(sender, message, now)
+                self._sender.answer(sender, message, now_ns)
             case Alloc():
-                self._remote.heard_alloc(sender, message, now)
+                self._remote.heard_alloc(sender, message, now_ns)
             case Allocated():
                 self._remote.heard_allocated(sender, message)
             case Free():
@@ -256,10 +256,10 @@ class Exchange:
             case _:
                 pass
 
-    def advance(self, now: int) -> list[Outcome]:
+    def advance(self, now_ns: int) -> list[Outcome]:
         """End what has outlived its lease, and let imports go on that wait for room. Cheap when there is none: call it
         on every event, behind all that may have freed blocks."""
-        while (thing := self._deadlines.pop_due(now)) is not None:
+        while (thing := self._deadlines.pop_due(now_ns)) is not None:
             match thing:
                 case Export():
                     self._sender.expire(thing, "the lease has ended")
@@ -279,12 +279,12 @@ class Exchange:
         """Plan ``step_id`` has been made, with all copies that the pool had recorded (``pool.take_copies``)."""
         self._barriers.plan_made(step_id)
 
-    def plan_finished(self, step_id: int, now: int) -> list[Outcome]:
+    def plan_finished(self, step_id: int, now_ns: int) -> list[Outcome]:
         """Plan ``step_id``, and so each before it, touches no memory any more: it was executed, or it failed."""
         self._barriers.plan_finished(step_id)
         return self._settle()
 
-    def everything_failed(self, now: int) -> list[Outcome]:
+    def everything_failed(self, now_ns: int) -> list[Outcome]:
         """A step failed, no KV can be relied upon: all offers are withdrawn, all imports fail. Afterwards the exchange
         holds no pin: call it before the cache is cleared. Pulls under way keep their blocks until they end, and peers
         the blocks that they allocated here."""
@@ -301,7 +301,7 @@ class Exchange:
         self._context.peers.forget_all()
         self._context.me = me
 
-    def peer_joined(self, info: PeerInfo, now: int) -> list[Outcome]:
+    def peer_joined(self, info: PeerInfo, now_ns: int) -> list[Outcome]:
         """``info.peer`` is a member. An older generation of it is gone."""
         older = self._context.peers.join(info)
         if older is not None:
@@ -309,19 +309,19 @@ class Exchange:
         self._receiver.peer_joined(info.peer)
         return self._settle()
 
-    def set_members(self, members: Sequence[PeerInfo], now: int) -> list[Outcome]:
+    def set_members(self, members: Sequence[PeerInfo], now_ns: int) -> list[Outcome]:
         """``members`` are all members: peers that are not among them are gone."""
         me, names = self._context.me.name, {info.peer.name for info in members}
         outcomes: list[Outcome] = []
         for peer in self._context.peers.members():
             if peer.name not in names:
-                outcomes += self.peer_gone(peer, now)
+                outcomes += self.peer_gone(peer, now_ns)
         for info in members:
             if info.peer.name != me:
-                outcomes += self.peer_joined(info, now)
+                outcomes += self.peer_joined(info, now_ns)
         return outcomes
 
-    def peer_gone(self, peer: Peer, now: int) -> list[Outcome]:
+    def peer_gone(self, peer: Peer, now_ns: int) -> list[Outcome]:
         """``peer`` is dead or has left: everything with it ends."""
         self._context.peers.leave(peer)
         self._end_peer(peer, f"{peer.name} is gone")

@@ -27,7 +27,7 @@ class PendingFetches:
         self.open: dict[str, Fetching] = {}
 
     def ask(
-        self, holder: Peer, tenant: str, tokens: TokenArray, blocks: tuple[int, int], now: int, deadline_ns: int
+        self, holder: Peer, tenant: str, tokens: TokenArray, blocks: tuple[int, int], now_ns: int, deadline_ns: int
     ) -> str:
         """Ask for blocks ``[begin, end)`` of ``tokens``; what is cached before them is pinned."""
         context, block_tokens = self._context, self._context.pool.block_tokens
@@ -38,7 +38,7 @@ class PendingFetches:
         self.open[fetching.transfer_id] = fetching
         self._deadlines.add(fetching)
         context.counters.fetches += 1
-        context.send(holder, Fetch(fetching.transfer_id, tenant, tokens, *blocks, deadline_ns - now))
+        context.send(holder, Fetch(fetching.transfer_id, tenant, tokens, *blocks, deadline_ns - now_ns))
         return fetching.transfer_id
 
     def may_answer(self, sender: Peer, offer: Offer) -> bool:

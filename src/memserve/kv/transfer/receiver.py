@@ -62,14 +62,14 @@ class Receiver:
 
     # -- what the owner of the blocks says
 
-    def heard_offer(self, sender: Peer, offer: Offer, now: int) -> None:
+    def heard_offer(self, sender: Peer, offer: Offer, now_ns: int) -> None:
         """A peer offers blocks, perhaps because it was asked for them."""
         transfer_id = offer.transfer_id
         if transfer_id in self._ended:
             self._context.send(sender, Release(transfer_id, False, "it has ended"))
         if transfer_id in self.open or transfer_id in self._ended or not self.fetches.may_answer(sender, offer):
             return
-        imported = self._begin(sender, offer, self.fetches.claim(transfer_id), now)
+        imported = self._begin(sender, offer, self.fetches.claim(transfer_id), now_ns)
         reason = objection(self._context, offer)
         if imported.fetching is not None and not answers(offer, imported.fetching):
             reason = "not what was asked for"
@@ -81,9 +81,9 @@ class Receiver:
         else:
             self._wait(imported)
 
-    def _begin(self, sender: Peer, offer: Offer, fetching: Fetching | None, now: int) -> Import:
+    def _begin(self, sender: Peer, offer: Offer, fetching: Fetching | None, now_ns: int) -> Import:
         sources = [(offer.tier, block) for block in offer.blocks] + [(Tier.DRAM, block) for block in offer.dram_blocks]
-        deadline_ns = now + offer.lease_ns
+        deadline_ns = now_ns + offer.lease_ns
         if fetching is not None:
             deadline_ns = min(deadline_ns, fetching.deadline_ns)
         end_block = end_block_of(offer, self._context.pool.block_tokens)

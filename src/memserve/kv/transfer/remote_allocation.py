@@ -57,7 +57,7 @@ class RemoteAllocation:
 
     # -- as the owner of memory
 
-    def heard_alloc(self, sender: Peer, message: Alloc, now: int) -> None:
+    def heard_alloc(self, sender: Peer, message: Alloc, now_ns: int) -> None:
         """Allocate for a member. A message heard twice is answered twice alike."""
         context, key = self._context, (sender, message.call_id)
         if key not in self._lent:
@@ -67,7 +67,7 @@ class RemoteAllocation:
             if blocks is None:
                 context.send(sender, Allocated(message.call_id, None))
                 return
-            self._lent[key] = Allocation(sender, message.call_id, message.tier, blocks, now + message.lease_ns)
+            self._lent[key] = Allocation(sender, message.call_id, message.tier, blocks, now_ns + message.lease_ns)
             self._deadlines.add(self._lent[key])
             context.counters.remote_allocations += len(blocks)
         context.send(sender, Allocated(message.call_id, tuple(self._lent[key].blocks)))

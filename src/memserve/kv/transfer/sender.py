@@ -123,10 +123,10 @@ class Sender:
 
     # -- what the owner decides
 
-    def begin(self, to: Peer, offer: Offer, places: list[Place], now: int) -> None:
+    def begin(self, to: Peer, offer: Offer, places: list[Place], now_ns: int) -> None:
         """Send ``offer``. The export takes over a reference on each of ``places``."""
         context = self._context
-        export = Export(offer.transfer_id, to, offer.first_block, places, now + offer.lease_ns)
+        export = Export(offer.transfer_id, to, offer.first_block, places, now_ns + offer.lease_ns)
         self.open[offer.transfer_id] = export
         self._deadlines.add(export)
         context.counters.offers += 1
@@ -175,7 +175,7 @@ class Sender:
             self._context.send(export.to, Withdraw(transfer_id, reason))
             self._end(export, ExportCause.WITHDRAWN)
 
-    def answer(self, sender: Peer, fetch: Fetch, now: int) -> None:
+    def answer(self, sender: Peer, fetch: Fetch, now_ns: int) -> None:
         """A peer asks for cached blocks: offer those that are here, on the tier where they lie."""
         context = self._context
         if fetch.transfer_id in self.open:
@@ -200,7 +200,7 @@ class Sender:
             lease_ns=context.config.lease_ns,
             dram_blocks=tuple(in_dram if in_hbm else ()),
         )
-        self.begin(sender, offer, places, now)
+        self.begin(sender, offer, places, now_ns)
         layers = 0, context.geometry.num_layers
         self.computed(fetch.transfer_id, (fetch.first_block, end_block), layers, self._barriers.safe_to_read(places))
 

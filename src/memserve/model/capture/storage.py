@@ -112,9 +112,9 @@ class Workspace:
             self._free.remove(room)
         self._taken[buffer], buffer.offset = room, room[1]
 
-    def release_dead(self, now: int) -> None:
+    def release_dead(self, now_ns: int) -> None:
         """Free the room of every buffer that is read neither now nor later."""
-        for buffer in [b for b in self._taken if b.last_read <= now]:
+        for buffer in [b for b in self._taken if b.last_read <= now_ns]:
             self._free.append(self._taken.pop(buffer))
 
 

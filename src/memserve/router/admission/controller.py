@@ -80,7 +80,7 @@ class AdmissionController:
         self.stats = AdmissionStats()
         self.memory = MemoryBudget(config, policy, registry, loads)
 
-    def enqueue(self, req: RequestState, now: int) -> Rejection | None:
+    def enqueue(self, req: RequestState, now_ns: int) -> Rejection | None:
         """``req`` joins the queue, unless it could never run."""
         never = self.memory.never_fits(req)
         if never is not None:
@@ -88,60 +88,60 @@ class AdmissionController:
         request = req.request
         cost = cost_tokens(request, self._config.output_tokens_max)
         self._queue.push(request.tenant, request.request_id, req, cost, request.priority, request.urgency)
-        self._waits_since[request.request_id] = now
-        self.memory.hold(req, now + self._config.wait_ns // 2)
+        self._waits_since[request.request_id] = now_ns
+        self.memory.hold(req, now_ns + self._config.wait_ns // 2)
         self.memory.changed = True
         return None
 
-    def is_idle(self, now: int) -> bool:
+    def is_idle(self, now_ns: int) -> bool:
         """Whether no request waits, as most events find it: nothing is to be admitted or rejected.
 
         To be called with every event; heartbeats are frequent enough to notice in time what has expired.
         """
         if self.memory.is_counting:
-            self.memory.expire(now)
+            self.memory.expire(now_ns)
         return not self._waits_since and not self._returning
 
-    def admit(self, now: int) -> RequestState | None:
+    def admit(self, now_ns: int) -> RequestState | None:
         """Admit the head of the queue: it is active from now on. ``None``: there is no room, or nothing waits."""
         if self.is_closed:
             return None
         may_fit = self.memory.changed and not self._crowd().is_full
         if self._returning and may_fit:
-            return self._readmit(now)
+            return self._readmit(now_ns)
         req = self._queue.head() if may_fit else None
         if req is not None and self.memory.fits(req, leaves_growth=True):
             self._queue.pop()
         elif req is not None:
-            req = self._follower(req, now) or self._pressed(req, now)  # or none of them
+            req = self._follower(req, now_ns) or self._pressed(req, now_ns)  # or none of them
         if req is None:
             self.memory.changed = False
             return None
         self.memory.admitted(req)
-        self._activate(req, now)
-        self.stats.waited_ns += now - self._waits_since.pop(req.request_id)
+        self._activate(req, now_ns)
+        self.stats.waited_ns += now_ns - self._waits_since.pop(req.request_id)
         return req
 
-    def may_place(self, req: RequestState, now: int) -> bool:
+    def may_place(self, req: RequestState, now_ns: int) -> bool:
         """Whether ``req``, which was admitted, may be dispatched now."""
         return True
 
-    def _readmit(self, now: int) -> RequestState | None:
+    def _readmit(self, now_ns: int) -> RequestState | None:
         """The next one that returns. Where nothing runs it need not fit: it goes on somewhere, as after a failure."""
         if self._active and not self.memory.fits(self._returning[0], gives_up_held=True):
             self.memory.changed = False
             return None
         req = self._returning.popleft()
-        self._activate(req, now)
+        self._activate(req, now_ns)
         return req
 
-    def _activate(self, req: RequestState, now: int) -> None:
-        self._active[req.request_id] = now
+    def _activate(self, req: RequestState, now_ns: int) -> None:
+        self._active[req.request_id] = now_ns
         self.stats.admitted += 1
 
-    def recover(self, req: RequestState, now: int) -> None:
+    def recover(self, req: RequestState, now_ns: int) -> None:
         """``req`` is active, as an earlier router has decided, be there room or not."""
-        self._activate(req, now)
+        self._activate(req, now_ns)
         self._active_most = max(self._active_most, len(self._active))
 
     def let_return(self, req: RequestState) -> None:
@@ -149,10 +149,10 @@ class AdmissionController:
         self._returning.append(req)
         self.memory.changed = True
 
-    def _follower(self, head: RequestState, now: int) -> RequestState | None:
+    def _follower(self, head: RequestState, now_ns: int) -> RequestState | None:
         """A request behind ``head``, which has no room, that goes on where its KV still is, and takes the head's turn.
         It is out of the queue then."""
-        if not self.memory.holds or self._has_waited_long(head, now):
+        if not self.memory.holds or self._has_waited_long(head, now_ns):
             return None
         memory, behind = self.memory, self._queue.behind_head(FOLLOWERS_MAX)
         going_on = [req for req in behind if memory.goes_on(req)]
@@ -164,10 +164,10 @@ class AdmissionController:
             return self._queue.overtake(going_on[0].request_id)
         return None
 
-    def _has_waited_long(self, req: RequestState, now: int) -> bool:
-        return now - self._waits_since[req.request_id] >= self._config.wait_ns // 2
+    def _has_waited_long(self, req: RequestState, now_ns: int) -> bool:
+        return now_ns - self._waits_since[req.request_id] >= self._config.wait_ns // 2
 
-    def release(self, req: RequestState, now: int) -> None:
+    def release(self, req: RequestState, now_ns: int) -> None:
         """``req`` has ended in whatever way: it was active, in the queue, or rejected on arrival."""
         request_id = req.request_id
         self.memory.changed = True
@@ -179,7 +179,7 @@ class AdmissionController:
         if since_ns is not None:
             self.stats.left += 1
             if req.has_begun:  # else nothing was done for it
-                self._times.learn(now - since_ns)
+                self._times.learn(now_ns - since_ns)
 
     # -- rejecting
 
@@ -202,14 +202,14 @@ class AdmissionController:
     def _overflowing(self, victim: RequestState) -> Rejection:
         return self._reject(victim, "queue", self._crowd().reason(self._no_room()), self._retry_after_s())
 
-    def hopeless(self, now: int) -> Rejection | None:
+    def hopeless(self, now_ns: int) -> Rejection | None:
         """The head of the queue has no room although no request is active: only time will make room for it."""
         if self._active or self.is_closed or not self.memory.is_counting or not self._queue:
             return None
         req = self._queue.head()
         if req is None:
             return None
-        retry_after_s = bounded_retry_s(self.memory.room_in_ns(req, now) / NS_PER_S)
+        retry_after_s = bounded_retry_s(self.memory.room_in_ns(req, now_ns) / NS_PER_S)
         return self._reject(req, "pressure", f"{self._no_room()}, and no request is running", retry_after_s)
 
     def wait_until_ns(self, req: RequestState) -> int | None:
@@ -217,10 +217,10 @@ class AdmissionController:
         since_ns = self._waits_since.get(req.request_id)
         return None if since_ns is None else since_ns + self._config.wait_ns
 
-    def waited(self, req: RequestState, now: int) -> Rejection | None:
+    def waited(self, req: RequestState, now_ns: int) -> Rejection | None:
         """The timer of a queued request: rejected if it is still in the queue."""
         until_ns = self.wait_until_ns(req)
-        if until_ns is None or now < until_ns:
+        if until_ns is None or now_ns < until_ns:
             return None
         waited_s = self._config.wait_ns / 1e9
         reason = f"not admitted within {waited_s:g} s: {self._crowd().reason(self._no_room())}"
@@ -270,11 +270,11 @@ class AdmissionController:
         waiting_max = config.waiting_max + (config.active_max or FOLLOWERS_MAX if self.is_closed else 0)
         return Crowd(len(self._active), config.active_max, len(self._queue), waiting_max)
 
-    def _pressed(self, head: RequestState, now: int) -> RequestState | None:
+    def _pressed(self, head: RequestState, now_ns: int) -> RequestState | None:
         """``head``, if there is room for it without what is held for others, or without pins. It is out of the queue
         then."""
         memory = self.memory
-        has_room = memory.holds and self._has_waited_long(head, now) and memory.fits(head, gives_up_held=True)
+        has_room = memory.holds and self._has_waited_long(head, now_ns) and memory.fits(head, gives_up_held=True)
         # Pins keep a request out only while another one is running, whose end may help as well.
         if has_room or (not self._active and memory.fits_but_for_pins(head)):
             return self._queue.pop()

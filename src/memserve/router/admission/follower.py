@@ -87,9 +87,9 @@ class AskingController(AdmissionController):
 
     # -- as ``Arrivals`` asks
 
-    def enqueue(self, req: RequestState, now: int) -> Rejection | None:
+    def enqueue(self, req: RequestState, now_ns: int) -> Rejection | None:
         """``req`` is asked for."""
-        self._waits_since[req.request_id] = now
+        self._waits_since[req.request_id] = now_ns
         self._ask(req, returns=False)
         return None
 
@@ -98,21 +98,21 @@ class AskingController(AdmissionController):
         asked = _Asked(self._numbers, req, returns)
         self._by_request[req.request_id] = self._by_number[asked.number] = self._news[asked.number] = asked
 
-    def admit(self, now: int) -> RequestState | None:
+    def admit(self, now_ns: int) -> RequestState | None:
         """The next one that was granted."""
-        if not self._granted or not self._has_lease(now):
+        if not self._granted or not self._has_lease(now_ns):
             return None
         req = self._granted.popleft().req
-        self._activate(req, now)
-        self.stats.waited_ns += now - self._waits_since.pop(req.request_id)
+        self._activate(req, now_ns)
+        self.stats.waited_ns += now_ns - self._waits_since.pop(req.request_id)
         return req
 
-    def _has_lease(self, now: int) -> bool:
-        return now < self._lease_until_ns
+    def _has_lease(self, now_ns: int) -> bool:
+        return now_ns < self._lease_until_ns
 
-    def may_place(self, req: RequestState, now: int) -> bool:
+    def may_place(self, req: RequestState, now_ns: int) -> bool:
         """Whether the owner counts ``req``, and does so still."""
-        return self._by_request[req.request_id].is_granted and self._has_lease(now)
+        return self._by_request[req.request_id].is_granted and self._has_lease(now_ns)
 
     def overflow(self, newcomer: RequestState) -> Rejection | None:
         """The owner rejects what is too much; only while it does not answer, too many may wait here."""
@@ -127,7 +127,7 @@ class AskingController(AdmissionController):
         """None: the owner knows."""
         return None
 
-    def hopeless(self, now: int) -> Rejection | None:
+    def hopeless(self, now_ns: int) -> Rejection | None:
         """None: the owner knows."""
         return None
 
@@ -136,10 +136,10 @@ class AskingController(AdmissionController):
         since_ns = self._waits_since.get(req.request_id)
         return None if since_ns is None else since_ns + self._patience_ns
 
-    def waited(self, req: RequestState, now: int) -> Rejection | None:
+    def waited(self, req: RequestState, now_ns: int) -> Rejection | None:
         """The timer of a request that waits."""
         until_ns = self.wait_until_ns(req)
-        if until_ns is None or now < until_ns:
+        if until_ns is None or now_ns < until_ns:
             return None
         reason = f"not admitted within {self._patience_ns / 1e9:g} s: the owner, which decides that, does not answer"
         return self._reject(req, "wait", reason, RETRY_MIN_S)
@@ -156,7 +156,7 @@ class AskingController(AdmissionController):
             tenants[tenant] = tenants.get(tenant, 0) + 1
         return tenants
 
-    def release(self, req: RequestState, now: int) -> None:
+    def release(self, req: RequestState, now_ns: int) -> None:
         """``req`` has ended: the owner hears it."""
         asked = self._by_request.pop(req.request_id)
         del self._by_number[asked.number]
@@ -208,7 +208,7 @@ class AskingController(AdmissionController):
         for asked in former:
             self._ask(asked.req, returns=asked.req.request_id in self._active)
 
-    def hear(self, sender: Peer, message: GuestGrants, now: int) -> list[Rejection]:
+    def hear(self, sender: Peer, message: GuestGrants, now_ns: int) -> list[Rejection]:
         """The owner has decided. Returns what it has rejected; what it has granted is for :meth:`admit`, or may be
         placed."""
         if sender != self._owner:
@@ -233,14 +233,14 @@ class AskingController(AdmissionController):
 
     # -- speaking
 
-    def news(self, now: int, *, beats: bool) -> GuestRequests | None:
+    def news(self, now_ns: int, *, beats: bool) -> GuestRequests | None:
         """What the owner is to be told now. None: nothing. ``beats``: with a heartbeat all is told again that may have
         been lost."""
         is_first = self._whole == self._serial + 1
         if self._owner is None or not (beats or is_first or self._news or self._places or self._over):
             return None
         self._serial += 1
-        self._sent_ns[self._serial] = now
+        self._sent_ns[self._serial] = now_ns
         for serial in [serial for serial in self._sent_ns if serial <= self._serial - SENT_MAX]:
             del self._sent_ns[serial]
         asks, places, is_whole = self._news, self._places, self._whole is not None

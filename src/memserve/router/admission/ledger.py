@@ -203,20 +203,20 @@ class BlockLedger:
 
     # -- eviction
 
-    def expire(self, now: int, kept_ns: int) -> int:
+    def expire(self, now_ns: int, kept_ns: int) -> int:
         """Free the blocks of requests that ended at least ``kept_ns`` ago. Returns their number; they do not count as
         evictions.
 
-        Call it with every event: requests that were retired since the last call count as ended ``now``.
+        Call it with every event: requests that were retired since the last call count as ended ``now_ns``.
         """
         if self._ended:
-            self._expiring.extend((now + kept_ns, node, entry) for node, entry in self._ended)
+            self._expiring.extend((now_ns + kept_ns, node, entry) for node, entry in self._ended)
             self._ended.clear()
         expired = 0
-        while self._expiring and self._expiring[0][0] <= now:
+        while self._expiring and self._expiring[0][0] <= now_ns:
             _, node, entry = self._expiring.popleft()
             until_ns = self._renewed.pop((node, entry), 0)
-            if until_ns > now and self._is_inactive(node, entry):
+            if until_ns > now_ns and self._is_inactive(node, entry):
                 insort(self._expiring, (until_ns, node, entry))
             elif self._is_inactive(node, entry):
                 self.free(entry[1], node)

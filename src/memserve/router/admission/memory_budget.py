@@ -168,22 +168,22 @@ class MemoryBudget:
             for need, numbers in (one for team in self.need_of(req).by_team() for one in team):
                 self.ledger.free_continued(need, numbers.tolist())
 
-    def expire(self, now: int) -> None:
+    def expire(self, now_ns: int) -> None:
         """Count no longer what was kept for ``kept_ns``, or held for long enough."""
-        if self.ledger.expire(now, self._held_ns if self.holds else self._config.kept_ns):
+        if self.ledger.expire(now_ns, self._held_ns if self.holds else self._config.kept_ns):
             self.changed = True
         self._held_ns = HELD_NS_MIN
 
-    def room_in_ns(self, req: RequestState, now: int) -> int:
+    def room_in_ns(self, req: RequestState, now_ns: int) -> int:
         """How long until ``req`` fits but for pins, as kept blocks expire, if no other request comes; ``kept_ns`` at
         most."""
-        at_most_ns = now + self._config.kept_ns
-        until_ns = now
+        at_most_ns = now_ns + self._config.kept_ns
+        until_ns = now_ns
         with self.reservations.lifted():
             for needs in self.need_of(req).by_team():
                 ends = [self.ledger.room_at_ns(need, node) for need, numbers in needs for node in numbers.tolist()]
                 until_ns = max(until_ns, min([end for end in ends if end is not None], default=at_most_ns))
-        return until_ns - now
+        return until_ns - now_ns
 
     def never_fits(self, req: RequestState) -> str | None:
         """Why ``req`` could not run even on empty instances; ``None``: it could."""
@@ -327,16 +327,16 @@ class MemoryBudget:
             info = member.info
             self.ledger.enter(member.number, info.hbm_blocks * info.geometry.block_tokens // self._unit_tokens())
 
-    def recover(self, member: Member, used: Sequence[tuple[int, int]], now: int) -> None:
+    def recover(self, member: Member, used: Sequence[tuple[int, int]], now_ns: int) -> None:
         """KV that requests of the last router used less than ``kept_ns`` ago still counts, and is evicted in the order
         of its last use. ``used``: times and numbers of blocks, least recently used first."""
         if not self.is_counting or self._config.evictions_max is None or not member.info.caching:
             return
         unit, block_tokens = self._unit_tokens(), member.info.geometry.block_tokens
         for at, (used_ns, blocks) in enumerate(used):
-            used_ns = min(used_ns, now)  # the last router's clock may have been ahead
-            until_ns, age = used_ns + self._config.kept_ns, used_ns - now - 1  # older than every attempt
-            if until_ns > now:
+            used_ns = min(used_ns, now_ns)  # the last router's clock may have been ahead
+            until_ns, age = used_ns + self._config.kept_ns, used_ns - now_ns - 1  # older than every attempt
+            if until_ns > now_ns:
                 name, blocks = f"{member.name} recovered {at:09}", required_blocks(blocks * block_tokens, unit)
                 self.ledger.restore(name, member.number, blocks, age, until_ns)
 

@@ -97,12 +97,12 @@ class Guests:
         self._untold[follower] = None
         self._admission.is_closed = True
 
-    def member_gone(self, member: Member, now: int) -> None:
+    def member_gone(self, member: Member, now_ns: int) -> None:
         """An instance, and with it the attempts that depend on it; or a follower, and with it its guests."""
         for guest in list(self._by_id.values()):
             attempt = guest.req.attempt
             if guest.peer == member.peer:
-                self._end(guest, completed=False, now=now)
+                self._end(guest, completed=False, now_ns=now_ns)
             elif attempt is not None and member in attempt.involved:
                 self._give_up(guest, attempt)
         self._followers.pop(member.peer, None)
@@ -114,7 +114,7 @@ class Guests:
 
     # -- what they tell
 
-    def hear(self, member: Member, news: GuestRequests, now: int) -> None:
+    def hear(self, member: Member, news: GuestRequests, now_ns: int) -> None:
         """``member``, a follower, tells of its requests."""
         if member.info.role is not Role.ROUTER:
             return
@@ -123,22 +123,22 @@ class Guests:
             return  # late, or twice: the next news tell all again
         follower.serial = news.serial
         for number, completed in news.over:
-            self._end(follower.guests.get(number), completed=completed, now=now)
+            self._end(follower.guests.get(number), completed=completed, now_ns=now_ns)
         if news.open is not None:
             follower.is_answered = False
             there = set(news.open)
             for number in [number for number in follower.guests if number not in there]:
-                self._end(follower.guests[number], completed=False, now=now)
+                self._end(follower.guests[number], completed=False, now_ns=now_ns)
         for ask in news.asks:
             known = follower.guests.get(ask.number)
             if known is None:
-                self._ask(member.peer, follower, ask, now)
+                self._ask(member.peer, follower, ask, now_ns)
             elif known.req.phase is not RequestPhase.QUEUED and not ask.is_admitted:
                 follower.grants.append(self._grant(known))  # it was lost
         for place in news.places:
             guest = follower.guests.get(place.number)
             if guest is not None and guest.req.phase is not RequestPhase.QUEUED:
-                self._placed(guest, place, now)
+                self._placed(guest, place, now_ns)
         follower.is_known |= news.is_whole
         told_all = news.is_whole or news.open is not None
         if follower.is_known and told_all and not any(self._is_back_soon(place) for place in news.places):
@@ -149,21 +149,21 @@ class Guests:
         members = [self._registry.get(peer) for peer in place.at]
         return any(member is not None and member.state is MemberState.REJOINING for member in members)
 
-    def _ask(self, peer: Peer, follower: _Follower, ask: GuestAsk, now: int) -> None:
+    def _ask(self, peer: Peer, follower: _Follower, ask: GuestAsk, now_ns: int) -> None:
         name = f"{peer.name}.{peer.generation}/{ask.number}"
         request = structs.replace(ask.request, request_id=name, deadline_ns=None, key="")
-        req = RequestState(on_terms(request, self._config.admission), now, is_guest=True)
+        req = RequestState(on_terms(request, self._config.admission), now_ns, is_guest=True)
         req.emitted[0] = [0] * ask.emitted
         guest = self._by_id[name] = follower.guests[ask.number] = _Guest(peer, ask.number, req)
         if ask.is_admitted:
             req.move(Cause.ADMITTED)
-            self._admission.recover(guest.req, now)
+            self._admission.recover(guest.req, now_ns)
         elif ask.returns:
             self._admission.let_return(req)
         else:
-            self.enqueue(req, now)
+            self.enqueue(req, now_ns)
 
-    def _placed(self, guest: _Guest, place: GuestPlace, now: int) -> None:
+    def _placed(self, guest: _Guest, place: GuestPlace, now_ns: int) -> None:
         req, attempt = guest.req, guest.req.attempt
         there = () if attempt is None else tuple(member.peer for member in attempt.involved)
         is_same = guest.attempt in (0, place.attempt)
@@ -179,7 +179,7 @@ class Guests:
             known = [member for member in members if member is not None and member.has_model]
             if known and len(known) == len(members) and not self._is_back_soon(place):
                 req.emitted[0] = [0] * place.emitted
-                self._begin(req, known, place.holders, now)
+                self._begin(req, known, place.holders, now_ns)
         guest.attempt = place.attempt
         if place.prefilled and req.attempt is not None:
             self._prefilled(req, req.attempt)
@@ -191,26 +191,26 @@ class Guests:
 
     # -- what becomes of them
 
-    def admitted(self, req: RequestState, now: int) -> None:
+    def admitted(self, req: RequestState, now_ns: int) -> None:
         """``req``, a guest, is admitted: instances with room are kept for it until its follower tells where it is."""
         guest = self._by_id[req.request_id]
         chosen = self._placer.place(req) if self._admission.memory.is_counting else None
         if chosen is not None:
-            self._begin(req, chosen.members, chosen.holders, now)
+            self._begin(req, chosen.members, chosen.holders, now_ns)
         self._followers[guest.peer].grants.append(self._grant(guest))
 
     def _grant(self, guest: _Guest) -> GuestGrant:
         attempt = guest.req.attempt
         return GuestGrant(guest.number, () if attempt is None else tuple(one.peer for one in attempt.involved))
 
-    def turned_away(self, rejection: Rejection, now: int) -> None:
+    def turned_away(self, rejection: Rejection, now_ns: int) -> None:
         """A guest is rejected."""
         guest = self._by_id[rejection.req.request_id]
         grant = GuestGrant(guest.number, (), rejection.cause, rejection.reason, rejection.retry_after_s)
         self._followers[guest.peer].grants.append(grant)
-        self._leave(guest, Cause.REJECTED, now)
+        self._leave(guest, Cause.REJECTED, now_ns)
 
-    def _end(self, guest: _Guest | None, *, completed: bool, now: int) -> None:
+    def _end(self, guest: _Guest | None, *, completed: bool, now_ns: int) -> None:
         """``None``: it has ended already."""
         if guest is None:
             return
@@ -219,24 +219,26 @@ class Guests:
             guest.req.introduced[0] = completed
             held_ns = self._admission.memory.release(attempt, completed=completed)
             if held_ns:
-                self._timers.arm(now + held_ns, self._not_held_any_more, None)
-        self._leave(guest, Cause.FINISHED, now)
+                self._timers.arm(now_ns + held_ns, self._not_held_any_more, None)
+        self._leave(guest, Cause.FINISHED, now_ns)
 
-    def _leave(self, guest: _Guest, cause: Cause, now: int) -> None:
+    def _leave(self, guest: _Guest, cause: Cause, now_ns: int) -> None:
         guest.req.move(cause)
         del self._by_id[guest.req.request_id], self._followers[guest.peer].guests[guest.number]
-        self._admission.release(guest.req, now)
+        self._admission.release(guest.req, now_ns)
 
-    def _not_held_any_more(self, _: None, now: int) -> None:
-        self.admit_waiting(now)
+    def _not_held_any_more(self, _: None, now_ns: int) -> None:
+        self.admit_waiting(now_ns)
 
-    def _begin(self, req: RequestState, members: Sequence[Member], holders: tuple[Holder, ...], now: int) -> None:
+    def _begin(self, req: RequestState, members: Sequence[Member], holders: tuple[Holder, ...], now_ns: int) -> None:
         first, decode_at = members[0], members[1] if len(members) > 1 else None
         number = self._requests.next_number()
         there = Candidate(first.number, first.name, first.info.role, first.info.host_id)
         route = Route(there, None, "its follower decides")
         name = f"{req.request_id}#{number}"
-        req.attempt = attempt = Attempt(name, number, first, decode_at, holders, route, now, now, list(members), [])
+        req.attempt = attempt = Attempt(
+            name, number, first, decode_at, holders, route, now_ns, now_ns, list(members), []
+        )
         req.move(Cause.DISPATCHED)
         for handle in self._admission.memory.reserve(req, attempt):
             self._handles.give_way(handle)

@@ -120,59 +120,59 @@ class RoleScaling:
         self._last_ns: int | None = None
         self._tokens_s = self._answers = self._late = self._prompts = self._lost = 0.0
 
-    def look(self, load: RoleLoad, now: int) -> Wanted | None:
+    def look(self, load: RoleLoad, now_ns: int) -> Wanted | None:
         """Take a look into account. None: the count stays."""
-        self._count(load, now)
+        self._count(load, now_ns)
         count = load.instances
         if self._asked is not None:
-            if count != self._asked and now - self._asked_ns < self._settle_ns:
+            if count != self._asked and now_ns - self._asked_ns < self._settle_ns:
                 return None
             self._asked = self._full_ns = self._calm_ns = None
             self._answers = self._late = self._prompts = self._lost = 0.0  # what fewer or more instances did
         if count > self._range.most:
-            return self._ask(count, self._range.most, f"at most {self._range.most} are allowed", now)
+            return self._ask(count, self._range.most, f"at most {self._range.most} are allowed", now_ns)
         if count < self._range.least:  # what has died is started again by its supervisor
             return None
         worst = max(self._excesses(load), key=lambda one: one.times, default=None)
         if worst is not None and count < self._range.most:
-            return self._grow(load, worst, now)
+            return self._grow(load, worst, now_ns)
         self._full_ns = None
-        return self._shrink(load, now) if worst is None else None
+        return self._shrink(load, now_ns) if worst is None else None
 
-    def _count(self, load: RoleLoad, now: int) -> None:
-        if self._last_ns is not None and now > self._last_ns:
-            rate = load.served_tokens * NS_PER_S / (now - self._last_ns)
+    def _count(self, load: RoleLoad, now_ns: int) -> None:
+        if self._last_ns is not None and now_ns > self._last_ns:
+            rate = load.served_tokens * NS_PER_S / (now_ns - self._last_ns)
             self._tokens_s += (rate - self._tokens_s) * (1 - FADES)
-        self._last_ns = now
+        self._last_ns = now_ns
         self._answers, self._late = FADES * self._answers + load.answers, FADES * self._late + load.late
         self._prompts, self._lost = FADES * self._prompts + load.prompt_tokens, FADES * self._lost + load.lost_tokens
 
-    def _grow(self, load: RoleLoad, worst: _Excess, now: int) -> Wanted | None:
+    def _grow(self, load: RoleLoad, worst: _Excess, now_ns: int) -> Wanted | None:
         self._calm_ns, count = None, load.instances
         if self._full_ns is None:
-            self._full_ns, self._full_tokens = now, 0.0
+            self._full_ns, self._full_tokens = now_ns, 0.0
         else:
             self._full_tokens += load.served_tokens
-        full_ns = now - self._full_ns
+        full_ns = now_ns - self._full_ns
         if full_ns < self._up_ns:
             return None
         wanted = min(self._range.most, count * 2 if worst.times >= 2 else count + 1)
         self._failed[count] = max(self._tokens_s, self._full_tokens * NS_PER_S / full_ns if full_ns else 0.0)
-        return self._ask(count, wanted, worst.why, now)
+        return self._ask(count, wanted, worst.why, now_ns)
 
-    def _shrink(self, load: RoleLoad, now: int) -> Wanted | None:
+    def _shrink(self, load: RoleLoad, now_ns: int) -> Wanted | None:
         if load.instances <= self._range.least or not self._could_be_fewer(load):
             self._calm_ns = None
             return None
-        self._calm_ns = now if self._calm_ns is None else self._calm_ns
-        if now - self._calm_ns < self._down_ns:
+        self._calm_ns = now_ns if self._calm_ns is None else self._calm_ns
+        if now_ns - self._calm_ns < self._down_ns:
             return None
         count = load.instances
         seconds = f"{self._down_ns / NS_PER_S:g} s"
-        return self._ask(count, count - 1, f"{count - 1} could have done what came in the last {seconds}", now)
+        return self._ask(count, count - 1, f"{count - 1} could have done what came in the last {seconds}", now_ns)
 
-    def _ask(self, count: int, wanted: int, why: str, now: int) -> Wanted:
-        self._asked, self._asked_ns = wanted, now
+    def _ask(self, count: int, wanted: int, why: str, now_ns: int) -> Wanted:
+        self._asked, self._asked_ns = wanted, now_ns
         self._full_ns = self._calm_ns = None
         return Wanted(count, wanted, why)
 
@@ -370,17 +370,17 @@ class Scaling:
             role: RoleCount(role, *allowed, allowed.least, 0, 0) for role, allowed in options.by_role().items()
         }
 
-    def handle(self, look: ClusterLook, now: int) -> list[ScaleRole]:
-        """Take a look at time ``now`` (ns) into account."""
+    def handle(self, look: ClusterLook, now_ns: int) -> list[ScaleRole]:
+        """Take a look at time ``now_ns`` (ns) into account."""
         self._reuse.look(look)
-        fresh = {member.peer: self._news(member, now) for member in look.members}
+        fresh = {member.peer: self._news(member, now_ns) for member in look.members}
         self._known = {peer: known for peer, known in self._known.items() if peer in fresh}
         unplaced, orders = look.unplaced, []
         for role, policy in self._roles.items():
             members = [member for member in look.members if member.role is role]
             load = self._load(role, members, fresh, unplaced if role in READS_PROMPTS else 0)
             unplaced = 0 if role in READS_PROMPTS else unplaced
-            found = policy.look(load, now)
+            found = policy.look(load, now_ns)
             if found is not None:
                 self._decided(role, found)
                 orders.append(ScaleRole(role, found.instances, found.wanted, found.why))
@@ -395,18 +395,18 @@ class Scaling:
         """What was decided so far, by role."""
         return tuple(self._counts.values())
 
-    def _news(self, member: MemberLook, now: int) -> Totals:
+    def _news(self, member: MemberLook, now_ns: int) -> Totals:
         """What it has counted since the last look."""
         totals, known = member.totals, self._known.get(member.peer)
         if totals is None:
             return Totals()
         if known is None:
-            self._known[member.peer] = _Known(totals, now, totals.device_ns)
+            self._known[member.peer] = _Known(totals, now_ns, totals.device_ns)
             return Totals()
         news, known.totals = totals.since(known.totals), totals
-        if now - known.busy_from_ns >= BUSY_NS:
-            known.busy = min(1.0, (totals.device_ns - known.device_ns) / (now - known.busy_from_ns))
-            known.busy_from_ns, known.device_ns = now, totals.device_ns
+        if now_ns - known.busy_from_ns >= BUSY_NS:
+            known.busy = min(1.0, (totals.device_ns - known.device_ns) / (now_ns - known.busy_from_ns))
+            known.busy_from_ns, known.device_ns = now_ns, totals.device_ns
         return news
 
     def _load(self, role: Role, members: Iterable[MemberLook], fresh: Mapping[Peer, Totals], unplaced: int) -> RoleLoad:

@@ -39,29 +39,29 @@ class Following(Membership):
 
     # -- what the owner says
 
-    def hear_owner(self, owner: Peer, message: AnyMessage, now: int) -> None:
+    def hear_owner(self, owner: Peer, message: AnyMessage, now_ns: int) -> None:
         """The owner tells of members, or which requests are admitted."""
         match message:
             case GuestGrants() if self._asking is not None:
-                for rejection in self._asking.hear(owner, message, now):
-                    self._lifecycle.arrivals.turn_away(rejection, now)
-                self._lifecycle.place_waiting(now)
+                for rejection in self._asking.hear(owner, message, now_ns):
+                    self._lifecycle.arrivals.turn_away(rejection, now_ns)
+                self._lifecycle.place_waiting(now_ns)
             case JoinAccepted(peers):
                 if self._asking is not None:
                     self._asking.owner_accepts(owner)
                 infos = {info.peer.name: info for info in peers if info.role is not Role.ROUTER}
                 for name in [name for name, info in self._known.items() if infos.get(name) != info]:
-                    self._forget(name, "the owner does not name it any more", now)
+                    self._forget(name, "the owner does not name it any more", now_ns)
                 for info in infos.values():
                     self._know(info)
             case PeerJoined(info):
                 if info.role is not Role.ROUTER and self._known.get(info.peer.name) != info:
-                    self._forget(info.peer.name, "it was started anew", now)
+                    self._forget(info.peer.name, "it was started anew", now_ns)
                     self._know(info)
             case PeerGone(peer, reason):
                 known = self._known.get(peer.name)
                 if known is not None and known.peer == peer:
-                    self._forget(peer.name, reason, now)
+                    self._forget(peer.name, reason, now_ns)
             case _:
                 pass
 
@@ -70,29 +70,29 @@ class Following(Membership):
         if info.role.has_model and self._registry.named(info.peer.name) is None:
             self._registry.awaited[info.peer.name] = None
 
-    def _forget(self, name: str, reason: str, now: int) -> None:
+    def _forget(self, name: str, reason: str, now_ns: int) -> None:
         self._known.pop(name, None)
         self._registry.awaited.pop(name, None)
         member = self._registry.named(name)
         if member is not None:
-            self.gone(member, reason, now, died=True)
+            self.gone(member, reason, now_ns, died=True)
 
     # -- what instances and stores say
 
-    def join(self, sender: Peer, message: Join, now: int) -> None:
+    def join(self, sender: Peer, message: Join, now_ns: int) -> None:
         """They ask the owner."""
 
-    def stranger(self, sender: Peer, message: AnyMessage, now: int) -> Member | None:
+    def stranger(self, sender: Peer, message: AnyMessage, now_ns: int) -> Member | None:
         """The first message of a member, or the first after a silence."""
         info = self._known.get(sender.name)
         if info is None or info.peer != sender or isinstance(message, Leave):
             return None
         if self._registry.why_not(info) is not None:
             return None  # of another model than those heard so far: the owner has let all of those go meanwhile
-        member = self._register(info, now)
+        member = self._register(info, now_ns)
         self._registry.awaited.pop(member.name, None)
         self._counters.members_joined += 1
-        self._lifecycle.place_waiting(now)
+        self._lifecycle.place_waiting(now_ns)
         return member
 
     def drain(self, member: Member) -> None:
@@ -108,16 +108,16 @@ class Following(Membership):
         self._known.pop(sender.name, None)
         self._registry.awaited.pop(sender.name, None)
 
-    def all_gone(self, reason: str, now: int) -> None:
+    def all_gone(self, reason: str, now_ns: int) -> None:
         """The owner has taken this follower to be dead: instances have let its attempts go."""
         if self._asking is not None:
             self._asking.expelled()
         for name in list(self._known):
-            self._forget(name, reason, now)
+            self._forget(name, reason, now_ns)
 
-    def speak(self, now: int, *, beats: bool = False) -> None:
+    def speak(self, now_ns: int, *, beats: bool = False) -> None:
         """The owner hears of the requests that it admits. ``beats``: a heartbeat goes to it."""
-        news = self._asking.news(now, beats=beats) if self._asking is not None else None
+        news = self._asking.news(now_ns, beats=beats) if self._asking is not None else None
         if news is not None:
             self._outbox.send(ANY_ROUTER, news)
 

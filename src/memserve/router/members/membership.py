@@ -78,7 +78,7 @@ class LossDetector:
     def _ask(self, member: Member, attempts: list[str]) -> None:
         self._outbox.send(member.peer, AskAttempts(tuple(attempts), member.totals.dispatches))
 
-    def answer(self, member: Member, message: AttemptsUnknown, now: int) -> None:
+    def answer(self, member: Member, message: AttemptsUnknown, now_ns: int) -> None:
         """``member`` has said which attempts it does not have. The difference of the totals is explained."""
         totals = member.totals
         totals.dispatches_lost = message.dispatches - message.dispatches_heard
@@ -92,7 +92,7 @@ class LossDetector:
             if attempt.first is member and attempt.decode_at is not None:
                 decoding.setdefault(attempt.decode_at, []).append(attempt_id)
             else:
-                self._lifecycle.lost(attempt_id, member, now)
+                self._lifecycle.lost(attempt_id, member, now_ns)
         for other, attempts in decoding.items():
             self._ask(other, attempts)
 
@@ -137,7 +137,7 @@ class Membership:
 
     # -- joining
 
-    def join(self, sender: Peer, message: Join, now: int) -> None:
+    def join(self, sender: Peer, message: Join, now_ns: int) -> None:
         """A new member, or one that has not heard that it is one."""
         info = message.info
         if info.peer != sender:
@@ -145,9 +145,9 @@ class Membership:
             return
         known = self._registry.get(sender)
         if known is not None:
-            known.heard_ns = now
+            known.heard_ns = now_ns
             if known.state is MemberState.REJOINING:
-                self._readopt(known, message, now)
+                self._readopt(known, message, now_ns)
             else:
                 self._accept(known, message.sent_to)
             return
@@ -164,15 +164,15 @@ class Membership:
             reason = f"it was started with {asked}, and the owner with {here}"
         if reason is not None and all(member.state is MemberState.REJOINING for member in self._registry):
             for member in list(self._registry):  # recovered members of another model's cluster, none of which answered
-                self.gone(member, "a new cluster has begun", now, died=False)
+                self.gone(member, "a new cluster has begun", now_ns, died=False)
             reason = self._registry.why_not(info)
         if reason is not None:
             self._refuse(sender, info, reason)
             return
         older = self._registry.named(sender.name)
         if older is not None:
-            self.gone(older, "it was started anew", now, died=True)
-        member = self._enter(message, now)
+            self.gone(older, "it was started anew", now_ns, died=True)
+        member = self._enter(message, now_ns)
         if older is not None:
             member.replaces = older.info.address
 
@@ -185,32 +185,32 @@ class Membership:
         others = tuple(other.info for other in self._registry if other is not member)
         self._outbox.send(member.peer, JoinAccepted(others, joined_at))
 
-    def _enter(self, message: Join, now: int) -> Member:
+    def _enter(self, message: Join, now_ns: int) -> Member:
         info = message.info
         is_back = self._registry.newest_dead(info.peer.name) is not None
-        member = self._register(info, now)
+        member = self._register(info, now_ns)
         change = MemberChange.RETURNED if is_back else MemberChange.JOINED
         self._outbox.report(change, info.peer, info.address, member.costs_note, role=info.role)
-        self._outbox.remember(MemberEntered(info, now))
+        self._outbox.remember(MemberEntered(info, now_ns))
         self._counters.members_joined += 1
-        self._introduce(member, message.sent_to, now)
+        self._introduce(member, message.sent_to, now_ns)
         return member
 
-    def _register(self, info: PeerInfo, now: int) -> Member:
+    def _register(self, info: PeerInfo, now_ns: int) -> Member:
         """A row in every table; a timer watches the member from now on."""
-        member = self._registry.enter(info, now)
+        member = self._registry.enter(info, now_ns)
         self._loads.enter(member.number, info.role, info.context_tokens, info.hbm_blocks, info.host_id, member.costs)
         self._trees.enter(member.number, publishes=info.publishes_events, role=info.role)
         self._lifecycle.admission.memory.enter(member)
         self._lifecycle.answers.asks |= info.role is Role.ROUTER
-        self._timers.arm(now + self._config.dead_after_ns, self._silent, member.peer)
+        self._timers.arm(now_ns + self._config.dead_after_ns, self._silent, member.peer)
         return member
 
-    def _introduce(self, member: Member, joined_at: str, now: int) -> None:
+    def _introduce(self, member: Member, joined_at: str, now_ns: int) -> None:
         """The member hears of all others and they of it; requests that wait may run there."""
         self._accept(member, joined_at)
         self._tell_others(member, PeerJoined(member.info))
-        self._lifecycle.place_waiting(now)
+        self._lifecycle.place_waiting(now_ns)
 
     def _tell_others(self, member: Member, message: PeerJoined | PeerGone) -> None:
         for other in self._registry if self.announces else ():
@@ -220,7 +220,7 @@ class Membership:
     # -- members of an earlier router
 
     def recover(
-        self, members: tuple[RecoveredMember, ...], gone: tuple[Peer, ...], address: str, last: int, now: int
+        self, members: tuple[RecoveredMember, ...], gone: tuple[Peer, ...], address: str, last: int, now_ns: int
     ) -> None:
         """Members of the last router, which had the generation ``last``. Each counts, and gets work, when it has
         answered. ``address``: where they reach this router."""
@@ -229,13 +229,13 @@ class Membership:
         for known in members:
             if self._registry.why_not(known.info) is not None:
                 continue  # of another model than those before it: it is told when it speaks
-            member = self._register(known.info, now)
+            member = self._register(known.info, now_ns)
             member.state, member.drains = MemberState.REJOINING, known.is_draining
             self._loads.close(member.number)
             self._trees.recover(member.number, known.next_event, known.hbm, known.dram, known.ssd)
-            self._lifecycle.admission.memory.recover(member, known.used, now)
+            self._lifecycle.admission.memory.recover(member, known.used, now_ns)
             if member.has_model:
-                self._lifecycle.answers.wait_for(member, now)
+                self._lifecycle.answers.wait_for(member, now_ns)
             elif member.info.role is Role.ROUTER and self._config.admission.mode is not Admission.NONE:
                 self._lifecycle.guests.wait_for(member.peer)
             self.ask_to_rejoin(member)
@@ -245,7 +245,7 @@ class Membership:
         as silent."""
         self._outbox.send(member.peer, self._rejoin_request)
 
-    def _readopt(self, member: Member, message: Join, now: int) -> None:
+    def _readopt(self, member: Member, message: Join, now_ns: int) -> None:
         """The member is back with everything that it had cached: the trees know of that already."""
         info = message.info
         member.introduce(info)
@@ -255,19 +255,19 @@ class Membership:
         self._counters.members_readopted += 1
         kept = "with the KV that it had cached"
         self._outbox.report(MemberChange.RETURNED, info.peer, info.address, kept, role=info.role)
-        self._introduce(member, message.sent_to, now)
+        self._introduce(member, message.sent_to, now_ns)
         if member.drains:
             self.drain(member)
 
     # -- heartbeats
 
-    def heartbeat(self, member: Member, message: Heartbeat, now: int) -> None:
+    def heartbeat(self, member: Member, message: Heartbeat, now_ns: int) -> None:
         """``member`` lives, and says how busy it is."""
         self.hear_load(member, message.load)
         for other in self._registry.learn_costs(member, message.costs):
             self._loads.set_costs(other.number, other.costs)
         member.stats = message.stats or member.stats
-        self.ask(member, self._trees.heartbeat(member.number, message.next_event, now))
+        self.ask(member, self._trees.heartbeat(member.number, message.next_event, now_ns))
         if member.state is MemberState.DRAINING and self.announces:
             self._outbox.send(member.peer, Drain())  # the first one may have been lost
         if message.wants_ack:
@@ -286,9 +286,9 @@ class Membership:
         if ask is not None:
             self._outbox.send(member.peer, ask)
 
-    def answer(self, member: Member, message: AttemptsUnknown, now: int) -> None:
+    def answer(self, member: Member, message: AttemptsUnknown, now_ns: int) -> None:
         """``member`` was asked for attempts, and does not have these."""
-        self._losses.answer(member, message, now)
+        self._losses.answer(member, message, now_ns)
 
     def _compare_members(self, member: Member, digest: int) -> None:
         """An instance that knows other members than there are waits for a lease's end at each handoff to them."""
@@ -308,7 +308,7 @@ class Membership:
             self._lifecycle.admission.memory.reconsider()
             self._outbox.send(member.peer, Drain())
 
-    def gone(self, member: Member, reason: str, now: int, *, died: bool) -> None:
+    def gone(self, member: Member, reason: str, now_ns: int, *, died: bool) -> None:
         """``member`` left or died: all others are told, and what depended on it is tried elsewhere."""
         self._outbox.remember(MemberGone(member.peer))
         if died:
@@ -317,29 +317,31 @@ class Membership:
             self._counters.members_left += 1
         change = MemberChange.DIED if died else MemberChange.LEFT
         self._outbox.report(change, member.peer, member.info.address, reason, role=member.info.role)
-        failed = self._lifecycle.abandon_member(member, now, died=died)
+        failed = self._lifecycle.abandon_member(member, now_ns, died=died)
         self._registry.leave(member, is_final=self.announces)
         self._loads.leave(member.number)
         self._lifecycle.admission.memory.leave(member)
         self._trees.leave(member.number)
         self._tell_others(member, PeerGone(member.peer, reason))
-        self._handles.member_gone(member, now)
+        self._handles.member_gone(member, now_ns)
         for req in failed:
-            self._lifecycle.place(req, now)
-        self._lifecycle.answers.has_told(member.peer, now)
+            self._lifecycle.place(req, now_ns)
+        self._lifecycle.answers.has_told(member.peer, now_ns)
 
-    def _silent(self, peer: Peer, now: int) -> None:
+    def _silent(self, peer: Peer, now_ns: int) -> None:
         """The timer of a member that may have been silent for too long."""
         member = self._registry.get(peer)
         if member is None:
             return
         due_ns = member.heard_ns + self._config.dead_after_ns
-        if due_ns > now:
+        if due_ns > now_ns:
             self._timers.arm(due_ns, self._silent, peer)
         else:
-            self.gone(member, f"nothing was heard of it for {(now - member.heard_ns) / 1e9:.1f} s", now, died=True)
+            self.gone(
+                member, f"nothing was heard of it for {(now_ns - member.heard_ns) / 1e9:.1f} s", now_ns, died=True
+            )
 
-    def stranger(self, sender: Peer, message: AnyMessage, now: int) -> Member | None:
+    def stranger(self, sender: Peer, message: AnyMessage, now_ns: int) -> Member | None:
         """A process that is no member speaks as if it were one. Returns it if it is one from now on."""
         if not isinstance(message, Leave):
             self.expel(sender, "this incarnation is no member")
@@ -353,7 +355,7 @@ class Membership:
 
     # -- looking
 
-    def speak(self, now: int) -> None:
+    def speak(self, now_ns: int) -> None:
         """Followers hear what was decided in this event."""
         self._lifecycle.guests.speak()
 
@@ -397,21 +399,21 @@ class StoreCalls:
         self._config, self._timers, self._outbox = config, timers, outbox
         self._address = ""
 
-    def begin(self, address: str, now: int) -> None:
+    def begin(self, address: str, now_ns: int) -> None:
         """From now on. ``address``: where the store reaches this router."""
         is_first = not self._address
         self._address = address
         if is_first:
-            self._call(STORE, now)
+            self._call(STORE, now_ns)
 
     def end(self) -> None:
         """The router ends: the store need not wait until it is taken to be silent, and may join another at once."""
         if self._address:
             self._outbox.send(STORE, Leave())
 
-    def _call(self, store: Peer, now: int) -> None:
+    def _call(self, store: Peer, now_ns: int) -> None:
         self._outbox.send(store, JoinRequest(self._address))
-        self._timers.arm(now + self._config.call_every_ns, self._call, store)
+        self._timers.arm(now_ns + self._config.call_every_ns, self._call, store)
 
     def declined(self, store: Peer, reason: str) -> None:
         """The store belongs to another router."""

@@ -245,11 +245,11 @@ class Registry:
             return f"its KV geometry differs: {info.geometry}, the cluster's is {self.geometry}"
         return None
 
-    def enter(self, info: PeerInfo, now: int) -> Member:
+    def enter(self, info: PeerInfo, now_ns: int) -> Member:
         """A new member. Its name must be free, and :meth:`why_not` content."""
         check(info.peer.name not in self._members, "{} is a member already", info.peer.name)
         place = heapq.heappop(self._free) if self._free else len(self._members)
-        member = Member(info, place ^ self._order, joined_ns=now, heard_ns=now)
+        member = Member(info, place ^ self._order, joined_ns=now_ns, heard_ns=now_ns)
         self._by_number[member.number] = member
         if member.has_model and not any(other.has_model for other in self):
             self.namespace, self.geometry = info.namespace, info.geometry
@@ -302,10 +302,10 @@ class Registry:
         for peer in peers:
             self._bury(peer)
 
-    def forgive(self, now: int) -> None:
+    def forgive(self, now_ns: int) -> None:
         """The router itself was not running: no member's silence until now counts."""
         for member in self:
-            member.heard_ns = now
+            member.heard_ns = now_ns
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if names, numbers and the digest do not agree."""

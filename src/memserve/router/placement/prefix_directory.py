@@ -145,18 +145,18 @@ class Trees:
 
     # -- events
 
-    def apply(self, number: int, batch: KvEvents, now: int) -> AskEvents | None:
+    def apply(self, number: int, batch: KvEvents, now_ns: int) -> AskEvents | None:
         """Take a batch into account; ``AskEvents`` when some before it are missing. It must be sane."""
         feed = self._feeds[number]
         if not feed.publishes or batch.first + len(batch.changes) <= feed.next_event:
             return None
         if batch.first > feed.next_event:
             self._put_aside(feed, batch)
-            return self._ask(feed, now)
+            return self._ask(feed, now_ns)
         self._apply_from(number, feed, batch.first, batch.changes)
-        return self._fill_from_aside(number, feed, now)
+        return self._fill_from_aside(number, feed, now_ns)
 
-    def replace(self, number: int, snapshot: KvSnapshot, now: int) -> AskEvents | None:
+    def replace(self, number: int, snapshot: KvSnapshot, now_ns: int) -> AskEvents | None:
         """Everything that its index holds, right before change ``next_event``. Older than what is known: ignored."""
         feed = self._feeds[number]
         if not feed.publishes or snapshot.next_event < feed.next_event:
@@ -165,14 +165,14 @@ class Trees:
         self.directory.clear(number)
         self._store(number, snapshot.hbm, snapshot.dram, snapshot.ssd)
         feed.next_event, feed.asked_ns = snapshot.next_event, None
-        return self._fill_from_aside(number, feed, now)
+        return self._fill_from_aside(number, feed, now_ns)
 
-    def heartbeat(self, number: int, next_event: int, now: int) -> AskEvents | None:
+    def heartbeat(self, number: int, next_event: int, now_ns: int) -> AskEvents | None:
         """A member has numbered its changes up to ``next_event``: were all of them heard?"""
         feed = self._feeds[number]
-        return self._ask(feed, now) if feed.publishes and next_event > feed.next_event else None
+        return self._ask(feed, now_ns) if feed.publishes and next_event > feed.next_event else None
 
-    def record(self, peer: Peer, number: int, news: KvEvents | KvSnapshot, known: int, now: int) -> Entries:
+    def record(self, peer: Peer, number: int, news: KvEvents | KvSnapshot, known: int, now_ns: int) -> Entries:
         """What ``news`` of ``peer`` has changed, now that it is applied; before, changes up to ``known`` were.
 
         Mostly that is the news itself. Where it has closed a gap, and changes that waited behind it were applied as
@@ -180,12 +180,12 @@ class Trees:
         """
         next_event = self._feeds[number].next_event
         if isinstance(news, KvEvents) and news.first <= known and next_event <= news.first + len(news.changes):
-            return EntriesChanged(peer, news.first, news.changes, now)
+            return EntriesChanged(peer, news.first, news.changes, now_ns)
         if isinstance(news, KvSnapshot) and next_event == news.next_event:
-            return EntriesReplaced(peer, next_event, news.hbm, news.dram, now, news.ssd)
+            return EntriesReplaced(peer, next_event, news.hbm, news.dram, now_ns, news.ssd)
         held = dict(zip(tiers_of(self._feeds[number].role), self.holdings(number), strict=True))
         hbm, dram, ssd = (held.get(tier, b"") for tier in Tier)
-        return EntriesReplaced(peer, next_event, hbm, dram, now, ssd)
+        return EntriesReplaced(peer, next_event, hbm, dram, now_ns, ssd)
 
     def holdings(self, number: int) -> tuple[bytes, bytes]:
         """Identities of all that the member is known to have, in its upper tier and in its lower one alone, 16 bytes
@@ -214,20 +214,20 @@ class Trees:
         if more > 0 and feed.aside_changes + more <= ASIDE_CHANGES_MAX:
             feed.aside[batch.first] = batch.changes
 
-    def _fill_from_aside(self, number: int, feed: Feed, now: int) -> AskEvents | None:
+    def _fill_from_aside(self, number: int, feed: Feed, now_ns: int) -> AskEvents | None:
         """Apply what was kept aside as far as it follows; ask when there is yet another gap."""
         for first in sorted(feed.aside):
             if first > feed.next_event:
-                return self._ask(feed, now)
+                return self._ask(feed, now_ns)
             changes = feed.aside.pop(first)
             self._apply_from(number, feed, first, changes)
         return None
 
-    def _ask(self, feed: Feed, now: int) -> AskEvents | None:
-        if feed.asked_ns is not None and now - feed.asked_ns < ASK_AGAIN_NS:
+    def _ask(self, feed: Feed, now_ns: int) -> AskEvents | None:
+        if feed.asked_ns is not None and now_ns - feed.asked_ns < ASK_AGAIN_NS:
             return None
         self._counters.kv_gaps += feed.asked_ns is None
-        feed.asked_ns = now
+        feed.asked_ns = now_ns
         return AskEvents(feed.next_event)
 
     # -- prompts
@@ -245,17 +245,17 @@ class Trees:
         """How much of a prompt each member has; ``numbers``: length of the arrays."""
         return Matches(*self.directory.match_columns(identities, numbers))
 
-    def expect(self, number: int, identities: bytes, now: int, *, by_events: bool = True) -> None:
+    def expect(self, number: int, identities: bytes, now_ns: int, *, by_events: bool = True) -> None:
         """These blocks were sent there to be computed or decoded. ``by_events``: KV events name them so, too."""
         config = self._config
         ttl_ns = config.speculative_ttl_ns if by_events and self._feeds[number].publishes else config.tree_ttl_ns
-        self.directory.speculate(number, identities, now + ttl_ns)
+        self.directory.speculate(number, identities, now_ns + ttl_ns)
         self._wake_for_expiry()
 
-    def expire(self, _: None, now: int) -> None:
+    def expire(self, _: None, now_ns: int) -> None:
         """The timer of all that is expected: forget what was expected and has not been confirmed in time."""
         self._expires = False
-        self.directory.expire(now)
+        self.directory.expire(now_ns)
         self._wake_for_expiry()
 
     def _wake_for_expiry(self) -> None:
@@ -335,9 +335,9 @@ class RecentPrompts:
         self._prompts: deque[_Prompt] = deque()
         self._nbytes = 0
 
-    def note(self, tenant: str, identities: bytes, now: int) -> None:
+    def note(self, tenant: str, identities: bytes, now_ns: int) -> None:
         """A prompt was placed; ``identities`` of its whole blocks."""
-        self._prompts.append(_Prompt(tenant, identities, now))
+        self._prompts.append(_Prompt(tenant, identities, now_ns))
         self._nbytes += len(identities)
         while len(self._prompts) > PROMPTS_MAX or (self._nbytes > BYTES_MAX and len(self._prompts) > 1):
             self._nbytes -= len(self._prompts.popleft().identities)

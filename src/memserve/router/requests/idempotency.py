@@ -167,7 +167,7 @@ class Answers:
 
     # -- clients
 
-    def serve(self, request: Request, now: int) -> bool:
+    def serve(self, request: Request, now_ns: int) -> bool:
         """A client has sent ``request``. Whether that is all: its answer is known here, or its key is another
         request's."""
         answer = self._by_key.get(request.key)
@@ -181,14 +181,14 @@ class Answers:
         if answer.reader:
             self._outbox.reject(answer.reader, TAKEN_OVER, None, conflict=KeyConflict.TAKEN_OVER, is_reader=True)
         self._counters.answers_continued += 1
-        self._move(answer, AnswerCause.CLIENT_CAME, now)
+        self._move(answer, AnswerCause.CLIENT_CAME, now_ns)
         if answer.phase is AnswerPhase.ATTENDED:
             self._read(answer, request.request_id)
         for output in answer.log.outputs(request.request_id):
             self._outbox.emit(structs.replace(output, story=(*output.story, ("created", answer.created_s))))
         return True
 
-    def begin(self, request: Request, now: int) -> Request:
+    def begin(self, request: Request, now_ns: int) -> Request:
         """A client has sent ``request``, which :meth:`serve` has not served: a new one, or one that instances know.
         Returns it as it is to be run."""
         answer = self._by_key.get(request.key)
@@ -197,34 +197,34 @@ class Answers:
             self.nbytes += answer.nbytes
         answer.request_id, answer.sequences = request.request_id, request.n
         self._by_request[request.request_id] = answer
-        self._move(answer, AnswerCause.CLIENT_CAME, now)
+        self._move(answer, AnswerCause.CLIENT_CAME, now_ns)
         self._read(answer, request.request_id)
         if self.asks:
-            self._ask(answer, now)
+            self._ask(answer, now_ns)
         return structs.replace(request, created_s=answer.created_s)
 
-    def _ask(self, answer: Answer, now: int) -> None:
+    def _ask(self, answer: Answer, now_ns: int) -> None:
         """Another router may have begun this answer: instances know."""
         able = [one.peer for one in self._registry if one.has_model and one.state is not MemberState.REJOINING]
         for peer in able:
             self._outbox.send(peer, AskAnswers(answer.key, answer.asked))
         if able:
             answer.awaited, self._asking[answer.key] = dict.fromkeys(able), answer
-            self._timers.arm(now + self._config.dead_after_ns, self._asked_long_ago, (answer, answer.awaited))
+            self._timers.arm(now_ns + self._config.dead_after_ns, self._asked_long_ago, (answer, answer.awaited))
 
-    def _asked_long_ago(self, asked: tuple[Answer, dict[Peer, None]], now: int) -> None:
+    def _asked_long_ago(self, asked: tuple[Answer, dict[Peer, None]], now_ns: int) -> None:
         """Those that have not told are silent, or a message was lost."""
         answer, awaited = asked
         if answer.awaited is awaited:
             for peer in list(awaited):
-                self._has_told_of(answer, peer, now)
+                self._has_told_of(answer, peer, now_ns)
 
-    def _has_told_of(self, answer: Answer, peer: Peer, now: int) -> None:
+    def _has_told_of(self, answer: Answer, peer: Peer, now_ns: int) -> None:
         if peer in answer.awaited:
             del answer.awaited[peer]
             if not answer.awaited:
                 del self._asking[answer.key]
-                self.place_waiting(now)
+                self.place_waiting(now_ns)
 
     def _read(self, answer: Answer, reader: str) -> None:
         self._by_reader.pop(answer.reader, None)
@@ -240,31 +240,31 @@ class Answers:
         """Whether a connection gets an answer with a key."""
         return reader in self._by_reader
 
-    def leaves(self, reader: str, now: int) -> bool:
+    def leaves(self, reader: str, now_ns: int) -> bool:
         """A connection is gone. Whether its request goes on without."""
         answer = self._by_reader.pop(reader, None)
         if answer is None:
             return reader in self._by_request  # another connection has taken it over
         answer.reader = ""
         self._outbox.reject(reader, CLIENT_LEFT, None, is_reader=True)  # the host waits for nothing more for it
-        self._move(answer, AnswerCause.CLIENT_LEFT, now)
+        self._move(answer, AnswerCause.CLIENT_LEFT, now_ns)
         return True
 
-    def taken(self, request_id: str, now: int) -> None:
+    def taken(self, request_id: str, now_ns: int) -> None:
         """A client asks another router for the answer of a live request, and an instance goes on for that one."""
-        self._turn_away(request_id, TAKEN_OVER, KeyConflict.TAKEN_OVER, now)
+        self._turn_away(request_id, TAKEN_OVER, KeyConflict.TAKEN_OVER, now_ns)
 
-    def _turn_away(self, request_id: str, reason: str, conflict: KeyConflict, now: int) -> None:
+    def _turn_away(self, request_id: str, reason: str, conflict: KeyConflict, now_ns: int) -> None:
         """End a live request for what other routers do with its key."""
         answer = self._by_request[request_id]
         if answer.reader:
             self._outbox.reject(answer.reader, reason, None, conflict=conflict, is_reader=True)
             del self._by_reader[answer.reader]
             answer.reader = ""
-            self._move(answer, AnswerCause.CLIENT_LEFT, now)
-        self.cancel(request_id, now)
+            self._move(answer, AnswerCause.CLIENT_LEFT, now_ns)
+        self.cancel(request_id, now_ns)
 
-    def taken_before(self, sender: Peer, attempt_id: str, now: int) -> None:
+    def taken_before(self, sender: Peer, attempt_id: str, now_ns: int) -> None:
         """As :meth:`taken`, of what ``sender`` has told of and no request here goes on with yet: its request may still
         wait to be admitted, or for what other instances tell."""
         held = self._by_attempt.get((sender, attempt_id))
@@ -274,9 +274,9 @@ class Answers:
         answer.held.remove(held)
         self._forget(held)
         if answer.request_id:
-            self.taken(answer.request_id, now)
+            self.taken(answer.request_id, now_ns)
         elif not answer.held:
-            self._drop(answer, now)
+            self._drop(answer, now_ns)
 
     # -- the request
 
@@ -289,7 +289,7 @@ class Answers:
         story = output.story if output.offset else (*output.story, ("created", answer.created_s))
         return structs.replace(output, request_id=answer.reader, story=story)
 
-    def over(self, request_id: str, now: int) -> None:
+    def over(self, request_id: str, now_ns: int) -> None:
         """The request has ended in whatever way, and has emitted everything."""
         answer = self._by_request.pop(request_id)
         self._by_reader.pop(answer.reader, None)
@@ -298,15 +298,15 @@ class Answers:
         answer.reader = answer.request_id = ""
         if answer.log.is_complete(answer.sequences):
             self._give_up(answer)
-            self._move(answer, AnswerCause.COMPLETED, now)
+            self._move(answer, AnswerCause.COMPLETED, now_ns)
         elif answer.held:
             self.nbytes -= answer.log.nbytes
             answer.log = AnswerLog()
             self.nbytes += answer.log.nbytes
-            self._move(answer, AnswerCause.TURNED_AWAY, now)
+            self._move(answer, AnswerCause.TURNED_AWAY, now_ns)
         else:
-            self._drop(answer, now)
-        self._make_room(now)
+            self._drop(answer, now_ns)
+        self._make_room(now_ns)
 
     def told(self, request_id: str) -> tuple[TokenOutput, ...]:
         """All that was emitted of a live request."""
@@ -315,19 +315,19 @@ class Answers:
 
     # -- what instances have
 
-    def wait_for(self, member: Member, now: int) -> None:
+    def wait_for(self, member: Member, now_ns: int) -> None:
         """``member`` was one of the last router's: requests with keys are placed when it has told what it has."""
         self._awaited[member.peer] = None
-        self._timers.arm(now + self._config.dead_after_ns, self.has_told, member.peer)
+        self._timers.arm(now_ns + self._config.dead_after_ns, self.has_told, member.peer)
 
-    def has_told(self, peer: Peer, now: int) -> None:
+    def has_told(self, peer: Peer, now_ns: int) -> None:
         """A member has told what it has, is gone, or has had its time for that."""
         for answer in list(self._asking.values()):
-            self._has_told_of(answer, peer, now)
+            self._has_told_of(answer, peer, now_ns)
         if peer in self._awaited:
             del self._awaited[peer]
             if not self._awaited:
-                self.place_waiting(now)
+                self.place_waiting(now_ns)
 
     def awaits(self, req: RequestState) -> bool:
         """Whether an instance that has not told yet may have the answer of ``req``."""
@@ -337,25 +337,25 @@ class Answers:
     def _is_awaited(self, answer: Answer) -> bool:
         return bool(self._awaited) or bool(answer.awaited)
 
-    def heard(self, member: Member, message: AnswersHeld, now: int) -> None:
+    def heard(self, member: Member, message: AnswersHeld, now_ns: int) -> None:
         """``member`` tells what it has."""
         for held in message.answers:
-            self._hear(member, held, now)
+            self._hear(member, held, now_ns)
         if message.key and (answer := self._asking.get(message.key)) is not None:
             if message.refused == answer.asked:  # an earlier question may have been for another request
-                self._turn_away(answer.request_id, OTHER_REQUEST, KeyConflict.OTHER_REQUEST, now)
+                self._turn_away(answer.request_id, OTHER_REQUEST, KeyConflict.OTHER_REQUEST, now_ns)
             else:
-                self._has_told_of(answer, member.peer, now)
+                self._has_told_of(answer, member.peer, now_ns)
         elif message.is_last and not message.key:
-            self.has_told(member.peer, now)
-        self._make_room(now)
+            self.has_told(member.peer, now_ns)
+        self._make_room(now_ns)
 
-    def _hear(self, member: Member, told: AnswerHeld, now: int) -> None:
+    def _hear(self, member: Member, told: AnswerHeld, now_ns: int) -> None:
         answer = self._by_key.get(told.key)
         if answer is None:
             answer = self._by_key[told.key] = Answer(told.key, told.asked, told.created_s)
             self.nbytes += answer.nbytes
-            self._move(answer, AnswerCause.INSTANCE_TOLD, now)
+            self._move(answer, AnswerCause.INSTANCE_TOLD, now_ns)
         is_open = answer.phase is AnswerPhase.REPORTED or (self._is_awaited(answer) and not answer.log)
         is_known = (member.peer, told.attempt_id) in self._by_attempt
         if answer.asked != told.asked or not is_open or is_known:
@@ -426,36 +426,36 @@ class Answers:
 
     # -- time and room
 
-    def _move(self, answer: Answer, cause: AnswerCause, now: int) -> None:
+    def _move(self, answer: Answer, cause: AnswerCause, now_ns: int) -> None:
         answer.phase = ANSWER.step(answer.phase, cause)
         if answer.phase in (AnswerPhase.GONE, AnswerPhase.ATTENDED):
             self._idle.pop(answer.key, None)
         elif cause is not AnswerCause.CLIENT_CAME:  # a client that reads what is kept changes nothing
             self._idle.pop(answer.key, None)
             self._idle[answer.key] = answer
-            answer.until_ns = now + self._config.answer_ns
+            answer.until_ns = now_ns + self._config.answer_ns
             self._timers.arm(answer.until_ns, self._is_due, answer)
 
-    def _is_due(self, answer: Answer, now: int) -> None:
-        if self._idle.get(answer.key) is answer and answer.until_ns <= now:
-            self._end(answer, now)
+    def _is_due(self, answer: Answer, now_ns: int) -> None:
+        if self._idle.get(answer.key) is answer and answer.until_ns <= now_ns:
+            self._end(answer, now_ns)
 
-    def _end(self, answer: Answer, now: int) -> None:
+    def _end(self, answer: Answer, now_ns: int) -> None:
         if answer.request_id:
-            self.cancel(answer.request_id, now)  # which leads to over()
+            self.cancel(answer.request_id, now_ns)  # which leads to over()
         if self._by_key.get(answer.key) is answer and not answer.request_id:
-            self._drop(answer, now)
+            self._drop(answer, now_ns)
 
-    def _drop(self, answer: Answer, now: int) -> None:
+    def _drop(self, answer: Answer, now_ns: int) -> None:
         self._give_up(answer)
         self.nbytes -= answer.nbytes
         del self._by_key[answer.key]
-        self._move(answer, AnswerCause.DROPPED, now)
+        self._move(answer, AnswerCause.DROPPED, now_ns)
 
-    def _make_room(self, now: int) -> None:
+    def _make_room(self, now_ns: int) -> None:
         """What clients read stays: its memory ends with their requests."""
         while self.nbytes > self._config.answer_bytes and self._idle:
-            self._end(next(iter(self._idle.values())), now)
+            self._end(next(iter(self._idle.values())), now_ns)
 
     def check_invariants(self, live: dict[str, RequestState]) -> None:
         """Raise :class:`InvariantError` if the books do not agree. For tests; slow."""

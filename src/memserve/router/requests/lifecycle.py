@@ -59,72 +59,74 @@ class Arrivals:
         self.place: Callable[[RequestState, int], None] = lambda _req, _now: None
         self.end: Callable[[RequestState, FinishReason, int], None] = lambda _req, _reason, _now: None
 
-    def arrive(self, req: RequestState, now: int) -> None:
+    def arrive(self, req: RequestState, now_ns: int) -> None:
         """A new request: placed now, queued, or rejected."""
         self._requests.enter(req)
-        self._enqueue(req, now)
+        self._enqueue(req, now_ns)
 
-    def _enqueue(self, req: RequestState, now: int) -> None:
+    def _enqueue(self, req: RequestState, now_ns: int) -> None:
         if self._admission.memory.wants_identities:
             self._placer.identities(req)
-        rejection = self._admission.enqueue(req, now)
+        rejection = self._admission.enqueue(req, now_ns)
         if rejection is None:
-            self._admit(now)
+            self._admit(now_ns)
             if not self._admission.is_waiting(req):
                 return
             rejection = self._admission.overflow(req)
         if rejection is not None:
-            self.turn_away(rejection, now)
+            self.turn_away(rejection, now_ns)
         until_ns = self._admission.wait_until_ns(req)
         if until_ns is not None:
             self._timers.arm(until_ns, self._waited, req)
 
-    def admit_waiting(self, now: int) -> None:
+    def admit_waiting(self, now_ns: int) -> None:
         """Admit and place queued requests as long as there is room."""
-        if self._admission.is_idle(now):
+        if self._admission.is_idle(now_ns):
             return
-        self._admit(now)
+        self._admit(now_ns)
         while (rejection := self._admission.excess()) is not None:
-            self.turn_away(rejection, now)
+            self.turn_away(rejection, now_ns)
 
-    def _admit(self, now: int) -> None:
-        while not self._admission.is_idle(now):
-            while (req := self._admission.admit(now)) is not None:
+    def _admit(self, now_ns: int) -> None:
+        while not self._admission.is_idle(now_ns):
+            while (req := self._admission.admit(now_ns)) is not None:
                 req.move(Cause.ADMITTED)
                 if req.is_guest:
-                    self._guests.admitted(req, now)
+                    self._guests.admitted(req, now_ns)
                 else:
-                    self.place(req, now)
-            rejection = self._admission.hopeless(now)
+                    self.place(req, now_ns)
+            rejection = self._admission.hopeless(now_ns)
             if rejection is None:
                 return
-            self.turn_away(rejection, now)
+            self.turn_away(rejection, now_ns)
 
-    def _waited(self, req: RequestState, now: int) -> None:
-        rejection = self._admission.waited(req, now)
+    def _waited(self, req: RequestState, now_ns: int) -> None:
+        rejection = self._admission.waited(req, now_ns)
         if rejection is not None:
-            self.turn_away(rejection, now)
+            self.turn_away(rejection, now_ns)
 
-    def turn_away(self, rejection: Rejection, now: int) -> None:
+    def turn_away(self, rejection: Rejection, now_ns: int) -> None:
         """Admission has decided."""
         if rejection.req.is_guest:
-            self._guests.turned_away(rejection, now)
+            self._guests.turned_away(rejection, now_ns)
         elif rejection.req.has_begun:  # an expelled follower has asked for it again
             self._counters.requests_failed += 1
-            self.end(rejection.req, FinishReason.ERROR, now)
+            self.end(rejection.req, FinishReason.ERROR, now_ns)
         else:
-            self.reject(rejection.req, rejection.reason, rejection.retry_after_s, now, overloaded=rejection.is_overload)
+            self.reject(
+                rejection.req, rejection.reason, rejection.retry_after_s, now_ns, overloaded=rejection.is_overload
+            )
 
     def reject(
-        self, req: RequestState, reason: str, retry_after_s: float | None, now: int, *, overloaded: bool = False
+        self, req: RequestState, reason: str, retry_after_s: float | None, now_ns: int, *, overloaded: bool = False
     ) -> None:
         """``req``, of which its client has nothing, will not be run. ``retry_after_s`` None: it can never run."""
         self._counters.requests_rejected += 1
         self._outbox.reject(req.request_id, reason, retry_after_s, overloaded)
         self._requests.leave(req, Cause.REJECTED)
-        self._admission.release(req, now)
+        self._admission.release(req, now_ns)
         if req.request.key:
-            self._answers.over(req.request_id, now)
+            self._answers.over(req.request_id, now_ns)
 
 
 class Tallies:
@@ -136,11 +138,11 @@ class Tallies:
         self._config, self._placer, self._outbox, self._counters = config, placer, outbox, counters
         self.ceiling, self.recent_prompts = ReuseCeiling(), RecentPrompts()
 
-    def dispatched(self, req: RequestState, chosen: Placement, now: int) -> None:
+    def dispatched(self, req: RequestState, chosen: Placement, now_ns: int) -> None:
         """An attempt of ``req`` is dispatched."""
         self._count_dispatch(req, chosen)
-        self._count_prompt(req, chosen, now)
-        self._note_use(req, chosen, now)
+        self._count_prompt(req, chosen, now_ns)
+        self._note_use(req, chosen, now_ns)
 
     def _count_dispatch(self, req: RequestState, chosen: Placement) -> None:
         counters = self._counters
@@ -152,19 +154,19 @@ class Tallies:
         decision = (self._config.policy, way)
         counters.decisions[decision] = counters.decisions.get(decision, 0) + 1
 
-    def _count_prompt(self, req: RequestState, chosen: Placement, now: int) -> None:
+    def _count_prompt(self, req: RequestState, chosen: Placement, now_ns: int) -> None:
         """Each prompt counts once, whatever becomes of its attempts."""
         if req.identities and not req.past:
             tenant, block_tokens = req.request.tenant, chosen.first.info.geometry.block_tokens
             self.ceiling.prompt(tenant, req.identities, len(req.request.prompt), block_tokens)
-            self.recent_prompts.note(tenant, req.identities, now)
+            self.recent_prompts.note(tenant, req.identities, now_ns)
 
-    def _note_use(self, req: RequestState, chosen: Placement, now: int) -> None:
+    def _note_use(self, req: RequestState, chosen: Placement, now_ns: int) -> None:
         """The deepest block of the prefix that is reused stands for all of them."""
         blocks = chosen.route.first.matched_tokens // chosen.first.info.geometry.block_tokens
         if blocks and req.identities and self._outbox.remembers:
             end = blocks * IDENTITY_BYTES
-            self._outbox.note(EntryUsed(chosen.first.peer, req.identities[end - IDENTITY_BYTES : end], now))
+            self._outbox.note(EntryUsed(chosen.first.peer, req.identities[end - IDENTITY_BYTES : end], now_ns))
 
     def answered(self, req: RequestState) -> None:
         """The next prompt of a conversation begins with this one and its answer."""
@@ -221,32 +223,32 @@ class Lifecycle:
 
     # -- placing
 
-    def place(self, req: RequestState, now: int) -> None:
+    def place(self, req: RequestState, now_ns: int) -> None:
         """Dispatch an unplaced request; else it waits, or ends when waiting cannot help."""
-        if not self.admission.may_place(req, now):
-            self._wait(req, None, now)
+        if not self.admission.may_place(req, now_ns):
+            self._wait(req, None, now_ns)
             return
-        if req.request.key and (self.answers.awaits(req) or self._goes_on(req, now)):
+        if req.request.key and (self.answers.awaits(req) or self._goes_on(req, now_ns)):
             return
         is_suspect = bool(req.request.sampling.grammar) and req.deaths >= GRAMMAR_DEATHS_MAX
         if req.tries >= self._config.attempts_max or is_suspect:
             self._counters.requests_failed += 1
-            self.end(req, FinishReason.ERROR, now, DEADLY if is_suspect else "")
+            self.end(req, FinishReason.ERROR, now_ns, DEADLY if is_suspect else "")
             return
         chosen = self._placer.place(req)
         if chosen is None and self._gives_second_chance(req):
             chosen = self._placer.place(req)
         chosen = chosen or self._spans.place(req)
         if chosen is None:
-            self._no_instance(req, now)
+            self._no_instance(req, now_ns)
         else:
-            self._dispatch(req, chosen, now)
+            self._dispatch(req, chosen, now_ns)
 
-    def place_waiting(self, now: int) -> None:
+    def place_waiting(self, now_ns: int) -> None:
         """Something has changed: try all unplaced requests, in order."""
         for req in list(self.requests.unplaced.values()):
             if req.phase is RequestPhase.UNPLACED:
-                self.place(req, now)
+                self.place(req, now_ns)
 
     def _gives_second_chance(self, req: RequestState) -> bool:
         """Avoid instances no longer where an attempt merely failed: all others have refused."""
@@ -255,51 +257,51 @@ class Lifecycle:
             del req.avoid[peer]
         return bool(failed)
 
-    def _no_instance(self, req: RequestState, now: int) -> None:
+    def _no_instance(self, req: RequestState, now_ns: int) -> None:
         """No instance takes the request: reject it at once when waiting will not change that."""
         asked = [req.avoid[m.peer] for m in self._registry if m.peer in req.avoid]
         busy = [retry_after_s for retry_after_s in asked if retry_after_s is not None]
         longest = 0 if self._registry.awaited else max(self._loads.longest_context(), self._spans.longest())
         if self._spans.waits(req):
-            self._wait(req, RETRY_S, now)
+            self._wait(req, RETRY_S, now_ns)
         elif not req.has_begun and busy:
-            self.arrivals.reject(req, req.refusal, min(busy), now)
+            self.arrivals.reject(req, req.refusal, min(busy), now_ns)
         elif not req.has_begun and longest:
             tokens = len(req.request.prompt)
             too_long = f"the prompt has {tokens} tokens; with one more to generate the most that fits is {longest}"
-            self.arrivals.reject(req, req.refusal if asked else too_long, None, now)
+            self.arrivals.reject(req, req.refusal if asked else too_long, None, now_ns)
         else:
-            self._wait(req, min(busy, default=None), now)
+            self._wait(req, min(busy, default=None), now_ns)
 
-    def _wait(self, req: RequestState, retry_after_s: float | None, now: int) -> None:
+    def _wait(self, req: RequestState, retry_after_s: float | None, now_ns: int) -> None:
         if req.unplaced_ns is None:
-            req.unplaced_ns = now
-            self._timers.arm(now + self._config.unplaced_ns, self._waited_unplaced, req.request_id)
+            req.unplaced_ns = now_ns
+            self._timers.arm(now_ns + self._config.unplaced_ns, self._waited_unplaced, req.request_id)
         if retry_after_s is not None:
-            self._timers.arm(now + max(ns_from_s(retry_after_s), NS_PER_S // 10), self._retry, req.request_id)
+            self._timers.arm(now_ns + max(ns_from_s(retry_after_s), NS_PER_S // 10), self._retry, req.request_id)
 
-    def _waited_unplaced(self, request_id: str, now: int) -> None:
+    def _waited_unplaced(self, request_id: str, now_ns: int) -> None:
         req = self.requests.unplaced.get(request_id)
-        if req is None or req.unplaced_ns is None or now < req.unplaced_ns + self._config.unplaced_ns:
+        if req is None or req.unplaced_ns is None or now_ns < req.unplaced_ns + self._config.unplaced_ns:
             return
-        if req.parts and now < req.unplaced_ns + PATIENCE * self._config.unplaced_ns:
-            self._timers.arm(now + self._config.unplaced_ns, self._waited_unplaced, request_id)
+        if req.parts and now_ns < req.unplaced_ns + PATIENCE * self._config.unplaced_ns:
+            self._timers.arm(now_ns + self._config.unplaced_ns, self._waited_unplaced, request_id)
         elif req.has_begun:
             self._counters.requests_failed += 1
-            self.end(req, FinishReason.ERROR, now)
+            self.end(req, FinishReason.ERROR, now_ns)
         else:
-            self.arrivals.reject(req, req.refusal or "no instance is ready to take requests", RETRY_AFTER_S, now)
+            self.arrivals.reject(req, req.refusal or "no instance is ready to take requests", RETRY_AFTER_S, now_ns)
 
-    def _retry(self, request_id: str, now: int) -> None:
+    def _retry(self, request_id: str, now_ns: int) -> None:
         """All instances were busy."""
         req = self.requests.unplaced.get(request_id)
         if req is not None:
             req.avoid = {peer: None for peer, retry_after_s in req.avoid.items() if retry_after_s is None}
-            self.place(req, now)
+            self.place(req, now_ns)
 
     # -- dispatching
 
-    def _dispatch(self, req: RequestState, chosen: Placement, now: int) -> None:
+    def _dispatch(self, req: RequestState, chosen: Placement, now_ns: int) -> None:
         number = self.requests.next_number()
         attempt_id = self.requests.name(req, number)
         first, decode_at, involved = chosen.first, chosen.decode_at, chosen.members
@@ -307,21 +309,21 @@ class Lifecycle:
         may_be_outrun = not chosen.parts and req.outrun < OUTRUN_MAX
         known_tokens = self._loads.prefill_tokens_of(first.number) if may_be_outrun else None
         attempt = Attempt(
-            attempt_id, number, first, decode_at, chosen.holders, chosen.route, now, now, involved,
+            attempt_id, number, first, decode_at, chosen.holders, chosen.route, now_ns, now_ns, involved,
             self._charge(req, chosen), parts=chosen.parts, known_tokens=known_tokens,
         )  # fmt: skip
-        self._begin(req, attempt, now)
-        self.tallies.dispatched(req, chosen, now)
+        self._begin(req, attempt, now_ns)
+        self.tallies.dispatched(req, chosen, now_ns)
         if not chosen.parts:
-            self._expect(req, involved, now)
-        self._send_order(req, attempt, first, now)
+            self._expect(req, involved, now_ns)
+        self._send_order(req, attempt, first, now_ns)
 
-    def _send_order(self, req: RequestState, attempt: Attempt, to: Member, now: int) -> None:
+    def _send_order(self, req: RequestState, attempt: Attempt, to: Member, now_ns: int) -> None:
         to.totals.dispatches += 1
         told = self.answers.told(req.request_id) if req.request.key else ()
-        self._outbox.send(to.peer, req.message(attempt, self._config, told, now))
+        self._outbox.send(to.peer, req.message(attempt, self._config, told, now_ns))
 
-    def _begin(self, req: RequestState, attempt: Attempt, now: int) -> None:
+    def _begin(self, req: RequestState, attempt: Attempt, now_ns: int) -> None:
         self.requests.begin(req, attempt)
         for name in self.admission.memory.reserve(req, attempt):
             self._handles.give_way(name)
@@ -331,7 +333,7 @@ class Lifecycle:
 
     # -- what instances have from an earlier router's time
 
-    def _goes_on(self, req: RequestState, now: int) -> bool:
+    def _goes_on(self, req: RequestState, now_ns: int) -> bool:
         """Whether ``req`` needs no dispatch: an instance has its answer, or an attempt that goes on as its own. In any
         case the client gets what is known."""
         held = self.answers.take_held(req)
@@ -345,51 +347,53 @@ class Lifecycle:
             if output.finish_reason is not None:
                 self._counters.finished[output.finish_reason.value] += 1
         if all(req.finished):
-            self.leave(req, now)
+            self.leave(req, now_ns)
             return True
         member = self._registry.get(held.peer)
         if member is None or not held.runs or not self.admission.memory.has_room_at(req, member):
             self.answers.give_up(held)
             return False
-        self._adopt(req, member, held.attempt_id, now)
+        self._adopt(req, member, held.attempt_id, now_ns)
         return True
 
-    def _adopt(self, req: RequestState, member: Member, attempt_id: str, now: int) -> None:
+    def _adopt(self, req: RequestState, member: Member, attempt_id: str, now_ns: int) -> None:
         number = self.requests.next_number()
         self._counters.attempts_adopted += 1
         there = Candidate(member.number, member.name, member.info.role, member.info.host_id)
         route = Route(there, None, "it ran there when this router came")
         chosen = Placement(route, member, None, (), len(req.request.prompt) + max(map(len, req.emitted)))
-        attempt = Attempt(attempt_id, number, member, None, (), route, now, now, [member], self._charge(req, chosen))
-        self._begin(req, attempt, now)
+        attempt = Attempt(
+            attempt_id, number, member, None, (), route, now_ns, now_ns, [member], self._charge(req, chosen)
+        )
+        self._begin(req, attempt, now_ns)
         if req.has_begun:
             self.prefilled(req, attempt)
 
-    def _give_up(self, request_id: str, now: int) -> None:
-        self.end(self.requests.by_id[request_id], FinishReason.CANCELLED, now)
+    def _give_up(self, request_id: str, now_ns: int) -> None:
+        self.end(self.requests.by_id[request_id], FinishReason.CANCELLED, now_ns)
 
     # -- sequences that several instances share
 
-    def segment_held(self, attempt_id: str, sender: Member, now: int) -> None:
+    def segment_held(self, attempt_id: str, sender: Member, now_ns: int) -> None:
         """``sender`` has computed its part of a sequence, or repeats that: the turn of the next part."""
         req = self.requests.by_attempt.get(attempt_id)
         attempt = req.attempt if req is not None else None
         if req is None or attempt is None or sender not in attempt.involved:
             self._outbox.send(sender.peer, Cancel(attempt_id))  # it has not heard that this is over
         elif sender is attempt.holder:
-            attempt.part, attempt.news_ns = attempt.part + 1, now
-            self._send_order(req, attempt, attempt.parts[attempt.part].member, now)
+            attempt.part, attempt.news_ns = attempt.part + 1, now_ns
+            self._send_order(req, attempt, attempt.parts[attempt.part].member, now_ns)
 
     def _charge(self, req: RequestState, chosen: Placement) -> list[Charge]:
         width = max(req.request.n, req.request.beam_width)
         return [self._loads.charge(member.number, work) for member, work in chosen.work(width)]
 
-    def _expect(self, req: RequestState, involved: Sequence[Member], now: int) -> None:
+    def _expect(self, req: RequestState, involved: Sequence[Member], now_ns: int) -> None:
         """The prompt will be cached where it is computed, and where it is decoded when those instances cache too."""
         identities = req.identities or b""
         for at, member in enumerate(involved if identities else ()):
             if member.info.caching and (at == 0 or self._config.caching is not Caching.PD_CACHING_1):
-                self._trees.expect(member.number, identities, now)
+                self._trees.expect(member.number, identities, now_ns)
 
     # -- going on
 
@@ -400,27 +404,27 @@ class Lifecycle:
             self.admission.memory.prefilled(attempt)
             self._loads.discharge(attempt.charges.pop(0))
 
-    def handed_over(self, attempt_id: str, sender: Member, now: int) -> None:
+    def handed_over(self, attempt_id: str, sender: Member, now_ns: int) -> None:
         """The decode instance has all that it needs: the prefill instance no longer matters."""
         req = self.requests.by_attempt.get(attempt_id)
         attempt = req.attempt if req is not None else None
         if req is None or attempt is None or attempt.decode_at is not sender or req.phase is RequestPhase.HANDED_OVER:
             return
-        attempt.news_ns = attempt.handed_over_ns = now
+        attempt.news_ns = attempt.handed_over_ns = now_ns
         self.prefilled(req, attempt)
         self.admission.memory.handed_over(attempt)
         self.requests.hand_over(req, attempt)
 
     # -- failing
 
-    def attempt_failed(self, req: RequestState, cause: str, now: int, blamed: Sequence[Member] = ()) -> None:
+    def attempt_failed(self, req: RequestState, cause: str, now_ns: int, blamed: Sequence[Member] = ()) -> None:
         """Try elsewhere; with ``blamed`` members only when all others have refused."""
         for member in blamed:
             req.avoid.setdefault(member.peer, 0.0)
         self._abandon(req, cause)
-        self.place(req, now)
+        self.place(req, now_ns)
 
-    def refused(self, sender: Member, message: RequestRefused, now: int) -> None:
+    def refused(self, sender: Member, message: RequestRefused, now_ns: int) -> None:
         """An instance will not run its attempt. That costs no try, unless it had taken the attempt before."""
         req = self.requests.by_attempt.get(message.request_id)
         if req is None or req.attempt is None or sender not in req.attempt.involved:
@@ -430,14 +434,14 @@ class Lifecycle:
             req.tries -= 1
             self._abandon(req, "outrun", but=sender)
             self._loads.heartbeat(sender.number, message.load)  # behind the end of the work that it does not have
-            self.place(req, now)
+            self.place(req, now_ns)
             return
         req.refusal = message.reason
         req.avoid[sender.peer] = message.retry_after_s
         if message.retry_after_s is None or message.retry_after_s > 0:
             req.tries -= 1
         self._abandon(req, "refused", but=sender)
-        self.place(req, now)
+        self.place(req, now_ns)
 
     def _stalls_ns(self, req: RequestState, attempt: Attempt) -> int:
         """When ``attempt`` has stalled, if nothing is heard of it until then."""
@@ -449,24 +453,24 @@ class Lifecycle:
             self._stalls_looked_ns = due_ns
             self._timers.arm(due_ns, self._look_for_stalled, None)
 
-    def _look_for_stalled(self, _: None, now: int) -> None:
-        if now < self._stalls_looked_ns:
+    def _look_for_stalled(self, _: None, now_ns: int) -> None:
+        if now_ns < self._stalls_looked_ns:
             return  # an earlier entry was armed behind this one
         attempts = self.requests.by_attempt
         for attempt_id, req in list(attempts.items()):
             attempt = req.attempt
-            if attempts.get(attempt_id) is req and attempt is not None and self._stalls_ns(req, attempt) <= now:
+            if attempts.get(attempt_id) is req and attempt is not None and self._stalls_ns(req, attempt) <= now_ns:
                 req.stalls += 1
-                self.attempt_failed(req, "stalled", now, blamed=list(attempt.involved))
+                self.attempt_failed(req, "stalled", now_ns, blamed=list(attempt.involved))
         self._stalls_looked_ns = sys.maxsize
         dues = [self._stalls_ns(req, req.attempt) for req in attempts.values() if req.attempt is not None]
         self._look_for_stalled_at(min(dues, default=sys.maxsize))
 
-    def lost(self, attempt_id: str, by: Member, now: int) -> None:
+    def lost(self, attempt_id: str, by: Member, now_ns: int) -> None:
         """``by`` has no attempt of this name, though it should: a message was lost."""
         req = self.requests.by_attempt[attempt_id]
         # Once is chance; a member that loses an attempt of a request that has failed before is avoided.
-        self.attempt_failed(req, "lost", now, blamed=[by] if req.past else [])
+        self.attempt_failed(req, "lost", now_ns, blamed=[by] if req.past else [])
 
     def _abandon(self, req: RequestState, cause: str, but: Member | None = None) -> None:
         """End the attempt, and tell the involved instances, ``but`` one that knows or is gone."""
@@ -487,17 +491,17 @@ class Lifecycle:
             self._loads.discharge(charge)
         return held_ns
 
-    def _not_held_any_more(self, _: None, now: int) -> None:
-        self.arrivals.admit_waiting(now)
+    def _not_held_any_more(self, _: None, now_ns: int) -> None:
+        self.arrivals.admit_waiting(now_ns)
 
     def _cancel(self, attempt: Attempt, but: Member | None = None) -> None:
         for member in attempt.involved:
             if member is not but:
                 self._outbox.send(member.peer, Cancel(attempt.attempt_id))
 
-    def abandon_member(self, member: Member, now: int, *, died: bool) -> list[RequestState]:
+    def abandon_member(self, member: Member, now_ns: int, *, died: bool) -> list[RequestState]:
         """``member`` is gone: attempts that depend on it have failed. Returns the requests to be placed again."""
-        self.guests.member_gone(member, now)
+        self.guests.member_gone(member, now_ns)
         failed = [self.requests.by_attempt[attempt_id] for attempt_id in member.attempts]
         for req in failed:
             req.deaths += died
@@ -506,7 +510,7 @@ class Lifecycle:
 
     # -- ending
 
-    def end(self, req: RequestState, reason: FinishReason, now: int, error: str = "") -> None:
+    def end(self, req: RequestState, reason: FinishReason, now_ns: int, error: str = "") -> None:
         """End every unfinished sequence with ``reason``, now."""
         for index in req.unfinished:
             offset = len(req.emitted[index])
@@ -518,21 +522,21 @@ class Lifecycle:
             )  # fmt: skip
             self._outbox.emit(ending)
         req.is_stopped = True
-        self.leave(req, now)
+        self.leave(req, now_ns)
 
-    def leave(self, req: RequestState, now: int) -> None:
+    def leave(self, req: RequestState, now_ns: int) -> None:
         """All sequences of ``req`` have ended."""
         attempt = req.attempt
         self.requests.leave(req, Cause.FINISHED)
         if attempt is not None:
             held_ns = self._settle(attempt, completed=req.request.use_cache)
             if held_ns:
-                self._timers.arm(now + held_ns, self._not_held_any_more, None)
+                self._timers.arm(now_ns + held_ns, self._not_held_any_more, None)
             if req.is_stopped or attempt.parts:  # instances may go on, and keep parts
                 self._cancel(attempt)
-        self.admission.release(req, now)
+        self.admission.release(req, now_ns)
         if req.request.key:
-            self.answers.over(req.request_id, now)
+            self.answers.over(req.request_id, now_ns)
         self.tallies.answered(req)
         self._counters.requests_finished += 1
-        self._handles.extend(req.request.tenant, req.request.session, now)
+        self._handles.extend(req.request.tenant, req.request.session, now_ns)

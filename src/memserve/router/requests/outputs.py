@@ -34,7 +34,7 @@ class OutputMerger:
     def __init__(self, lifecycle: Lifecycle, timers: Timers, outbox: Outbox, counters: Counters) -> None:
         self._lifecycle, self._timers, self._outbox, self._counters = lifecycle, timers, outbox, counters
 
-    def take(self, sender: Member, message: Tokens, now: int) -> None:
+    def take(self, sender: Member, message: Tokens, now_ns: int) -> None:
         """Outputs from ``sender``."""
         strangers: dict[str, None] = {}
         by_attempt = self._lifecycle.requests.by_attempt
@@ -47,23 +47,23 @@ class OutputMerger:
                 if output.finish_reason is None:
                     strangers[output.request_id] = None
                 continue
-            if not self._pass_on(req, req.attempt, output, now):
-                self._take(req, req.attempt, sender, output, now)
+            if not self._pass_on(req, req.attempt, output, now_ns):
+                self._take(req, req.attempt, sender, output, now_ns)
         for attempt_id in strangers:  # it has not heard that these are over
             self._outbox.send(sender.peer, Cancel(attempt_id))
 
-    def gap_lasted(self, attempt_id: str, now: int) -> None:
+    def gap_lasted(self, attempt_id: str, now_ns: int) -> None:
         """The timer of an attempt with early outputs."""
         req = self._lifecycle.requests.by_attempt.get(attempt_id)
         if req is None or req.attempt is None or req.attempt.gap_ns is None:
             return
         due_ns = req.attempt.gap_ns + GAP_NS
-        if due_ns > now:
+        if due_ns > now_ns:
             self._timers.arm(due_ns, self.gap_lasted, attempt_id)
         else:
-            self._lifecycle.attempt_failed(req, "gap", now)
+            self._lifecycle.attempt_failed(req, "gap", now_ns)
 
-    def _pass_on(self, req: RequestState, attempt: Attempt, output: TokenOutput, now: int) -> bool:
+    def _pass_on(self, req: RequestState, attempt: Attempt, output: TokenOutput, now_ns: int) -> bool:
         """The hot path: further tokens of a sequence, in order, and nothing else. Whether ``output`` was that."""
         index, tokens, offset = output.index, output.tokens, output.offset
         request = req.request
@@ -79,7 +79,7 @@ class OutputMerger:
             return False
         if offset + len(tokens) > request.stop.max_tokens or not req.introduced[index]:
             return False
-        attempt.news_ns, req.unplaced_ns = now, None
+        attempt.news_ns, req.unplaced_ns = now_ns, None
         logprobs, story = output.logprobs, output.story
         self._outbox.emit(
             TokenOutput(
@@ -91,29 +91,29 @@ class OutputMerger:
         self._counters.tokens += len(tokens)
         return True
 
-    def _take(self, req: RequestState, attempt: Attempt, sender: Member, output: TokenOutput, now: int) -> None:
+    def _take(self, req: RequestState, attempt: Attempt, sender: Member, output: TokenOutput, now_ns: int) -> None:
         if not attempt.is_generated_by(sender):
             if output.finish_reason is not None:  # its part is lost
-                self._lifecycle.attempt_failed(req, "error", now)
+                self._lifecycle.attempt_failed(req, "error", now_ns)
             return
-        if self._contradicts(req, output, now):
-            self._lifecycle.attempt_failed(req, "contradiction", now, blamed=[sender])
+        if self._contradicts(req, output, now_ns):
+            self._lifecycle.attempt_failed(req, "contradiction", now_ns, blamed=[sender])
             return
-        attempt.news_ns, req.unplaced_ns = now, None
+        attempt.news_ns, req.unplaced_ns = now_ns, None
         self._lifecycle.prefilled(req, attempt)
         if output.finish_reason in _BROKEN and not output.error:  # else it would fail anywhere: the client is told
             if sender in attempt.involved and req.finished[output.index] is None:
-                self._lifecycle.attempt_failed(req, "error", now, blamed=[sender])
+                self._lifecycle.attempt_failed(req, "error", now_ns, blamed=[sender])
             else:
                 self._counters.outputs_late += 1
         elif output.offset > len(req.emitted[output.index]):
-            self._keep_early(req, attempt, output, now)
+            self._keep_early(req, attempt, output, now_ns)
         else:
-            self._deliver_new(req, attempt, output, now)
-            self._deliver_early(req, attempt, now)
+            self._deliver_new(req, attempt, output, now_ns)
+            self._deliver_early(req, attempt, now_ns)
 
     @staticmethod
-    def _contradicts(req: RequestState, output: TokenOutput, now: int) -> bool:
+    def _contradicts(req: RequestState, output: TokenOutput, now_ns: int) -> bool:
         """Whether no honest instance could say this: its memory is broken, or its clock runs ahead."""
         request = req.request
         if not 0 <= output.index < request.n:
@@ -122,36 +122,36 @@ class OutputMerger:
             return True
         if output.finish_reason is not FinishReason.DEADLINE:
             return False
-        return request.deadline_ns is None or request.deadline_ns > now
+        return request.deadline_ns is None or request.deadline_ns > now_ns
 
     # -- out of order
 
-    def _keep_early(self, req: RequestState, attempt: Attempt, output: TokenOutput, now: int) -> None:
+    def _keep_early(self, req: RequestState, attempt: Attempt, output: TokenOutput, now_ns: int) -> None:
         if req.finished[output.index] is not None:
             self._counters.outputs_late += 1
             return
         attempt.early.append(output)
         if attempt.gap_ns is None:
-            attempt.gap_ns = now
-            self._timers.arm(now + GAP_NS, self.gap_lasted, attempt.attempt_id)
+            attempt.gap_ns = now_ns
+            self._timers.arm(now_ns + GAP_NS, self.gap_lasted, attempt.attempt_id)
         if len(attempt.early) > EARLY_OUTPUTS_MAX:
-            self._lifecycle.attempt_failed(req, "gap", now)
+            self._lifecycle.attempt_failed(req, "gap", now_ns)
 
-    def _deliver_early(self, req: RequestState, attempt: Attempt, now: int) -> None:
+    def _deliver_early(self, req: RequestState, attempt: Attempt, now_ns: int) -> None:
         """What was early may follow now."""
         while attempt.early and req.attempt is attempt:
             ready = [o for o in attempt.early if o.offset <= len(req.emitted[o.index])]
             if not ready:
                 return
             attempt.early = [o for o in attempt.early if o.offset > len(req.emitted[o.index])]
-            attempt.gap_ns = now if attempt.early else None
+            attempt.gap_ns = now_ns if attempt.early else None
             for output in sorted(ready, key=lambda o: o.offset):
                 if req.attempt is attempt:
-                    self._deliver_new(req, attempt, output, now)
+                    self._deliver_new(req, attempt, output, now_ns)
 
     # -- in order
 
-    def _deliver_new(self, req: RequestState, attempt: Attempt, output: TokenOutput, now: int) -> None:
+    def _deliver_new(self, req: RequestState, attempt: Attempt, output: TokenOutput, now_ns: int) -> None:
         """Deliver what of ``output`` the client does not have. Its offset is not beyond what it has."""
         index = output.index
         known = len(req.emitted[index]) - output.offset
@@ -168,7 +168,7 @@ class OutputMerger:
             req.finished[index] = reason
             self._counters.finished[reason.value] += 1
             if all(req.finished):
-                self._lifecycle.leave(req, now)
+                self._lifecycle.leave(req, now_ns)
 
     @staticmethod
     def _for_client(req: RequestState, attempt: Attempt, output: TokenOutput, known: int) -> TokenOutput:

@@ -294,7 +294,7 @@ class RequestState:
         """Sequences that go on."""
         return (index for index, reason in enumerate(self.finished) if reason is None)
 
-    def message(self, attempt: Attempt, config: ClusterConfig, told: tuple[TokenOutput, ...], now: int) -> Dispatch:
+    def message(self, attempt: Attempt, config: ClusterConfig, told: tuple[TokenOutput, ...], now_ns: int) -> Dispatch:
         """What the first instance is told, or the one that computes the present part. ``told``: what the client was, of
         a request with a key."""
         request = self.request
@@ -308,7 +308,7 @@ class RequestState:
         deadline_ns = request.deadline_ns
         order = Dispatch(
             structs.replace(request, request_id=attempt.attempt_id, deadline_ns=None),
-            deadline_in_ns=None if deadline_ns is None else max(0, deadline_ns - now),
+            deadline_in_ns=None if deadline_ns is None else max(0, deadline_ns - now_ns),
             generated=generated,
             ended=ended,
             decode_at=attempt.decode_at.peer if attempt.decode_at is not None else None,

@@ -142,10 +142,10 @@ class Handles:
     def __len__(self) -> int:
         return len(self._by_wire)
 
-    def pin(self, event: PrefixPinned, now: int) -> None:
+    def pin(self, event: PrefixPinned, now_ns: int) -> None:
         """Keep a prefix, or keep it longer."""
         handle = self._named.get(event.tenant, event.handle)
-        expires_ns = now + event.ttl_ns
+        expires_ns = now_ns + event.ttl_ns
         if handle is None:
             handle = Handle(event.handle, event.tenant, event.tokens, b"", expires_ns, event.salt)
         handle.tokens, handle.identities, handle.expires_ns = event.tokens, b"", expires_ns
@@ -154,15 +154,15 @@ class Handles:
         self._keep(handle)
         tokens = event.tokens.astype("<i4", copy=False).tobytes() if self._outbox.remembers else b""
         self._outbox.remember(HandlePinned(event.tenant, event.handle, tokens, expires_ns, event.salt))
-        self._settle(handle, now)
+        self._settle(handle, now_ns)
 
-    def recover(self, pin: HandlePinned, now: int) -> None:
+    def recover(self, pin: HandlePinned, now_ns: int) -> None:
         """An earlier router had the handle. Its place is looked for when members have answered."""
-        if pin.expires_ns > now:
+        if pin.expires_ns > now_ns:
             tokens = np.frombuffer(pin.tokens, "<i4").astype(np.int32)
             handle = Handle(pin.handle, pin.tenant, tokens, b"", pin.expires_ns, pin.salt)
             self._keep(handle)
-            self._wake(handle, now + REJOIN_NS)
+            self._wake(handle, now_ns + REJOIN_NS)
         else:
             self._outbox.note(HandleDropped(pin.tenant, pin.handle))
 
@@ -173,7 +173,7 @@ class Handles:
             self._outbox.remember(HandleDropped(handle.tenant, handle.name))
             self._drop(handle)
 
-    def pinned(self, sender: Member, answer: Pinned, now: int) -> None:
+    def pinned(self, sender: Member, answer: Pinned, now_ns: int) -> None:
         """``sender`` says how much of a prefix it keeps."""
         handle = self._by_wire.get(answer.handle)
         if handle is not None and handle.place is sender:
@@ -195,14 +195,14 @@ class Handles:
         handle = self._named.get(tenant, name) if name else None
         return handle.place if handle is not None else None
 
-    def extend(self, tenant: str, name: str, now: int) -> None:
+    def extend(self, tenant: str, name: str, now_ns: int) -> None:
         """A request of this session has ended: the missing part of the prefix may have been computed."""
         handle = self._named.get(tenant, name) if name else None
         if handle is not None and (handle.pinned_tokens or 0) < self._whole_tokens(handle):
             handle.pinned_tokens, handle.misses = None, 0
-            self._settle(handle, now)
+            self._settle(handle, now_ns)
 
-    def member_gone(self, member: Member, now: int) -> None:
+    def member_gone(self, member: Member, now_ns: int) -> None:
         """Prefixes that lay at ``member`` are looked for elsewhere. It has left the registry and the trees."""
         for handle in self._by_wire.values():
             if not len(self._registry):
@@ -210,21 +210,21 @@ class Handles:
             if handle.place is member:
                 handle.place = handle.pinned_tokens = None
                 handle.unanswered = handle.misses = 0
-                self._settle(handle, now)
+                self._settle(handle, now_ns)
 
-    def due(self, wire_name: str, now: int) -> None:
+    def due(self, wire_name: str, now_ns: int) -> None:
         """The handle's timer: repeat an unanswered ``Pin``, look again for a missing prefix, drop what has expired."""
         handle = self._by_wire.get(wire_name)
-        if handle is None or handle.wake_ns is None or handle.wake_ns > now:
+        if handle is None or handle.wake_ns is None or handle.wake_ns > now_ns:
             return
         handle.wake_ns = None
-        if handle.expires_ns <= now:
+        if handle.expires_ns <= now_ns:
             self._outbox.note(HandleDropped(handle.tenant, handle.name))
             self._named.pop(handle.tenant, handle.name)
             self._drop(handle)  # the instance's own time for it is over a little later
         elif handle.pinned_tokens is None:
             handle.unanswered = 0  # they were lost, or their answers
-            self._settle(handle, now)
+            self._settle(handle, now_ns)
         else:
             self._wake(handle, handle.expires_ns)
 
@@ -253,7 +253,7 @@ class Handles:
 
     # -- inside
 
-    def _settle(self, handle: Handle, now: int) -> None:
+    def _settle(self, handle: Handle, now_ns: int) -> None:
         """Pin the prefix where most of it lies, if there is room; else try again later. A prefix without whole blocks
         has nothing to pin."""
         tokens = self._whole_tokens(handle)
@@ -264,13 +264,13 @@ class Handles:
             self._wake(handle, handle.expires_ns)
             return
         if place is not None and self._memory.may_pin(handle.wire_name, place, handle.identities, tokens):
-            ttl_ns = max(1, handle.expires_ns - now)
+            ttl_ns = max(1, handle.expires_ns - now_ns)
             self._outbox.send(place.peer, Pin(handle.wire_name, handle.isolation, handle.tokens, ttl_ns))
             handle.is_asked = True
             handle.unanswered += 1
         else:
             handle.misses = min(handle.misses + 1, MISSES_MAX)
-        self._wake(handle, min(now + (REPEAT_NS << max(0, handle.misses - 1)), handle.expires_ns))
+        self._wake(handle, min(now_ns + (REPEAT_NS << max(0, handle.misses - 1)), handle.expires_ns))
 
     def _wake(self, handle: Handle, when_ns: int) -> None:
         if handle.wake_ns is None or when_ns < handle.wake_ns:

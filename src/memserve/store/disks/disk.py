@@ -75,10 +75,10 @@ class ReadsUnderWay:
         del self._reads[step.id]
         self.late -= step.ended
 
-    def take_late(self, now: int) -> list[int]:
+    def take_late(self, now_ns: int) -> list[int]:
         """Ids of reads whose deadline has passed now; they have ended."""
         late: list[int] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
             step = self._reads.get(heapq.heappop(self._deadlines)[1])
             if step is not None and not step.ended:
                 step.ended = True
@@ -139,7 +139,7 @@ class DiskRoom:
         else:
             self._due.append(step)
 
-    def ended(self, step: Step, done: DiskDone, now: int) -> bool:
+    def ended(self, step: Step, done: DiskDone, now_ns: int) -> bool:
         """Take the end of a job into account. True: there was no room for what it writes; a command of the log is done
         again then, and the log does not hear of it."""
         if not isinstance(step, CommandStep | WriteStep | MoveWrite):
@@ -148,7 +148,9 @@ class DiskRoom:
         if done.ok and not is_sync:
             self._wrote()
         elif self.is_full and (is_sync or done.why not in NO_ROOM):
-            self._looks_at_ns = now + (0 if done.ok else self._shared.config.full_pause_ns)  # nothing of room is known
+            self._looks_at_ns = now_ns + (
+                0 if done.ok else self._shared.config.full_pause_ns
+            )  # nothing of room is known
         if done.ok or done.why not in NO_ROOM:
             return False
         self._refused += 1
@@ -157,7 +159,7 @@ class DiskRoom:
             self._shared.counters.disks_filled += 1
             self._shared.outcomes.append(DiskFull(self._number, done.why))
         if self.is_full:
-            self._looks_at_ns, self._may_try = now + self._shared.config.full_pause_ns, False
+            self._looks_at_ns, self._may_try = now_ns + self._shared.config.full_pause_ns, False
         if isinstance(step, CommandStep):
             self.add(step)
         return True
@@ -170,9 +172,9 @@ class DiskRoom:
             self._waiting.clear()
             self._shared.outcomes.append(DiskHasRoom(self._number))
 
-    def tick(self, now: int) -> None:
+    def tick(self, now_ns: int) -> None:
         """Try one write when the time has come."""
-        if self._looks_at_ns is None or now < self._looks_at_ns:
+        if self._looks_at_ns is None or now_ns < self._looks_at_ns:
             return
         self._looks_at_ns = None
         if self._waiting:
@@ -255,12 +257,12 @@ class Disk:
         """A write of this key has no end yet."""
         return key in self._writing
 
-    def write(self, key: bytes, extent: int, length: int, now: int, scope: int, seal: int, name: bytes) -> bool:
+    def write(self, key: bytes, extent: int, length: int, now_ns: int, scope: int, seal: int, name: bytes) -> bool:
         """Begin to write a record. False: no segment is ready."""
         log = self.log
         ticket = log.place(key, length, name, scope, seal) if log is not None else None
         if log is None or ticket is None:
-            self.pump(now)
+            self.pump(now_ns)
             return False
         step = WriteStep(ticket.id, key)
         inside = SegmentLog.HEAD_BYTES + len(name) if ticket.pages == 1 else 0
@@ -272,11 +274,11 @@ class Disk:
         self._writing[key] = self._writing.get(key, 0) + 1
         self._counters.writes += 1
         self._counters.payload_bytes_written += length
-        self._shared.charge(ticket.pages * PAGE_BYTES, now)
-        self.pump(now)
+        self._shared.charge(ticket.pages * PAGE_BYTES, now_ns)
+        self.pump(now_ns)
         return True
 
-    def read(self, read_id: int, key: bytes, extent: int, now: int, deadline_ns: int) -> bool:
+    def read(self, read_id: int, key: bytes, extent: int, now_ns: int, deadline_ns: int) -> bool:
         """Begin to read a record that is here. False: too many reads are under way, or one of them is late."""
         if self._reads.late or len(self._reads) >= self._config.reads_max:
             self._counters.reads_refused += 1
@@ -292,30 +294,30 @@ class Disk:
         self._counters.reads += 1
         return True
 
-    def remove(self, key: bytes, now: int) -> bool:
+    def remove(self, key: bytes, now_ns: int) -> bool:
         """Forget a record."""
         if self.log is None or not self.log.remove(key):
             return False
-        self.pump(now)
+        self.pump(now_ns)
         return True
 
-    def purge(self, now: int) -> None:
+    def purge(self, now_ns: int) -> None:
         """Forget everything."""
-        self.pump(now)
+        self.pump(now_ns)
         if self.log is not None:
             self.log.purge()
             self.log.take_evicted()  # the caller knows
-            self.pump(now)
+            self.pump(now_ns)
 
-    def close(self, now: int) -> None:
+    def close(self, now_ns: int) -> None:
         """Write the open segment's footer: a restart need not read all of it."""
         if self.log is not None:
             self.log.close_open()
-            self.pump(now)
+            self.pump(now_ns)
 
     # -- what ends
 
-    def handle(self, done: DiskDone, now: int) -> None:
+    def handle(self, done: DiskDone, now_ns: int) -> None:
         """A job has come to its end."""
         check(done.job in self._jobs, "no such job is under way")
         step = self._jobs.pop(done.job)
@@ -323,7 +325,7 @@ class Disk:
         if self.log is None:
             self._ended_after_loss(step, done)
             return
-        had_no_room = self._room.ended(step, done, now)
+        had_no_room = self._room.ended(step, done, now_ns)
         if not had_no_room:
             self._failures = 0 if done.ok else self._failures + 1
         match step:
@@ -334,22 +336,22 @@ class Disk:
             case ReadStep():
                 self._read_ended(self.log, step, done)
             case MoveRead():
-                self._move_read(self.log, step, done, now)
+                self._move_read(self.log, step, done, now_ns)
             case CheckStep():
-                self._checked(self.log, step, done, now)
-        self.pump(now)
+                self._checked(self.log, step, done, now_ns)
+        self.pump(now_ns)
         if self._failures >= self._config.failures_max or self.log.broken:
             self._lose(done.why)
 
-    def tick(self, now: int) -> None:
+    def tick(self, now_ns: int) -> None:
         """Time has passed."""
-        for read_id in self._reads.take_late(now):
+        for read_id in self._reads.take_late(now_ns):
             self._counters.reads_late += 1
             self._shared.outcomes.append(ev.ReadEnded(read_id, False, "late", extent_free=False))
-        self._room.tick(now)
+        self._room.tick(now_ns)
         if self.log is not None:
-            self._begin_due(now)
-            self._check_next(self.log, now)
+            self._begin_due(now_ns)
+            self._check_next(self.log, now_ns)
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -384,10 +386,10 @@ class Disk:
 
     # -- moves
 
-    def _start_move(self, log: SegmentLog, now: int) -> None:
+    def _start_move(self, log: SegmentLog, now_ns: int) -> None:
         command, key = self._moves.popleft()
         found = log.hold(key, False)
-        if found is None or not self._shared.budget.has(record_bytes(found.length), now):
+        if found is None or not self._shared.budget.has(record_bytes(found.length), now_ns):
             if found is not None:
                 log.let_go(found.segment)
             self._counters.moves_refused += 1
@@ -398,7 +400,7 @@ class Disk:
         offset, inside = place_of(found)
         self._shared.actions.append(ev.ReadRecord(job, self.number, offset, found.length, inside, keep=True))
 
-    def _move_read(self, log: SegmentLog, step: MoveRead, done: DiskDone, now: int) -> None:
+    def _move_read(self, log: SegmentLog, step: MoveRead, done: DiskDone, now_ns: int) -> None:
         log.let_go(step.found.segment)
         name = name_if_same(log, step.key, step.found, done)
         ticket = log.place_moved(step.command, name) if name is not None else None
@@ -414,18 +416,18 @@ class Disk:
         self._tickets[ticket.id] = move
         job = self._begin(move)
         self._shared.actions += actions_of_move(log, self.number, job, ticket, name, done, step.found.length)
-        self._shared.charge(ticket.pages * PAGE_BYTES, now)
+        self._shared.charge(ticket.pages * PAGE_BYTES, now_ns)
 
     # -- verification
 
-    def verify(self, verification: Verification, now: int) -> None:
+    def verify(self, verification: Verification, now_ns: int) -> None:
         """Read every record that is here now, one at a time, and compare."""
         if self.log is not None:
-            self._check.start(verification, self.log, now)
-            self._check_next(self.log, now)
+            self._check.start(verification, self.log, now_ns)
+            self._check_next(self.log, now_ns)
 
-    def _check_next(self, log: SegmentLog, now: int) -> None:
-        if not self._check.is_due(now, callers_read=bool(self._reads)):
+    def _check_next(self, log: SegmentLog, now_ns: int) -> None:
+        if not self._check.is_due(now_ns, callers_read=bool(self._reads)):
             return
         held = self._check.hold_next(log)
         if held is None:
@@ -435,20 +437,20 @@ class Disk:
         offset, inside = place_of(found)
         self._shared.actions.append(ev.ReadRecord(job, self.number, offset, found.length, inside, keep=False))
 
-    def _checked(self, log: SegmentLog, step: CheckStep, done: DiskDone, now: int) -> None:
+    def _checked(self, log: SegmentLog, step: CheckStep, done: DiskDone, now_ns: int) -> None:
         log.let_go(step.found.segment)
-        verification = self._check.ended(now)
+        verification = self._check.ended(now_ns)
         self._counters.checked += 1
         if name_if_same(log, step.key, step.found, done) is not None:
             verification.note_good(step.found.length)
         else:
             verification.note_bad(step.key, step.found.length, readable=done.ok)
             self._forget(log, step.key, step.found)
-        self._check_next(log, now)
+        self._check_next(log, now_ns)
 
     # -- the log
 
-    def pump(self, now: int) -> None:
+    def pump(self, now_ns: int) -> None:
         """Take what the log has to say, until it has nothing more."""
         log = self.log
         while log is not None:
@@ -458,21 +460,21 @@ class Disk:
                     self._moves.append((command, data))
                     continue
                 self._room.add(CommandStep(command, offset, data if kind == _WRITE else None))
-            self._begin_due(now)
+            self._begin_due(now_ns)
             for ticket, published in ended:
                 self._ticket_ended(log, ticket, published)
             moved = bool(self._moves) and self._moving < self._config.moves_max and not self.is_full
             if moved:
-                self._start_move(log, now)
+                self._start_move(log, now_ns)
             if not (commands or ended or moved):
                 break
         if log is not None and (evicted := log.take_evicted()):
             self._shared.outcomes.append(ev.Dropped(evicted))
 
-    def _begin_due(self, now: int) -> None:
+    def _begin_due(self, now_ns: int) -> None:
         for step in self._room.take_due():
             self._shared.actions.append(step.action(self._begin(step), self.number))
-            self._shared.charge(len(step.data or b""), now)
+            self._shared.charge(len(step.data or b""), now_ns)
 
     def _ticket_ended(self, log: SegmentLog, ticket: int, published: bool) -> None:
         step = self._tickets.pop(ticket)

@@ -78,7 +78,7 @@ class Disks:
 
     # -- writing
 
-    def wants(self, key: bytes, nbytes: int, now: int, *, bypass: bool = False) -> bool:
+    def wants(self, key: bytes, nbytes: int, now_ns: int, *, bypass: bool = False) -> bool:
         """Whether a value should be written. Counts as one request of this key: call it whenever the value was put or
         asked for.
 
@@ -89,7 +89,7 @@ class Disks:
         disk = self._disk_for(key)
         if disk is None or key in self or self._is_writing(key):
             return False
-        if not self._has_room(disk, nbytes, now, name_bytes=0):
+        if not self._has_room(disk, nbytes, now_ns, name_bytes=0):
             return False
         if known or bypass or self.config.admission == "all" or disk.has_unused_space:
             return True
@@ -97,7 +97,7 @@ class Disks:
         return False
 
     def write(
-        self, key: bytes, offset: int, length: int, now: int, *, scope: int = 0, seal: int = 0, name: bytes = b""
+        self, key: bytes, offset: int, length: int, now_ns: int, *, scope: int = 0, seal: int = 0, name: bytes = b""
     ) -> bool:
         """Begin to write the extent at ``offset``. False: not taken. True: the extent stays as it is, and referenced,
         until ``Written``.
@@ -108,9 +108,9 @@ class Disks:
         disk = self._disk_for(key)
         if disk is None or key in self or self._is_writing(key):
             return False
-        if not self._has_room(disk, length, now, name_bytes=len(name)):
+        if not self._has_room(disk, length, now_ns, name_bytes=len(name)):
             return False
-        if not disk.write(key, offset, length, now, scope, seal, name):
+        if not disk.write(key, offset, length, now_ns, scope, seal, name):
             self._shared.counters.refused_room += 1
             return False
         return True
@@ -119,13 +119,13 @@ class Disks:
         # Also on a lost disk: an extent has one end at a time.
         return any(disk.is_writing(key) for disk in self._disks)
 
-    def _has_room(self, disk: Disk, nbytes: int, now: int, name_bytes: int) -> bool:
+    def _has_room(self, disk: Disk, nbytes: int, now_ns: int, name_bytes: int) -> bool:
         counters = self._shared.counters
         if disk.log is None or nbytes > disk.log.record_bytes_max:
             counters.refused_room += 1
         elif disk.is_busy:
             counters.refused_busy += 1
-        elif not self._shared.budget.has(record_bytes(nbytes, name_bytes), now):
+        elif not self._shared.budget.has(record_bytes(nbytes, name_bytes), now_ns):
             counters.refused_budget += 1
         else:
             return True
@@ -133,7 +133,7 @@ class Disks:
 
     # -- reading
 
-    def read(self, key: bytes, offset: int, now: int, deadline_ns: int | None = None) -> int | None:
+    def read(self, key: bytes, offset: int, now_ns: int, deadline_ns: int | None = None) -> int | None:
         """Begin to read a value into the extent at ``offset``; returns the read's id. None: it is not here, or too
         much is under way, or the disk is late with another read.
 
@@ -144,22 +144,22 @@ class Disks:
         if disk is None:
             return None
         read_id = self._next_id
-        deadline_ns = now + self.config.read_deadline_ns if deadline_ns is None else deadline_ns
-        if not disk.read(read_id, key, offset, now, deadline_ns):
+        deadline_ns = now_ns + self.config.read_deadline_ns if deadline_ns is None else deadline_ns
+        if not disk.read(read_id, key, offset, now_ns, deadline_ns):
             return None
         self._next_id += 1
         return read_id
 
     # -- forgetting
 
-    def remove(self, key: bytes, now: int = 0) -> bool:
+    def remove(self, key: bytes, now_ns: int = 0) -> bool:
         """Forget a value, also one that is being written. False: there is none. See :attr:`removals_written`."""
-        return sum(disk.remove(key, now) for disk in self._live) > 0
+        return sum(disk.remove(key, now_ns) for disk in self._live) > 0
 
-    def purge(self, now: int = 0) -> None:
+    def purge(self, now_ns: int = 0) -> None:
         """Forget everything, for good once :attr:`idle`."""
         for disk in self._live:
-            disk.purge(now)
+            disk.purge(now_ns)
 
     @property
     def removals_written(self) -> bool:
@@ -168,7 +168,7 @@ class Disks:
 
     # -- verification
 
-    def verify(self, now: int) -> int:
+    def verify(self, now_ns: int) -> int:
         """Read every record that is here now and compare it, one at a time on each disk, while callers read only now
         and then; returns the id of the ``Verified`` to come. What does not match is forgotten. One runs at a time: a
         second call returns the id of the first."""
@@ -176,7 +176,7 @@ class Disks:
             self._verification = Verification(self._next_id)
             self._next_id += 1
             for disk in self._live:
-                disk.verify(self._verification, now)
+                disk.verify(self._verification, now_ns)
         verification_id = self._verification.id
         self._end_verification()
         return verification_id
@@ -197,19 +197,19 @@ class Disks:
 
     # -- the host
 
-    def handle(self, event: DiskDone, now: int) -> None:
+    def handle(self, event: DiskDone, now_ns: int) -> None:
         """A job has come to its end."""
         disk = self._disks[self._shared.disk_of(event.job)]
         was_live = disk.log is not None
-        disk.handle(event, now)
+        disk.handle(event, now_ns)
         if was_live and disk.log is None:
             self._find_live()
         self._end_verification()
 
-    def tick(self, now: int) -> None:
+    def tick(self, now_ns: int) -> None:
         """Time has passed: late reads end."""
         for disk in self._disks:
-            disk.tick(now)
+            disk.tick(now_ns)
         self._end_verification()
 
     @property
@@ -227,10 +227,10 @@ class Disks:
         outcomes, self._shared.outcomes = self._shared.outcomes, []
         return outcomes
 
-    def close(self, now: int) -> None:
+    def close(self, now_ns: int) -> None:
         """An orderly end: footers are written. It is over when :attr:`idle`."""
         for disk in self._live:
-            disk.close(now)
+            disk.close(now_ns)
 
     @property
     def idle(self) -> bool:

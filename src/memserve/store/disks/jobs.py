@@ -69,17 +69,17 @@ class RecordsToCheck:
         self._keys = b""
         self._at = 0
 
-    def start(self, verification: Verification, log: SegmentLog, now: int) -> None:
+    def start(self, verification: Verification, log: SegmentLog, now_ns: int) -> None:
         """All records that are here now are to be checked."""
-        self.verification, self._keys, self._at, self.after_ns = verification, log.keys(), 0, now
+        self.verification, self._keys, self._at, self.after_ns = verification, log.keys(), 0, now_ns
 
     def stop(self) -> None:
         """The disk is lost, or all is done."""
         self.verification, self.job, self._keys = None, None, b""
 
-    def is_due(self, now: int, *, callers_read: bool) -> bool:
+    def is_due(self, now_ns: int, *, callers_read: bool) -> bool:
         """The next record may be read."""
-        return self.verification is not None and self.job is None and (not callers_read or now >= self.after_ns)
+        return self.verification is not None and self.job is None and (not callers_read or now_ns >= self.after_ns)
 
     def hold_next(self, log: SegmentLog) -> tuple[bytes, Found] | None:
         """The next record that is here still, held. None: that was all."""
@@ -92,10 +92,10 @@ class RecordsToCheck:
         self.stop()
         return None
 
-    def ended(self, now: int) -> Verification:
+    def ended(self, now_ns: int) -> Verification:
         """The record under way has been read; returns where to note it."""
         assert self.verification is not None
-        self.job, self.after_ns = None, now + self._pause_ns
+        self.job, self.after_ns = None, now_ns + self._pause_ns
         return self.verification
 
 
@@ -113,30 +113,30 @@ class WriteBudget:
         self._level = self.burst_bytes * DAY_NS  # in bytes times DAY_NS: nothing is lost to rounding
         self._at_ns: int | None = None
 
-    def has(self, nbytes: int, now: int) -> bool:
+    def has(self, nbytes: int, now_ns: int) -> bool:
         """Whether ``nbytes`` may be written now."""
         if self.bytes_per_day == 0:
             return True
-        self._fill(now)
+        self._fill(now_ns)
         return self._level >= nbytes * DAY_NS
 
-    def charge(self, nbytes: int, now: int) -> None:
+    def charge(self, nbytes: int, now_ns: int) -> None:
         """``nbytes`` are written, allowed or not: heads and footers can't be refused, and are owed."""
         if self.bytes_per_day == 0:
             return
-        self._fill(now)
+        self._fill(now_ns)
         self._level -= nbytes * DAY_NS
 
-    def bytes_left(self, now: int) -> int:
+    def bytes_left(self, now_ns: int) -> int:
         """What may be written now; below 0: owed."""
-        self._fill(now)
+        self._fill(now_ns)
         return self._level // DAY_NS
 
-    def _fill(self, now: int) -> None:
-        if self._at_ns is not None and now > self._at_ns:
-            gained = (now - self._at_ns) * (self.bytes_per_day - self.burst_bytes)
+    def _fill(self, now_ns: int) -> None:
+        if self._at_ns is not None and now_ns > self._at_ns:
+            gained = (now_ns - self._at_ns) * (self.bytes_per_day - self.burst_bytes)
             self._level = min(self.burst_bytes * DAY_NS, self._level + gained)
-        self._at_ns = now if self._at_ns is None else max(now, self._at_ns)
+        self._at_ns = now_ns if self._at_ns is None else max(now_ns, self._at_ns)
 
 
 @dataclass(slots=True)
@@ -160,10 +160,10 @@ class Shared:
         """The disk of a job."""
         return job % self.disks
 
-    def charge(self, nbytes: int, now: int) -> None:
+    def charge(self, nbytes: int, now_ns: int) -> None:
         """Bytes that a disk is told to write."""
         self.counters.disk_bytes_written += nbytes
-        self.budget.charge(nbytes, now)
+        self.budget.charge(nbytes, now_ns)
 
 
 @dataclass(slots=True)

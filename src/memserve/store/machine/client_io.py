@@ -79,9 +79,9 @@ class Gets:
         self._sending: dict[int, list[int]] = {}  # job -> extents, a reference each
         self._deadlines = Deadlines()
 
-    def begin(self, client: Client, message: StoreGet, now: int) -> None:
+    def begin(self, client: Client, message: StoreGet, now_ns: int) -> None:
         """Hold what is in memory, have the rest brought there."""
-        get = _Get(client, message, bytearray([StoreCode.LATE]) * len(message.names), now + message.deadline_in_ns)
+        get = _Get(client, message, bytearray([StoreCode.LATE]) * len(message.names), now_ns + message.deadline_in_ns)
         if len(message.keys) != KEY_BYTES * len(message.names):
             get.codes[:] = bytes([StoreCode.BAD_CALL]) * len(message.names)
             self._jobs.send(client.peer, StoreDone(message.call, bytes(get.codes)))
@@ -96,16 +96,16 @@ class Gets:
             elif known.scope != client.scope or known.name not in (None, message.names[index]):
                 get.codes[index] = StoreCode.BAD_CALL
             elif self._values.is_ready(key):
-                self._take(get, index, now)
+                self._take(get, index, now_ns)
             else:
                 get.awaited += 1
-                self._loads.want(key, partial(self._loaded, get, index), now)
+                self._loads.want(key, partial(self._loaded, get, index), now_ns)
         self._one_less(get)
         if not get.over:
             self._deadlines.add(get)
 
-    def _take(self, get: _Get, index: int, now: int) -> None:
-        place = self._values.hold(_key(get.message, index), now)
+    def _take(self, get: _Get, index: int, now_ns: int) -> None:
+        place = self._values.hold(_key(get.message, index), now_ns)
         if place is None:
             get.codes[index] = StoreCode.ABSENT
         elif place.scope != get.client.scope or place.name != get.message.names[index]:
@@ -115,11 +115,11 @@ class Gets:
             get.codes[index] = StoreCode.DONE
             get.places[index] = place
 
-    def _loaded(self, get: _Get, index: int, ok: bool, now: int) -> None:
+    def _loaded(self, get: _Get, index: int, ok: bool, now_ns: int) -> None:
         if get.over:
             return
         if ok:
-            self._take(get, index, now)
+            self._take(get, index, now_ns)
         elif _key(get.message, index) in self._values.disks:
             get.codes[index] = StoreCode.LATE  # no room, or the disk is busy: it is not gone
         else:
@@ -184,9 +184,9 @@ class Gets:
             self._end(get)
             self._give_back(get)
 
-    def advance(self, now: int) -> None:
+    def advance(self, now_ns: int) -> None:
         """Answer the gets whose time is over with what has come."""
-        while (get := self._deadlines.pop_due(now)) is not None:
+        while (get := self._deadlines.pop_due(now_ns)) is not None:
             assert isinstance(get, _Get)
             self._answer(get)
 
@@ -237,14 +237,14 @@ class Answers:
         if not client.is_gone:
             self._jobs.send(client.peer, answer)
 
-    def advance(self, now: int) -> None:
+    def advance(self, now_ns: int) -> None:
         """Give what may be given now."""
         if self._held and self._values.disks.removals_written:
             held, self._held = self._held, []
             for one in held:
                 one.over = True
                 self._send(one.client, one.answer)
-        while (late := self._deadlines.pop_due(now)) is not None:
+        while (late := self._deadlines.pop_due(now_ns)) is not None:
             assert isinstance(late, _Held)
             late.over = True
             self._held.remove(late)
@@ -282,9 +282,9 @@ class Puts:
         self._open: dict[int, _Put] = {}  # by job
         self._deadlines = Deadlines()
 
-    def begin(self, client: Client, message: StorePut, now: int) -> None:
+    def begin(self, client: Client, message: StorePut, now_ns: int) -> None:
         """Find room, and have the values copied there."""
-        put = _Put(client, message, bytearray(len(message.pairs)), [], [], now + message.deadline_in_ns)
+        put = _Put(client, message, bytearray(len(message.pairs)), [], [], now_ns + message.deadline_in_ns)
         parts = []
         for index, pair in enumerate(message.pairs):
             code = self._objection(client, pair, replace=message.replace)
@@ -332,7 +332,7 @@ class Puts:
             return StoreCode.BAD_CALL
         return None if replace and client.scope != KV_SCOPE else StoreCode.PRESENT
 
-    def taken(self, event: ValuesTaken, now: int) -> None:
+    def taken(self, event: ValuesTaken, now_ns: int) -> None:
         """The host has copied: publish."""
         put = self._open.pop(event.job)
         pairs, counters = put.message.pairs, self._values.counters
@@ -347,9 +347,9 @@ class Puts:
                 code = self._objection(put.client, pair, replace=put.message.replace)
                 put.codes[index] = code or StoreCode.DONE
                 if code is None and put.client.scope == KV_SCOPE:
-                    counters.kv_stored += self._values.put_kv(pair.key, extent, pair.length, seal, now, keep=False)
+                    counters.kv_stored += self._values.put_kv(pair.key, extent, pair.length, seal, now_ns, keep=False)
                 elif code is None:
-                    self._values.put(pair.key, extent, pair.length, put.client.scope, seal, pair.name, now)
+                    self._values.put(pair.key, extent, pair.length, put.client.scope, seal, pair.name, now_ns)
                     counters.puts += 1
                     counters.put_bytes += pair.length
             self._values.tier.release(extent)
@@ -361,9 +361,9 @@ class Puts:
         put.client.calls.discard(put.message.call)
         self._answers.give(put.client, StoreDone(put.message.call, bytes(put.codes)), put.deadline_ns)
 
-    def advance(self, now: int) -> None:
+    def advance(self, now_ns: int) -> None:
         """Answer the puts whose time is over."""
-        while (put := self._deadlines.pop_due(now)) is not None:
+        while (put := self._deadlines.pop_due(now_ns)) is not None:
             assert isinstance(put, _Put)
             for index in put.indexes:
                 put.codes[index] = StoreCode.LATE

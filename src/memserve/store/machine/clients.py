@@ -81,49 +81,49 @@ class Clients:
         self.gets = Gets(values, loads, jobs)
         self.sweeps = Sweeps(values, jobs, self.answers, config)
 
-    def hear(self, sender: Peer, message: StoreMessage, now: int) -> None:
+    def hear(self, sender: Peer, message: StoreMessage, now_ns: int) -> None:
         """A client said something."""
         if isinstance(message, StoreHello):
-            self._greeted(sender, message, now)
+            self._greeted(sender, message, now_ns)
             return
         client = self._clients.get(sender)
         if client is None:
             self._values.counters.refused += 1
             self._jobs.send(sender, Expelled("this client is not known here: StoreHello comes first"))
             return
-        client.heard_ns = now
+        client.heard_ns = now_ns
         match message:
             case StorePut() | StoreGet() | StoreDelete() | StorePurge():
                 if len(client.calls) >= self._config.calls_max or message.call in client.calls:
                     self._jobs.send(sender, StoreDone(message.call, _all(message, StoreCode.NO_ROOM)))
                 else:
-                    self._begin(client, message, now)
+                    self._begin(client, message, now_ns)
             case StoreLook(call, keys):
                 self._jobs.send(sender, StorePlaces(call, self._look(client, keys)))
             case StoreStat(call):
                 self._jobs.send(sender, StoreStatus(call, self.numbers()))
             case StoreVerify(call, start):
-                self.sweeps.verify(start, now)
+                self.sweeps.verify(start, now_ns)
                 self._jobs.send(sender, StoreStatus(call, self.numbers()))
             case StoreList():
                 self._jobs.send(sender, self.sweeps.listing(client, message))
             case _:
                 self._values.counters.refused += 1
 
-    def _begin(self, client: Client, message: StorePut | StoreGet | StoreDelete | StorePurge, now: int) -> None:
+    def _begin(self, client: Client, message: StorePut | StoreGet | StoreDelete | StorePurge, now_ns: int) -> None:
         match message:
             case StorePut():
-                self.puts.begin(client, message, now)
+                self.puts.begin(client, message, now_ns)
             case StoreGet():
-                self.gets.begin(client, message, now)
+                self.gets.begin(client, message, now_ns)
             case StoreDelete():
-                self._delete(client, message, now)
+                self._delete(client, message, now_ns)
             case StorePurge():
-                self.sweeps.purge(client, message, now)
+                self.sweeps.purge(client, message, now_ns)
 
     # -- coming and going
 
-    def _greeted(self, peer: Peer, hello: StoreHello, now: int) -> None:
+    def _greeted(self, peer: Peer, hello: StoreHello, now_ns: int) -> None:
         client = self._clients.get(peer)
         if client is not None and client.hello != hello:
             self._drop(client)
@@ -140,8 +140,8 @@ class Clients:
                 self._values.counters.refused += 1
                 self._jobs.send(peer, Refused(f"{len(self._clients)} clients are served already: close some"))
                 return
-            client = self._enter(peer, hello, now)
-        client.heard_ns = now
+            client = self._enter(peer, hello, now_ns)
+        client.heard_ns = now_ns
         self._jobs.send(peer, client.welcome)
 
     def _fits(self, peer: Peer, model: KvModel) -> bool:
@@ -154,7 +154,7 @@ class Clients:
         self._hear_of_model(peer, model)
         return bool(self._model.namespace)
 
-    def _enter(self, peer: Peer, hello: StoreHello, now: int) -> Client:
+    def _enter(self, peer: Peer, hello: StoreHello, now_ns: int) -> Client:
         tier, tenant = self._values.tier, hello.tenant
         self._numbers += 1
         is_here = bool(self._host_id) and hello.host_id == self._host_id and tier.arena is not None
@@ -168,7 +168,7 @@ class Clients:
             client_path=tier.open_client(self._numbers) if is_here else "",
         )
         scope = tenant_scope(tenant, self._key) if hello.kv is None else KV_SCOPE
-        client = Client(peer, self._numbers, hello, scope, welcome, now)
+        client = Client(peer, self._numbers, hello, scope, welcome, now_ns)
         self._clients[peer] = client
         self._jobs.ask(MeetClient(peer, hello))
         return client
@@ -201,44 +201,44 @@ class Clients:
             places.append(1 if where & 1 else where)
         return bytes(places)
 
-    def _delete(self, client: Client, message: StoreDelete, now: int) -> None:
+    def _delete(self, client: Client, message: StoreDelete, now_ns: int) -> None:
         codes = bytearray()
         if len(message.keys) != KEY_BYTES * len(message.names):
             codes += bytes([StoreCode.BAD_CALL]) * len(message.names)
         else:
             for number, name in enumerate(message.names):
-                codes.append(self._delete_one(client, message.keys[16 * number : 16 * number + 16], name, now))
-        self.answers.give(client, StoreDone(message.call, bytes(codes)), now + self._config.forget_ns)
+                codes.append(self._delete_one(client, message.keys[16 * number : 16 * number + 16], name, now_ns))
+        self.answers.give(client, StoreDone(message.call, bytes(codes)), now_ns + self._config.forget_ns)
 
-    def _delete_one(self, client: Client, key: bytes, name: bytes, now: int) -> int:
+    def _delete_one(self, client: Client, key: bytes, name: bytes, now_ns: int) -> int:
         known = self._values.look(key)
         if known is None:
             return StoreCode.ABSENT
         if known.scope != client.scope or known.name not in (None, name):
             return StoreCode.BAD_CALL
-        self._values.forget(key, now)
+        self._values.forget(key, now_ns)
         self._values.counters.deleted += 1
         return StoreCode.DONE
 
     # -- time and jobs
 
-    def values_taken(self, event: ValuesTaken, now: int) -> None:
+    def values_taken(self, event: ValuesTaken, now_ns: int) -> None:
         """The host has copied values out of a client's arena."""
-        self.puts.taken(event, now)
+        self.puts.taken(event, now_ns)
 
     def values_sent(self, event: ValuesSent) -> None:
         """The host has sent values."""
         self.gets.sent(event)
 
-    def advance(self, now: int) -> None:
+    def advance(self, now_ns: int) -> None:
         """Drop silent clients, answer calls whose time is over, go on with long work."""
-        for client in [one for one in self._clients.values() if now - one.heard_ns >= self._config.silent_ns]:
+        for client in [one for one in self._clients.values() if now_ns - one.heard_ns >= self._config.silent_ns]:
             self._values.counters.clients_dropped += 1
             self._drop(client)
-        self.answers.advance(now)
-        self.puts.advance(now)
-        self.gets.advance(now)
-        self.sweeps.advance(now)
+        self.answers.advance(now_ns)
+        self.puts.advance(now_ns)
+        self.gets.advance(now_ns)
+        self.sweeps.advance(now_ns)
 
     @property
     def next_deadline_ns(self) -> int | None:

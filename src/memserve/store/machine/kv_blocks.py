@@ -70,31 +70,31 @@ class KvBlocks:
 
     # -- what is told
 
-    def hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
+    def hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         """A member said something of transfers."""
         match message:
             case Offer():
-                self._offered(sender, message, now)
+                self._offered(sender, message, now_ns)
             case Fetch():
-                self._fetch(sender, message, now)
+                self._fetch(sender, message, now_ns)
             case _:
-                self._act(self.exchange.handle(MessageArrived(sender, message), now), now)
+                self._act(self.exchange.handle(MessageArrived(sender, message), now_ns), now_ns)
 
-    def pages_done(self, event: PagesSealed | PagesPulled, now: int) -> None:
+    def pages_done(self, event: PagesSealed | PagesPulled, now_ns: int) -> None:
         """The host has sealed or pulled pages for the exchange."""
-        self._act(self.exchange.handle(event, now), now)
+        self._act(self.exchange.handle(event, now_ns), now_ns)
 
-    def act(self, outcomes: list[Outcome], now: int) -> None:
+    def act(self, outcomes: list[Outcome], now_ns: int) -> None:
         """What the exchange says when members come and go."""
-        self._act(outcomes, now)
+        self._act(outcomes, now_ns)
 
-    def advance(self, now: int) -> None:
+    def advance(self, now_ns: int) -> None:
         """On every event: leases, room, fetches that have waited long enough."""
-        while (asked := self._deadlines.pop_due(now)) is not None:
+        while (asked := self._deadlines.pop_due(now_ns)) is not None:
             assert isinstance(asked, _Asked)
             asked.is_cut = True
-            self._answer(asked, now)
-        self._act(self.exchange.advance(now), now)
+            self._answer(asked, now_ns)
+        self._act(self.exchange.advance(now_ns), now_ns)
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -102,11 +102,11 @@ class KvBlocks:
         due = (self._deadlines.next_ns(), self.exchange.next_deadline_ns)
         return min((at for at in due if at is not None), default=None)
 
-    def peer_gone(self, peer: Peer, now: int) -> None:
+    def peer_gone(self, peer: Peer, now_ns: int) -> None:
         """``peer`` is dead or has left: nothing is held for it any more."""
         for asked in [asked for asked in self._asked.values() if is_gone(asked.sender, peer)]:
             self._give_back(asked)
-        self._act(self.exchange.peer_gone(peer, now), now)
+        self._act(self.exchange.peer_gone(peer, now_ns), now_ns)
 
     def drop_fetches(self) -> None:
         """All members are forgotten."""
@@ -115,7 +115,7 @@ class KvBlocks:
 
     # -- taking
 
-    def _offered(self, sender: Peer, offer: Offer, now: int) -> None:
+    def _offered(self, sender: Peer, offer: Offer, now_ns: int) -> None:
         if not offer.insert or offer.request is not None:
             self._jobs.send(sender, Release(offer.transfer_id, False, "a store takes whole blocks that it may find"))
             return
@@ -125,7 +125,7 @@ class KvBlocks:
         first, keep = offer.first_block, offer.private == KEEP
         while first < whole and identities[first] in self._values:
             if keep:
-                self._values.keep(identities[first], now)
+                self._values.keep(identities[first], now_ns)
             first += 1
         fits = self.exchange.misfit(sender) is None and offer.identity == next(reversed(identities), b"")
         self._values.counters.kv_known += (first - offer.first_block) * fits
@@ -134,7 +134,7 @@ class KvBlocks:
             return
         if first > offer.first_block and first < whole:
             self._jobs.send(sender, Wanted(offer.transfer_id, first))
-        self._act(self.exchange.handle(MessageArrived(sender, _raw(offer, first, whole)), now), now)
+        self._act(self.exchange.handle(MessageArrived(sender, _raw(offer, first, whole)), now_ns), now_ns)
 
     def _arrived(self, outcome: Delivered) -> None:
         """Blocks have come, each page with the checksum that its owner computed: seal them as wholes."""
@@ -147,36 +147,36 @@ class KvBlocks:
         self._taken[job] = _Taken(identities[offer.first_block : end], extents, offer.private == KEEP)
         self._jobs.ask(SealExtents(job, tuple((extent, block_bytes) for extent in extents)))
 
-    def sealed(self, event: ExtentsSealed, now: int) -> bool:
+    def sealed(self, event: ExtentsSealed, now_ns: int) -> bool:
         """Blocks that have arrived are sealed: publish them. False: the job is another part's."""
         taken = self._taken.pop(event.job, None)
         if taken is None:
             return False
         block_bytes, values = self._pool.block_bytes, self._values
         for identity, extent, seal in zip(taken.identities, taken.extents, event.seals, strict=True):
-            values.counters.kv_stored += values.put_kv(identity, extent, block_bytes, seal, now, keep=taken.keep)
+            values.counters.kv_stored += values.put_kv(identity, extent, block_bytes, seal, now_ns, keep=taken.keep)
             values.tier.release(extent)
         return True
 
-    def forget(self, identities: bytes, now: int) -> None:
+    def forget(self, identities: bytes, now_ns: int) -> None:
         """An instance does not trust its KV of these blocks any more."""
         for identity in split(identities):
             if identity in self._values.log:
-                self._values.forget(identity, now)
+                self._values.forget(identity, now_ns)
 
     # -- lending
 
-    def _fetch(self, sender: Peer, fetch: Fetch, now: int) -> None:
+    def _fetch(self, sender: Peer, fetch: Fetch, now_ns: int) -> None:
         self._values.counters.fetches += 1
         is_new = fetch.transfer_id not in self._asked
         if not is_new or len(self._asked) >= self._config.fetches_max or self.exchange.misfit(sender) is not None:
             if is_new:
-                self._act(self.exchange.handle(MessageArrived(sender, fetch), now), now)
+                self._act(self.exchange.handle(MessageArrived(sender, fetch), now_ns), now_ns)
             return
         patience_ns = self._config.fetch_deadline_ns
         if fetch.deadline_in_ns:
             patience_ns = min(patience_ns, int(fetch.deadline_in_ns * self._config.fetch_read_share))
-        asked = _Asked(sender, fetch, now + patience_ns, awaited=1)  # one: this method
+        asked = _Asked(sender, fetch, now_ns + patience_ns, awaited=1)  # one: this method
         self._asked[fetch.transfer_id] = asked
         tokens = fetch.tokens[: fetch.end_block * self._pool.block_tokens]
         wanted = []
@@ -184,43 +184,43 @@ class KvBlocks:
             if identity not in self._values:
                 break
             if self._values.is_ready(identity):
-                self._hold(asked, identity, now)
+                self._hold(asked, identity, now_ns)
             else:
                 wanted.append(identity)
         asked.awaited += len(wanted)
         for identity in wanted:
-            self._loads.want(identity, partial(self._loaded, asked, identity), now)
-        self._one_less(asked, now)
+            self._loads.want(identity, partial(self._loaded, asked, identity), now_ns)
+        self._one_less(asked, now_ns)
         if not asked.over:
             self._deadlines.add(asked)
 
-    def _hold(self, asked: _Asked, identity: bytes, now: int) -> None:
-        place = self._values.hold(identity, now)
+    def _hold(self, asked: _Asked, identity: bytes, now_ns: int) -> None:
+        place = self._values.hold(identity, now_ns)
         if place is None:
             asked.is_cut = True
         else:
             asked.held.append(place.offset)
 
-    def _loaded(self, asked: _Asked, identity: bytes, ok: bool, now: int) -> None:
+    def _loaded(self, asked: _Asked, identity: bytes, ok: bool, now_ns: int) -> None:
         if asked.over:
             return
         if ok:
-            self._hold(asked, identity, now)
+            self._hold(asked, identity, now_ns)
         else:
             asked.is_cut = True
-        self._one_less(asked, now)
+        self._one_less(asked, now_ns)
 
-    def _one_less(self, asked: _Asked, now: int) -> None:
+    def _one_less(self, asked: _Asked, now_ns: int) -> None:
         asked.awaited -= 1
         if asked.awaited == 0:
-            self._answer(asked, now)
+            self._answer(asked, now_ns)
 
-    def _answer(self, asked: _Asked, now: int) -> None:
+    def _answer(self, asked: _Asked, now_ns: int) -> None:
         """The exchange offers what is in memory, up to the first block that is not."""
         counters = self._values.counters
         counters.fetches_cut += asked.is_cut
         before = len(self.exchange.references())
-        self._act(self.exchange.handle(MessageArrived(asked.sender, asked.fetch), now), now)
+        self._act(self.exchange.handle(MessageArrived(asked.sender, asked.fetch), now_ns), now_ns)
         counters.kv_lent += max(0, len(self.exchange.references()) - before)
         self._give_back(asked)
 
@@ -233,7 +233,7 @@ class KvBlocks:
 
     # -- the exchange
 
-    def _act(self, outcomes: list[Outcome], now: int) -> None:
+    def _act(self, outcomes: list[Outcome], now_ns: int) -> None:
         for outcome in outcomes:
             if isinstance(outcome, Delivered):
                 self._arrived(outcome)

@@ -58,7 +58,7 @@ class Loads:
         self._voided: list[_Load] = []
         values.on_forget = self._void
 
-    def want(self, key: bytes, waiter: Waiter, now: int) -> None:
+    def want(self, key: bytes, waiter: Waiter, now_ns: int) -> None:
         """Bring a value; ``waiter`` is called at once where it is there already, or is nowhere."""
         load = self._loads.get(key)
         if load is not None:
@@ -67,27 +67,27 @@ class Loads:
             return
         self._loads[key] = load = _Load(key, [waiter])
         self._queue.append(load)
-        self.advance(now)
+        self.advance(now_ns)
 
-    def advance(self, now: int) -> None:
+    def advance(self, now_ns: int) -> None:
         """Begin with what waits, as far as the host may have more; tell those whose value was forgotten."""
         while self._voided:
             load = self._voided.pop(0)
             for waiter in load.waiters:
-                waiter(load.key in self._values.tier, now)
+                waiter(load.key in self._values.tier, now_ns)
         while self._queue and len(self._sealing) + len(self._reading) < self._config.loads_max:
             load = self._queue.popleft()
             if not load.is_void:
-                self._begin(load, now)
+                self._begin(load, now_ns)
 
-    def _begin(self, load: _Load, now: int) -> None:
+    def _begin(self, load: _Load, now_ns: int) -> None:
         values = self._values
         place = values.tier.find(load.key)
         if place is None:
-            self._read(load, now)
+            self._read(load, now_ns)
         elif place.verified:
             values.tier.release(place.offset)
-            self._end(load, True, now)
+            self._end(load, True, now_ns)
         else:
             load.place = place
             job = self._jobs.new()
@@ -96,7 +96,7 @@ class Loads:
 
     # -- from an earlier life
 
-    def sealed(self, event: ExtentsSealed, now: int) -> bool:
+    def sealed(self, event: ExtentsSealed, now_ns: int) -> bool:
         """A value was looked at. False: the job is another part's."""
         load = self._sealing.pop(event.job, None)
         if load is None:
@@ -112,33 +112,33 @@ class Loads:
             values.counters.compared += 1
             values.tier.verified(load.key)
             values.tier.release(place.offset)
-            self._end(load, True, now)
+            self._end(load, True, now_ns)
         else:
             values.drop_damaged(load.key, place.offset)
             values.tier.release(place.offset)
-            self._read(load, now)
-        self.advance(now)
+            self._read(load, now_ns)
+        self.advance(now_ns)
         return True
 
     # -- from a disk
 
-    def _read(self, load: _Load, now: int) -> None:
+    def _read(self, load: _Load, now_ns: int) -> None:
         values = self._values
         load.record = record = values.disks.find(load.key)
         if record is None:
-            self._end(load, False, now)
+            self._end(load, False, now_ns)
             return
         extent = self._allocate(record)
         values.settle()
         if extent is None:
             values.counters.no_room += 1
-            self._end(load, False, now)
+            self._end(load, False, now_ns)
             return
         load.extent = extent
-        read = values.disks.read(load.key, extent, now)
+        read = values.disks.read(load.key, extent, now_ns)
         if read is None:  # too much is under way on that disk, or the disk is late
             values.tier.release(extent)
-            self._end(load, False, now)
+            self._end(load, False, now_ns)
             return
         values.counters.loads += 1
         self._reading[read] = load
@@ -152,7 +152,7 @@ class Loads:
         blocks = tier.allocate_blocks(1)
         return None if blocks is None else blocks[0] * tier.block_bytes
 
-    def read_ended(self, event: ReadEnded, now: int) -> None:
+    def read_ended(self, event: ReadEnded, now_ns: int) -> None:
         """A disk is done with a read, or the read is late."""
         load = self._reading.pop(event.id)
         values, record, fresh = self._values, load.record, False
@@ -168,8 +168,8 @@ class Loads:
             self._lingering[event.id] = load.extent
         values.counters.loads_failed += not event.ok
         if not load.is_void:
-            self._end(load, fresh, now)
-        self.advance(now)
+            self._end(load, fresh, now_ns)
+        self.advance(now_ns)
 
     def extent_free(self, event: ExtentFree) -> None:
         """The device has ended a late read."""
@@ -177,10 +177,10 @@ class Loads:
 
     # -- ends
 
-    def _end(self, load: _Load, ok: bool, now: int) -> None:
+    def _end(self, load: _Load, ok: bool, now_ns: int) -> None:
         del self._loads[load.key]
         for waiter in load.waiters:
-            waiter(ok, now)
+            waiter(ok, now_ns)
 
     def _void(self, key: bytes) -> None:
         """The value is forgotten: what is being read is no longer it. Askers get what there is then."""

@@ -1,6 +1,6 @@
 """A store: keeps KV blocks of a cluster's instances, and values of clients, in memory and on disks.
 
-One mutator, ``handle(event, now) -> actions``; no thread, file or socket. Its parts:
+One mutator, ``handle(event, now_ns) -> actions``; no thread, file or socket. Its parts:
 
 =============  ================================================================================
 ``values``     one set of keys: the memory tier, the disks, what is told of them
@@ -121,33 +121,37 @@ class StoreMachine:
         self._has_ended = False
         self._refused = ""
 
-    def start(self, now: int) -> list[StoreAction]:
+    def start(self, now_ns: int) -> list[StoreAction]:
         """Ask to join."""
-        self._follow(self.member.start(now), now)
-        return self._conclude(now)
+        self._follow(self.member.start(now_ns), now_ns)
+        return self._conclude(now_ns)
 
-    def handle(self, event: StoreEvent, now: int) -> list[StoreAction]:
-        """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order."""
+    def handle(self, event: StoreEvent, now_ns: int) -> list[StoreAction]:
+        """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
         match event:
             case MessageArrived(sender, message):
-                self._hear(sender, message, now)
+                self._hear(sender, message, now_ns)
             case PagesSealed() | PagesPulled():
-                self.kv.pages_done(event, now)
+                self.kv.pages_done(event, now_ns)
             case DiskDone():
-                self.values.disks.handle(event, now)
-                self.values.go_on(now)
+                self.values.disks.handle(event, now_ns)
+                self.values.go_on(now_ns)
             case ExtentsSealed():
-                done = self.loads.sealed(event, now) or self.kv.sealed(event, now) or self.clients.sweeps.sealed(event)
+                done = (
+                    self.loads.sealed(event, now_ns)
+                    or self.kv.sealed(event, now_ns)
+                    or self.clients.sweeps.sealed(event)
+                )
                 check(done, f"job {event.job} seals nothing")
             case ValuesTaken():
-                self.clients.values_taken(event, now)
+                self.clients.values_taken(event, now_ns)
             case ValuesSent():
                 self.clients.values_sent(event)
             case DrainAsked():
-                self._begin_end(event, now)
+                self._begin_end(event, now_ns)
             case Reborn(info):
-                self._reborn(event, info, now)
-        return self._conclude(now)
+                self._reborn(event, info, now_ns)
+        return self._conclude(now_ns)
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -161,18 +165,18 @@ class StoreMachine:
         ]
         return min((at for at in due if at is not None), default=None)
 
-    def _conclude(self, now: int) -> list[StoreAction]:
+    def _conclude(self, now_ns: int) -> list[StoreAction]:
         """What follows from any event."""
-        self.values.disks.tick(now)
-        self.kv.advance(now)
-        self.clients.advance(now)
+        self.values.disks.tick(now_ns)
+        self.kv.advance(now_ns)
+        self.clients.advance(now_ns)
         due_ns = self.member.next_deadline_ns
-        if due_ns is not None and now >= due_ns:
-            self._follow(self.member.handle(ClockTicked(), now), now)
-        self.loads.advance(now)
-        self._go_on_ending(now)
-        while self._hear_disks(now):
-            self._go_on_ending(now)
+        if due_ns is not None and now_ns >= due_ns:
+            self._follow(self.member.handle(ClockTicked(), now_ns), now_ns)
+        self.loads.advance(now_ns)
+        self._go_on_ending(now_ns)
+        while self._hear_disks(now_ns):
+            self._go_on_ending(now_ns)
         self.values.settle()
         self._tell_news()
         actions = self.jobs.take()
@@ -181,14 +185,14 @@ class StoreMachine:
         actions += self.values.disks.take_actions()
         return actions
 
-    def _hear_disks(self, now: int) -> bool:
+    def _hear_disks(self, now_ns: int) -> bool:
         outcomes = self.values.disks.take_outcomes()
         for outcome in outcomes:
             match outcome:
                 case Written():
-                    self.values.written(outcome, now)
+                    self.values.written(outcome, now_ns)
                 case ReadEnded():
-                    self.loads.read_ended(outcome, now)
+                    self.loads.read_ended(outcome, now_ns)
                 case ExtentFree():
                     self.loads.extent_free(outcome)
                 case Dropped():
@@ -205,40 +209,42 @@ class StoreMachine:
 
     # -- messages
 
-    def _hear(self, sender: Peer, message: AnyMessage, now: int) -> None:
+    def _hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         if isinstance(message, ForgetKv):
             if self.kv.exchange.misfit(sender) is None:
-                self.kv.forget(message.identities, now)
+                self.kv.forget(message.identities, now_ns)
         elif isinstance(message, StoreMessage):
-            self.clients.hear(sender, message, now)
+            self.clients.hear(sender, message, now_ns)
         elif isinstance(message, Leave) and self.clients.left(sender):
             pass
         elif self.member.is_alone and sender.name != ROUTER:
             self.counters.refused += 1
         else:
-            self._follow(self.member.handle(MessageArrived(sender, message), now), now)
+            self._follow(self.member.handle(MessageArrived(sender, message), now_ns), now_ns)
 
     # -- the cluster
 
-    def _follow(self, actions: list[MemberAction], now: int) -> None:
+    def _follow(self, actions: list[MemberAction], now_ns: int) -> None:
         """Do what the membership says; what needs the host goes on to it."""
         for action in actions:
             match action:
                 case Deliver(sender, message):
-                    self._hear_member(sender, message, now)
+                    self._hear_member(sender, message, now_ns)
                 case ReadLoad(with_stats):
                     load = Load(transfers_open=self.kv.exchange.transfers_open)
                     stats = msgspec.msgpack.encode(self.clients.numbers()) if with_stats else b""
                     news, routers = self._feed.next_event, self.member.followers.values()
-                    self._follow_event(LoadRead(load, news, stats, tuple((peer, load, news) for peer in routers)), now)
+                    self._follow_event(
+                        LoadRead(load, news, stats, tuple((peer, load, news) for peer in routers)), now_ns
+                    )
                 case Joined():
                     pass
                 case Left(refused):
                     self._refused = refused
                     if self._write_out is None:
-                        self._begin_end(DrainAsked(0), now)
+                        self._begin_end(DrainAsked(0), now_ns)
                 case PartFromPeer(peer):
-                    self.kv.peer_gone(peer, now)
+                    self.kv.peer_gone(peer, now_ns)
                     self.jobs.ask(action)
                 case BecomeNew():
                     self.kv.drop_fetches()
@@ -246,30 +252,30 @@ class StoreMachine:
                 case _:
                     self.jobs.ask(action)
 
-    def _follow_event(self, event: MemberEvent, now: int) -> None:
-        self._follow(self.member.handle(event, now), now)
+    def _follow_event(self, event: MemberEvent, now_ns: int) -> None:
+        self._follow(self.member.handle(event, now_ns), now_ns)
 
-    def _hear_member(self, sender: Peer, message: AnyMessage, now: int) -> None:
+    def _hear_member(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         if sender.name != ROUTER:
             if isinstance(message, Leave):
-                self.kv.peer_gone(sender, now)
+                self.kv.peer_gone(sender, now_ns)
             elif isinstance(message, AskEvents) and self.member.followers.get(sender.name) == sender:
                 self._tell_changes(message.first, sender)
             else:
-                self.kv.hear(sender, message, now)
+                self.kv.hear(sender, message, now_ns)
             return
         match message:
             case JoinAccepted(peers):
                 self._fits_a_model = False  # those of an earlier router are no members any more
                 self._look_for_models(peers)
-                self.kv.act(self.kv.exchange.set_members(peers, now), now)
+                self.kv.act(self.kv.exchange.set_members(peers, now_ns), now_ns)
                 self._tell_changes(None, sender)
             case PeerJoined(info):
                 self._look_for_models((info,))
                 if info.peer.name != self.info.peer.name:
-                    self.kv.act(self.kv.exchange.peer_joined(info, now), now)
+                    self.kv.act(self.kv.exchange.peer_joined(info, now_ns), now_ns)
             case PeerGone(peer):
-                self.kv.peer_gone(peer, now)
+                self.kv.peer_gone(peer, now_ns)
             case AskEvents(first):
                 self._tell_changes(first, sender)
             case _:
@@ -305,25 +311,25 @@ class StoreMachine:
             self._asked_to_serve = True
             self.jobs.ask(ServeModel(namespace, geometry, of))
 
-    def _reborn(self, event: Reborn, info: PeerInfo, now: int) -> None:
+    def _reborn(self, event: Reborn, info: PeerInfo, now_ns: int) -> None:
         """The store was expelled and is a new incarnation: what it keeps stays."""
         self.info = info
         self.kv.drop_fetches()
         self.kv.exchange.reborn(info.peer)
-        self._follow_event(event, now)
+        self._follow_event(event, now_ns)
 
     # -- the end
 
-    def _begin_end(self, asked: DrainAsked, now: int) -> None:
+    def _begin_end(self, asked: DrainAsked, now_ns: int) -> None:
         """Write what is in memory alone and wanted on a disk, then close the disks, for ``patience_ns`` at most."""
         if self._write_out is None:
             self._write_out = deque(self.values.unwritten() if asked.patience_ns else ())
             self._say_end(asked)
             self.clients.leave_all()
-        self._ends_at_ns = now + asked.patience_ns
+        self._ends_at_ns = now_ns + asked.patience_ns
         if not asked.patience_ns:
             self._write_out.clear()
-        self._follow(self.member.handle(replace(asked, why=""), now), now)
+        self._follow(self.member.handle(replace(asked, why=""), now_ns), now_ns)
 
     def _say_end(self, asked: DrainAsked) -> None:
         if not asked.why:
@@ -334,12 +340,12 @@ class StoreMachine:
             text += f" and writes {left:,} more, for {asked.patience_ns / NS_PER_S:.0f} s at most"
         self.jobs.ask(Notice(text))
 
-    def _go_on_ending(self, now: int) -> None:
+    def _go_on_ending(self, now_ns: int) -> None:
         if self._write_out is None or self._has_ended:
             return
-        is_late = now >= self._ends_at_ns
+        is_late = now_ns >= self._ends_at_ns
         while self._write_out and self.values.may_write_out and not is_late:
-            self.values.write_out(self._write_out.popleft(), now)
+            self.values.write_out(self._write_out.popleft(), now_ns)
         left = len(self._write_out) + self.values.writes_open
         if left and not is_late:
             return
@@ -348,7 +354,7 @@ class StoreMachine:
             self._disks_closed = True
             if left:
                 self.jobs.ask(Notice(f"the time is over: store {self.info.peer.name} has not written {left:,} values"))
-            disks.close(now)
+            disks.close(now_ns)
         if disks.idle or is_late:
             self._has_ended = True
             self.jobs.ask(Ended(self._refused))

@@ -53,25 +53,25 @@ class Sweeps:
 
     # -- purging
 
-    def purge(self, client: Client, message: StorePurge, now: int) -> None:
+    def purge(self, client: Client, message: StorePurge, now_ns: int) -> None:
         """Begin to forget the values of a client's tenant; everything is forgotten at once."""
         if message.everything:
-            count = self._values.forget_everything(now)
-            self._answer(client, message.call, count, now)
+            count = self._values.forget_everything(now_ns)
+            self._answer(client, message.call, count, now_ns)
             return
         client.calls.add(message.call)
         self._purges.append(_Purge(client, message.call, iter(self._all_keys())))
 
-    def _answer(self, client: Client, call: int, count: int, now: int) -> None:
+    def _answer(self, client: Client, call: int, count: int, now_ns: int) -> None:
         done = StoreDone(call, bytes([StoreCode.DONE]), count=count)
-        self._answers.give(client, done, now + self._config.forget_ns)
+        self._answers.give(client, done, now_ns + self._config.forget_ns)
 
     def _all_keys(self) -> list[bytes]:
         in_memory = split(self._values.tier.keys())
         known = set(in_memory)
         return in_memory + [key for key in split(self._values.disks.keys()) if key not in known]
 
-    def _go_on(self, purge: _Purge, now: int) -> bool:
+    def _go_on(self, purge: _Purge, now_ns: int) -> bool:
         """Whether it has come to its end."""
         for _ in range(self._config.sweep_keys):
             key = next(purge.keys, None)
@@ -79,17 +79,17 @@ class Sweeps:
                 return True
             known = self._values.look(key)
             if known is not None and known.scope == purge.client.scope:
-                purge.gone += self._values.forget(key, now)
+                purge.gone += self._values.forget(key, now_ns)
         return False
 
     # -- verifying
 
-    def verify(self, start: bool, now: int) -> None:
+    def verify(self, start: bool, now_ns: int) -> None:
         """Begin to compare everything, unless that is under way."""
         is_running = self._check is not None and (self._check.memory_running or self._check.disks_running)
         if start and not is_running:
             self._check = _Check(iter(split(self._values.tier.keys())))
-            self._values.disks.verify(now)
+            self._values.disks.verify(now_ns)
 
     def disks_verified(self, outcome: Verified) -> None:
         """The disks are done."""
@@ -154,14 +154,14 @@ class Sweeps:
         """The client is gone. A purge that it has begun goes on without it."""
         client.listing = []
 
-    def advance(self, now: int) -> None:
+    def advance(self, now_ns: int) -> None:
         """Go on by a bit."""
-        self._now = now
+        self._now = now_ns
         self._compare_next()
-        if self._purges and self._go_on(self._purges[0], now):
+        if self._purges and self._go_on(self._purges[0], now_ns):
             purge = self._purges.popleft()
             purge.client.calls.discard(purge.call)
-            self._answer(purge.client, purge.call, purge.gone, now)
+            self._answer(purge.client, purge.call, purge.gone, now_ns)
 
     @property
     def next_deadline_ns(self) -> int | None:

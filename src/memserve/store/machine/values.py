@@ -186,7 +186,7 @@ class Values:
             self.tier.release(place.offset)
         return place is not None and place.offset == extent
 
-    def hold(self, key: bytes, now: int) -> Place | None:
+    def hold(self, key: bytes, now_ns: int) -> Place | None:
         """A value in memory that may be read, with a reference. None: it is not there, or was not compared yet."""
         place = self.tier.find(key)
         if place is None:
@@ -194,24 +194,24 @@ class Values:
         if not place.verified:
             self.tier.release(place.offset)
             return None
-        self._write_through(key, place, now, bypass=False)
+        self._write_through(key, place, now_ns, bypass=False)
         return place
 
     # -- putting
 
-    def put(self, key: bytes, extent: int, length: int, scope: int, seal: int, name: bytes, now: int) -> None:
+    def put(self, key: bytes, extent: int, length: int, scope: int, seal: int, name: bytes, now_ns: int) -> None:
         """Keep a client's value; the caller's reference on ``extent`` stays the caller's. An older one is forgotten."""
-        self.forget(key, now)
+        self.forget(key, now_ns)
         if self.tier.publish(key, extent, length, scope=scope, seal=seal, name=name):
-            self._write_through_new(key, now)
+            self._write_through_new(key, now_ns)
         self.settle()
 
-    def put_kv(self, identity: bytes, extent: int, length: int, seal: int, now: int, *, keep: bool) -> bool:
+    def put_kv(self, identity: bytes, extent: int, length: int, seal: int, now_ns: int, *, keep: bool) -> bool:
         """Keep a KV block. False: it is here already, with the same tokens."""
         fresh = self.tier.publish(identity, extent, length, scope=KV_SCOPE, seal=seal)
         if fresh:
             self.log.place(identity, Tier.DRAM)
-            self._write_through_new(identity, now, bypass=keep)
+            self._write_through_new(identity, now_ns, bypass=keep)
         self.settle()
         return fresh
 
@@ -226,23 +226,23 @@ class Values:
         self.settle()
         return fresh
 
-    def keep(self, identity: bytes, now: int) -> None:
+    def keep(self, identity: bytes, now_ns: int) -> None:
         """A block has a name from now on: write it through, whether it was asked for before or not."""
         place = self.tier.find(identity, counts=False)
         if place is not None:
-            self._write_through(identity, place, now, bypass=True)
+            self._write_through(identity, place, now_ns, bypass=True)
             self.tier.release(place.offset)
 
-    def _write_through_new(self, key: bytes, now: int, *, bypass: bool = False) -> None:
+    def _write_through_new(self, key: bytes, now_ns: int, *, bypass: bool = False) -> None:
         place = self.tier.find(key, counts=False)
         if place is not None:
             if key in self._writes:
                 self._dirty[key] = None
             else:
-                self._write_through(key, place, now, bypass=bypass)
+                self._write_through(key, place, now_ns, bypass=bypass)
             self.tier.release(place.offset)
 
-    def _write_through(self, key: bytes, place: Place, now: int, *, bypass: bool) -> None:
+    def _write_through(self, key: bytes, place: Place, now_ns: int, *, bypass: bool) -> None:
         """Write a value to a disk if it is wanted there. It counts as one request of the key."""
         if key in self._writes:
             return
@@ -250,10 +250,10 @@ class Values:
             if len(self._waiting) < WAITING_MAX and key not in self.disks:
                 self._waiting[key] = bypass or self._waiting.get(key, False)
             return
-        if not self.disks.wants(key, place.length, now, bypass=bypass) or not place.verified:
+        if not self.disks.wants(key, place.length, now_ns, bypass=bypass) or not place.verified:
             return
         taken = self.disks.write(
-            key, place.offset, place.length, now, scope=place.scope, seal=place.seal, name=place.name
+            key, place.offset, place.length, now_ns, scope=place.scope, seal=place.seal, name=place.name
         )
         if taken:
             self.tier.retain(place.offset)
@@ -263,19 +263,19 @@ class Values:
 
     # -- forgetting
 
-    def forget(self, key: bytes, now: int) -> bool:
+    def forget(self, key: bytes, now_ns: int) -> bool:
         """Forget a value, wherever it lies. False: there is none."""
         self._dirty.pop(key, None)
         self._waiting.pop(key, None)
         self.on_forget(key)
         in_memory = self.tier.remove(key)
-        on_disk = self.disks.remove(key, now)
+        on_disk = self.disks.remove(key, now_ns)
         if on_disk and key not in self.log:
             self.tier.mark_on_disk(key, False)
         self.log.place(key, None)
         return in_memory or on_disk
 
-    def forget_everything(self, now: int) -> int:
+    def forget_everything(self, now_ns: int) -> int:
         """Forget all values and blocks; returns how many there were."""
         count = len(self.tier) + sum(key not in self.tier for key in split(self.disks.keys()))
         for key in split(self.disks.keys()):
@@ -285,7 +285,7 @@ class Values:
         self._waiting.clear()
         self.tier.purge()
         self.tier.take_evicted()
-        self.disks.purge(now)
+        self.disks.purge(now_ns)
         for identity in self.log.identities():
             self.log.place(identity, None)
         return count
@@ -299,7 +299,7 @@ class Values:
 
     # -- what has happened
 
-    def written(self, outcome: Written, now: int) -> None:
+    def written(self, outcome: Written, now_ns: int) -> None:
         """A write has ended."""
         write = self._writes.pop(outcome.key, None)
         if write is None:
@@ -312,16 +312,16 @@ class Values:
             self.tier.mark_on_disk(outcome.key, True)
         if outcome.key in self._dirty:
             del self._dirty[outcome.key]
-            self._write_through_new(outcome.key, now)
-        self.go_on(now)
+            self._write_through_new(outcome.key, now_ns)
+        self.go_on(now_ns)
 
-    def go_on(self, now: int) -> None:
+    def go_on(self, now_ns: int) -> None:
         """The disks have done something: write what waits for them."""
         for _ in range(len(self._waiting)):
             if not self.may_write_out:
                 return
             key = next(iter(self._waiting))
-            self._write_through_new(key, now, bypass=self._waiting.pop(key))
+            self._write_through_new(key, now_ns, bypass=self._waiting.pop(key))
             if key in self._waiting:
                 return  # still no room
 
@@ -351,9 +351,9 @@ class Values:
         self._waiting.clear()
         return [key for key in split(self.tier.keys()) if key not in self.disks and key not in self._writes]
 
-    def write_out(self, key: bytes, now: int) -> None:
+    def write_out(self, key: bytes, now_ns: int) -> None:
         """Write a value before the end, if it is wanted on a disk."""
-        self._write_through_new(key, now)
+        self._write_through_new(key, now_ns)
 
     @property
     def may_write_out(self) -> bool:

@@ -60,7 +60,7 @@ def _half_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdmissionController, "waited", lambda self, req, now: None)
+    monkeypatch.setattr(AdmissionController, "waited", lambda self, req, now_ns: None)
 
 
 def _one_place_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,9 +70,9 @@ def _one_place_less(monkeypatch: pytest.MonkeyPatch) -> None:
 def _who_leaves_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     release = AdmissionController.release
 
-    def unnoticed(self: AdmissionController, req: RequestState, now: int) -> None:
+    def unnoticed(self: AdmissionController, req: RequestState, now_ns: int) -> None:
         before = self.memory.changed
-        release(self, req, now)
+        release(self, req, now_ns)
         self.memory.changed = before
 
     monkeypatch.setattr(AdmissionController, "release", unnoticed)
@@ -98,7 +98,7 @@ def _memory_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _what_has_ended_counts_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockLedger, "expire", lambda self, now, kept_ns: 0)
+    monkeypatch.setattr(BlockLedger, "expire", lambda self, now_ns, kept_ns: 0)
 
 
 def _pins_never_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
