@@ -462,7 +462,7 @@ def test_metrics_name_tenants_to_those_alone_that_may_know():
     metrics = ApiMetrics()
     metrics.answered("secret-a", 7, 3)
     page = metrics.render(stats).decode()
-    assert "secret-a" not in page and "memserve_gate_waiting 3.0" in page
+    assert "secret-a" not in page and "memserve_admission_waiting 3.0" in page
     named = metrics.render(stats, names_tenants=True).decode()
-    assert 'memserve_gate_waiting{tenant="secret-a"} 2.0' in named
+    assert 'memserve_admission_waiting{tenant="secret-a"} 2.0' in named
     assert 'memserve_tenant_prompt_tokens_total{tenant="secret-a"} 7.0' in named

@@ -109,7 +109,7 @@ def _traffic(now: Samples, last: Samples | None) -> Iterator[str]:
         line += f"; an unlimited cache: {_share(max(0.0, seen - new), seen)} of {seen:,.0f}"
     yield line
     running = "router_requests_live" if now.has("router_requests_live") else "sequences_running"
-    line = f"requests: {now.total(running):,.0f} in flight, {now.total('gate_waiting'):,.0f} wait for admission"
+    line = f"requests: {now.total(running):,.0f} in flight, {now.total('admission_waiting'):,.0f} wait for admission"
     if last is not None and now.time_ms > last.time_ms:
         names = ("prompt_tokens_total", "generated_tokens_total")
         rates = [(now.total(name) - last.total(name)) * 1000 / (now.time_ms - last.time_ms) for name in names]

@@ -195,13 +195,13 @@ def test_a_snapshot_of_the_dashboard_has_the_numbers_of_metrics(world: World) ->
     cluster = {
         (name, frozenset(labels.items())): value
         for name, rows in shown["metrics"].items()
-        if name.startswith(("memserve_router_", "memserve_instance_", "memserve_gate_"))
+        if name.startswith(("memserve_router_", "memserve_instance_", "memserve_admission_"))
         for labels, value in rows
     }
     assert cluster == {
         sample: value
         for sample, value in page.items()
-        if sample[0].startswith(("memserve_router_", "memserve_instance_", "memserve_gate_"))
+        if sample[0].startswith(("memserve_router_", "memserve_instance_", "memserve_admission_"))
         and not sample[0].endswith("_created")
     }
     assert [(member["name"], member["role"], member["state"]) for member in shown["members"]] == [

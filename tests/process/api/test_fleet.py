@@ -247,7 +247,9 @@ def test_admission_queues_and_rejects(engines: list[ScriptedEngine]) -> None:
         threads = [in_background(server, answers)]
         eventually(lambda: len(engines[0].asked) == 1)
         threads.append(in_background(server, answers))
-        eventually(lambda: "memserve_gate_active 1.0" in server.get("/metrics").text and server.host.requests_open == 2)
+        eventually(
+            lambda: "memserve_admission_active 1.0" in server.get("/metrics").text and server.host.requests_open == 2
+        )
         response = server.post()
         assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
         assert len(engines[0].asked) == 1

@@ -75,15 +75,15 @@ def test_the_metrics_of_the_gate():
         for sample in family.samples
     }
     expected = {
-        ("memserve_gate_active",): 3,
-        ("memserve_gate_admitted_total",): 12,
-        ("memserve_gate_queued_total",): 5,
-        ("memserve_gate_waited_seconds_total",): 3,
-        ("memserve_gate_evictions_total",): 1,
-        ("memserve_gate_waiting", "a"): 2,
-        ("memserve_gate_waiting", ""): 1,
-        ("memserve_gate_rejected_total", "queue"): 4,
-        ("memserve_gate_rejected_total", "wait"): 2,
+        ("memserve_admission_active",): 3,
+        ("memserve_admission_admitted_total",): 12,
+        ("memserve_admission_queued_total",): 5,
+        ("memserve_admission_waited_seconds_total",): 3,
+        ("memserve_admission_evictions_total",): 1,
+        ("memserve_admission_waiting", "a"): 2,
+        ("memserve_admission_waiting", ""): 1,
+        ("memserve_admission_rejected_total", "queue"): 4,
+        ("memserve_admission_rejected_total", "wait"): 2,
     }
     assert {name: samples[name] for name in expected} == expected
 

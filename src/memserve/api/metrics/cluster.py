@@ -20,6 +20,7 @@ from memserve.api.metrics.families import (
     objective_families,
     preemption_family,
     scaling_families,
+    with_old_names,
 )
 from memserve.base.types import Role
 from memserve.base.units import NS_PER_S
@@ -166,16 +167,21 @@ ROUTER_COUNTERS: Table = [
 
 #: from ``AdmissionStats``
 ADMISSION_METRICS: Table = [
-    ("gate_active", GAUGE, "Admitted requests that have not ended", "active"),
-    ("gate_admitted", COUNTER, "Requests that were admitted before placement", "admitted"),
-    ("gate_queued", COUNTER, "Requests that waited for admission, including requests rejected later", "queued"),
+    ("admission_active", GAUGE, "Admitted requests that have not ended", "active"),
+    ("admission_admitted", COUNTER, "Requests that were admitted before placement", "admitted"),
+    ("admission_queued", COUNTER, "Requests that waited for admission, including requests rejected later", "queued"),
     (
-        "gate_waited_seconds",
+        "admission_waited_seconds",
         COUNTER,
         "Seconds that requests waited before they were admitted, added up",
         lambda g: g.waited_ns / NS_PER_S,
     ),
-    ("gate_evictions", COUNTER, "Finished requests whose counted memory went to newly admitted requests", "evictions"),
+    (
+        "admission_evictions",
+        COUNTER,
+        "Finished requests whose counted memory went to newly admitted requests",
+        "evictions",
+    ),
 ]
 
 #: from ``PromptTokens``
@@ -192,19 +198,19 @@ CEILING: Table = [
 #: from ``RouterStats``: messages and metadata
 ROUTER_HOST_METRICS: Table = [
     (
-        "router_strangers",
+        "router_handshakes_failed",
         COUNTER,
         "Connections to the cluster port that failed to prove the cluster's secret",
         "letters.handshakes_failed",
     ),
     (
-        "router_letters_malformed",
+        "router_messages_malformed",
         COUNTER,
         "Messages to the router that were malformed, or of another version",
         lambda s: s.letters.malformed + s.letters.other_version,
     ),
     (
-        "router_letters_lost",
+        "router_messages_lost",
         COUNTER,
         "Messages of the router that could not be queued for an instance",
         lambda s: s.letters.lost_unknown + s.letters.lost_full + s.letters.lost_too_long,
@@ -384,7 +390,11 @@ INSTANCE_COUNTERS: Table = [
 
 
 def cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
-    """The families of one :class:`memserve.host.stats.RouterStats`."""
+    """The families of one :class:`memserve.host.stats.RouterStats`, under their old names, too."""
+    return with_old_names(_cluster_families(stats, names_tenants))
+
+
+def _cluster_families(stats: Any, names_tenants: bool) -> Iterator[Metric]:
     yield from families(ROUTER_GAUGES, [((), stats.cluster)])
     yield from families(ROUTER_COUNTERS, [((), stats.cluster.counters)])
     yield from families(ROUTER_HOST_METRICS, [((), stats)])
@@ -434,7 +444,7 @@ def _single(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
 def _admission(admission: Any, names_tenants: bool) -> Iterator[Metric]:
     yield from families(ADMISSION_METRICS, [((), admission)])
     waiting = GaugeMetricFamily(
-        "memserve_gate_waiting", "Requests that wait for admission", labels=["tenant"] if names_tenants else []
+        "memserve_admission_waiting", "Requests that wait for admission", labels=["tenant"] if names_tenants else []
     )
     if names_tenants:
         for tenant, count in admission.waiting.items():
@@ -442,7 +452,10 @@ def _admission(admission: Any, names_tenants: bool) -> Iterator[Metric]:
     else:
         waiting.add_metric([], float(sum(admission.waiting.values())))
     rejected = _single(admission.rejected)
-    yield from (waiting, _counted("gate_rejected", "Requests rejected before placement, by cause", rejected, "cause"))
+    yield from (
+        waiting,
+        _counted("admission_rejected", "Requests rejected before placement, by cause", rejected, "cause"),
+    )
 
 
 def _counters(members: Sequence[Any]) -> Iterator[Metric]:

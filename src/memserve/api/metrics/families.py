@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -109,6 +109,25 @@ def families(
             if number is not None:
                 family.add_metric(list(values), float(number))
         yield family
+
+
+OLD_NAMES = {
+    "memserve_admission_": "memserve_gate_",
+    "memserve_router_handshakes_failed": "memserve_router_strangers",
+    "memserve_router_messages_": "memserve_router_letters_",
+}
+"""How names begin -> how they began in the release before, which are shown for one release more."""
+
+
+def with_old_names(metrics: Iterable[Metric]) -> Iterator[Metric]:
+    """Each family, and behind one that was renamed the same samples under its old name."""
+    for family in metrics:
+        yield family
+        for new, old in OLD_NAMES.items():
+            if family.name.startswith(new):
+                copy = Metric(family.name.replace(new, old, 1), f"Old name of {family.name}", family.type)
+                copy.samples = [sample._replace(name=sample.name.replace(new, old, 1)) for sample in family.samples]
+                yield copy
 
 
 def _number(source: Any, read: Read) -> float | None:
