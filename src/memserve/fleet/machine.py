@@ -16,7 +16,9 @@ Where engines have roles, a long prompt that none has cached is computed first b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
@@ -101,35 +103,34 @@ class Fleet:
         self._admission = AdmissionController(config.admission, config.policy, Registry(), self._loads)
         self._entries: dict[str, _Entry] = {}
         self._engines = Engines(specs, config, self._loads, self._trees, self._actions.append, identity_key)
+        self._handlers = self._handlers_of_events()
 
     # -- the one mutator
 
+    def _handlers_of_events(self) -> dict[type[FleetEvent], Callable[[Any, int], None]]:
+        """What each event leads to."""
+        engines = self._engines
+        return {
+            PromptArrived: self._arrive,
+            PromptComputed: lambda event, now_ns: self._computed(event.request_id, now_ns),
+            AnswerBegan: lambda event, _: self._began(event.request_id),
+            AnswerEnded: self._ended,
+            AttemptFailed: self._failed,
+            EngineAnswered: engines.answered,
+            EngineMissed: engines.missed,
+            KvHeard: engines.heard,
+            ReplayEnded: lambda event, _: engines.replay_ended(event),
+            EngineJoined: lambda event, _: engines.join(event.spec),
+            EngineLeft: lambda event, _: engines.leave(event),
+            TimePassed: lambda _event, _now_ns: None,
+        }
+
     def handle(self, event: FleetEvent, now_ns: int) -> list[FleetAction]:
         """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
-        if isinstance(event, PromptArrived):
-            self._arrive(event, now_ns)
-        elif isinstance(event, PromptComputed):
-            self._computed(event.request_id, now_ns)
-        elif isinstance(event, AnswerBegan):
-            self._began(event.request_id)
-        elif isinstance(event, AnswerEnded):
-            self._ended(event, now_ns)
-        elif isinstance(event, AttemptFailed):
-            self._failed(event, now_ns)
-        elif isinstance(event, EngineAnswered):
-            self._engines.answered(event, now_ns)
-        elif isinstance(event, EngineMissed):
-            self._engines.missed(event, now_ns)
-        elif isinstance(event, KvHeard):
-            self._engines.heard(event, now_ns)
-        elif isinstance(event, ReplayEnded):
-            self._engines.replay_ended(event)
-        elif isinstance(event, EngineJoined):
-            self._engines.join(event.spec)
-        elif isinstance(event, EngineLeft):
-            self._engines.leave(event)
-        else:
-            check(isinstance(event, TimePassed), f"unknown event {event!r}")
+        handle = self._handlers.get(type(event))
+        check(handle is not None, "unknown event {!r}", event)
+        if handle is not None:
+            handle(event, now_ns)
         self._timers.run(now_ns)
         self._admit(now_ns)
         actions = self._actions.copy()

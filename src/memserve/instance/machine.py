@@ -12,7 +12,9 @@ With ``me`` the instance is a member of a cluster: it also hears messages, gives
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from msgspec import structs
 
@@ -122,42 +124,42 @@ class Instance:
             if geometry is None:
                 raise InvariantError("a member of a cluster must know the geometry of its KV")
             self.link = ClusterLink(self.state, self.intake, self.pins, config, geometry, me, self.load)
+        self._refusals: list[Action] = []  # of requests of this event
+        self._handlers = self._handlers_of_events()
 
     # -- the one mutator
+
+    def _handlers_of_events(self) -> dict[type[Event], Callable[[Any, int], None]]:
+        """Of an instance with and without a cluster; what others bring goes to the link."""
+        intake = self.intake
+        return {
+            StepFinished: self._finish_step,
+            StepFailed: self._fail,
+            RequestArrived: lambda event, now_ns: self._arrive(event.request, now_ns),
+            RequestCancelled: lambda event, _: intake.cancel(event.request_id),
+            SequenceStopped: lambda event, _: intake.stop(event.request_id, event.index),
+            GrammarBuilt: lambda event, _: intake.grammar_built(event),
+            MaskComputed: lambda event, now_ns: self.state.late_masks.computed(event.job_id, now_ns),
+            PrefixPinned: self._pin,
+            PrefixUnpinned: lambda event, _: self.pins.unpin(_pin_name(event.handle, event.tenant)),
+            ClockTicked: lambda _event, _now_ns: None,
+        }
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
         """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order.
 
         Raises :class:`InvariantError` when the device's report does not fit the oldest plan under way.
         """
-        actions: list[Action] = []
         link = self.link
         self.state.now = now_ns
-        if isinstance(event, StepFinished):
-            self.results.apply(self._take_inflight(event.step_id, now_ns), event)
-            if link is not None:
-                link.step_ended(event.step_id, now_ns)
-        elif isinstance(event, RequestArrived):
-            self._arrive(event.request, now_ns, actions)
-        elif isinstance(event, RequestCancelled):
-            self.intake.cancel(event.request_id)
-        elif isinstance(event, SequenceStopped):
-            self.intake.stop(event.request_id, event.index)
-        elif isinstance(event, StepFailed):
-            self._fail(event, now_ns)
-        elif isinstance(event, GrammarBuilt):
-            self.intake.grammar_built(event)
-        elif isinstance(event, MaskComputed):
-            self.state.late_masks.computed(event.job_id, now_ns)
-        elif isinstance(event, PrefixPinned):
-            name, until_ns = _pin_name(event.handle, event.tenant), now_ns + event.ttl_ns
-            self.pins.pin(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
-        elif isinstance(event, PrefixUnpinned):
-            self.pins.unpin(_pin_name(event.handle, event.tenant))
+        handle = self._handlers.get(type(event))
+        if handle is not None:
+            handle(event, now_ns)
         elif link is not None:
             self._hear(link, event, now_ns)
         else:
-            check(isinstance(event, ClockTicked), f"unknown event {event!r}")
+            check(False, "unknown event {!r}", event)
+        actions, self._refusals = self._refusals, []
         self.intake.expire(now_ns)
         self.pins.expire(now_ns)
         if link is not None:
@@ -186,7 +188,7 @@ class Instance:
         elif isinstance(event, PagesSealed | PagesPulled):
             link.pages_done(event, now_ns)
         else:
-            check(isinstance(event, ClockTicked), f"unknown event {event!r}")
+            check(False, "unknown event {!r}", event)
 
     def _plan(self, now_ns: int, actions: list[Action]) -> None:
         """Keep the device busy: as many plans as it may have, but none long before the device needs it. Plans come
@@ -232,10 +234,19 @@ class Instance:
         if link is not None:
             link.step_ended(event.step_id, now_ns)
 
-    def _arrive(self, request: Request, now_ns: int, actions: list[Action]) -> None:
+    def _finish_step(self, event: StepFinished, now_ns: int) -> None:
+        self.results.apply(self._take_inflight(event.step_id, now_ns), event)
+        if self.link is not None:
+            self.link.step_ended(event.step_id, now_ns)
+
+    def _pin(self, event: PrefixPinned, now_ns: int) -> None:
+        name, until_ns = _pin_name(event.handle, event.tenant), now_ns + event.ttl_ns
+        self.pins.pin(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
+
+    def _arrive(self, request: Request, now_ns: int) -> None:
         refusal = self.intake.refusal(request, now_ns)
         if refusal is not None:
-            actions.append(refusal)
+            self._refusals.append(refusal)
         else:
             self.intake.enqueue(self.intake.open(request, now_ns, request.deadline_ns), Cause.ENQUEUED)
 

@@ -16,8 +16,9 @@ know, and nothing of it is needed by instances to stay right: each message may b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
@@ -68,10 +69,10 @@ from memserve.router.members.loads import LoadTable
 from memserve.router.members.membership import Membership, StoreCalls
 from memserve.router.members.registry import Member, MemberState, Registry, order_of
 from memserve.router.outbox import Outbox, Timers
+from memserve.router.parts import RouterParts
 from memserve.router.placement.placer import Placer
 from memserve.router.placement.prefix_directory import PrefixNode, Trees, is_sane
 from memserve.router.report import ClusterStats, Counters, InstanceView
-from memserve.router.requests.idempotency import Answers
 from memserve.router.requests.lifecycle import Lifecycle
 from memserve.router.requests.outputs import OutputMerger
 from memserve.router.requests.requests import RequestPhase, RequestState, RouteStory
@@ -97,28 +98,66 @@ class Cluster:
         to ``Note``, and its first event is a ``StateRecovered``. ``follows``: the follower that this is; None: it is
         the owner."""
         self.config = config
-        self._counters = counters = Counters()
-        self._timers, self._outbox = timers, outbox = Timers(), Outbox(remembers)
-        self._registry = registry = Registry(0 if follows is None else order_of(follows.name))
-        self._loads = loads = LoadTable()
-        self._trees = trees = Trees(config, timers, counters, identity_key)
+        counters, timers, outbox = Counters(), Timers(), Outbox(remembers)
+        registry, loads = Registry(0 if follows is None else order_of(follows.name)), LoadTable()
+        trees = Trees(config, timers, counters, identity_key)
         asking = asking_for(config, registry, loads) if follows is not None else None
         admission = asking or AdmissionController(config.admission, config.policy, registry, loads)
-        self._handles = handles = Handles(registry, trees, loads, admission.memory, timers, outbox, config)
-        self._sessions = sessions = Sessions(registry, outbox)
-        self.answers = answers = Answers(config, registry, timers, outbox, counters)
-        self._placer = placer = Placer(config, registry, trees, loads, sessions, handles, admission.memory)
-        self._lifecycle = lifecycle = Lifecycle(
-            config, registry, trees, loads, admission, placer, sessions, handles, answers, timers, outbox, counters
+        handles = Handles(registry, trees, loads, admission.memory, timers, outbox, config)
+        sessions = Sessions(registry, outbox)
+        placer = Placer(config, registry, trees, loads, sessions, handles, admission.memory)
+        parts = RouterParts(
+            config, registry, trees, loads, admission, sessions, handles, placer, timers, outbox, counters, follows
         )
-        parts = config, registry, trees, loads, lifecycle, handles, timers, outbox, counters
+        self._counters, self._timers, self._outbox = counters, timers, outbox
+        self._registry, self._loads, self._trees = registry, loads, trees
+        self._handles, self._sessions, self._placer = handles, sessions, placer
+        self._lifecycle = lifecycle = Lifecycle(parts)
+        self.answers = lifecycle.answers
         #: None: this is the owner
-        self.following = Following(asking, *parts) if follows is not None else None
-        self._membership = self.following or Membership(*parts)
-        if follows is not None:
-            answers.asks, lifecycle.requests.mark = True, f"{follows.name}.{follows.generation}-"
+        self.following = Following(parts, lifecycle, asking) if follows is not None else None
+        self._membership = self.following or Membership(parts, lifecycle)
         self._store_calls = StoreCalls(config, timers, outbox)
         self._outputs = OutputMerger(lifecycle, timers, outbox, counters)
+        self._event_handlers = self._handlers_of_events()
+        self._message_handlers = self._handlers_of_messages()
+
+    def _handlers_of_events(self) -> dict[type[ClusterEvent], Callable[[Any, int], None]]:
+        """What each event leads to."""
+        return {
+            MessageArrived: lambda event, now_ns: self._hear(event.sender, event.message, now_ns),
+            RequestArrived: lambda event, now_ns: self._arrive(event.request, now_ns),
+            RequestCancelled: lambda event, now_ns: self._cancel(event.request_id, now_ns),
+            SequenceStopped: lambda event, now_ns: self._stop(event.request_id, event.index, now_ns),
+            InstanceDrained: lambda event, _: self._drain(event.name),
+            InstanceDied: self._died,
+            PrefixPinned: self._handles.pin,
+            PrefixUnpinned: lambda event, _: self._handles.unpin(event),
+            StateRecovered: self._recover,
+            StoreNamed: lambda event, now_ns: self._store_calls.begin(event.address, now_ns),
+            RouterEnds: lambda _event, _now_ns: self._store_calls.end(),
+            ClockTicked: lambda _event, _now_ns: None,
+        }
+
+    def _handlers_of_messages(self) -> dict[type[AnyMessage], Callable[[Member, Any, int], None]]:
+        """What each message of a member leads to. Others are for other processes, and ignored."""
+        membership, lifecycle = self._membership, self._lifecycle
+        return {
+            Tokens: self._take_tokens,
+            Heartbeat: membership.heartbeat,
+            KvEvents: self._follow,
+            KvSnapshot: self._follow,
+            HandedOver: lambda member, message, now_ns: lifecycle.handed_over(message.request_id, member, now_ns),
+            RequestRefused: self._refused,
+            AnswersHeld: self.answers.heard,
+            AnswerTaken: lambda member, message, now_ns: self._taken(member, message.request_id, now_ns),
+            AttemptsUnknown: membership.answer,
+            SegmentHeld: lambda member, message, now_ns: lifecycle.segment_held(message.request_id, member, now_ns),
+            GuestRequests: lifecycle.guests.hear,
+            Pinned: self._handles.pinned,
+            Drain: lambda member, _message, _now_ns: membership.drain(member),
+            Leave: lambda member, _message, now_ns: membership.gone(member, "it left", now_ns, died=False),
+        }
 
     # -- the one mutator
 
@@ -129,32 +168,10 @@ class Cluster:
         is taken to be dead.
         """
         self._excuse_own_sleep(now_ns)
-        if isinstance(event, MessageArrived):
-            self._hear(event.sender, event.message, now_ns)
-        elif isinstance(event, RequestArrived):
-            self._arrive(event.request, now_ns)
-        elif isinstance(event, RequestCancelled):
-            self._cancel(event.request_id, now_ns)
-        elif isinstance(event, SequenceStopped):
-            self._stop(event.request_id, event.index, now_ns)
-        elif isinstance(event, InstanceDrained):
-            if (member := self._registry.named(event.name)) is not None:
-                self._membership.drain(member)
-        elif isinstance(event, InstanceDied):
-            if (member := self._registry.named(event.name)) is not None:
-                self._membership.gone(member, f"its process {event.how}", now_ns, died=True)
-        elif isinstance(event, PrefixPinned):
-            self._handles.pin(event, now_ns)
-        elif isinstance(event, PrefixUnpinned):
-            self._handles.unpin(event)
-        elif isinstance(event, StateRecovered):
-            self._recover(event, now_ns)
-        elif isinstance(event, StoreNamed):
-            self._store_calls.begin(event.address, now_ns)
-        elif isinstance(event, RouterEnds):
-            self._store_calls.end()
-        elif not isinstance(event, ClockTicked):
-            check(False, f"unknown event {event!r}")
+        handle = self._event_handlers.get(type(event))
+        check(handle is not None, "unknown event {!r}", event)
+        if handle is not None:
+            handle(event, now_ns)
         self._timers.run(now_ns)
         self._lifecycle.arrivals.admit_waiting(now_ns)
         self._membership.speak(now_ns)
@@ -177,6 +194,16 @@ class Cluster:
         due_ns = self._timers.next_ns
         if due_ns is not None and now_ns - due_ns > self.config.dead_after_ns // 2:
             self._registry.forgive(now_ns)
+
+    # -- processes of this host
+
+    def _drain(self, name: str) -> None:
+        if (member := self._registry.named(name)) is not None:
+            self._membership.drain(member)
+
+    def _died(self, event: InstanceDied, now_ns: int) -> None:
+        if (member := self._registry.named(event.name)) is not None:
+            self._membership.gone(member, f"its process {event.how}", now_ns, died=True)
 
     # -- clients
 
@@ -258,35 +285,18 @@ class Cluster:
             self._membership.ask_to_rejoin(member)
             return
         member.heard_ns = now_ns
-        if isinstance(message, Tokens):
-            member.totals.answers += 1
-            self._outputs.take(member, message, now_ns)
-        elif isinstance(message, Heartbeat):
-            self._membership.heartbeat(member, message, now_ns)
-        elif isinstance(message, KvEvents | KvSnapshot):
-            self._follow(member, message, now_ns)
-        elif isinstance(message, HandedOver):
-            self._lifecycle.handed_over(message.request_id, member, now_ns)
-        elif isinstance(message, RequestRefused):
-            member.totals.answers += 1
-            self.answers.refused(sender, message.request_id)
-            self._lifecycle.refused(member, message, now_ns)
-        elif isinstance(message, AnswersHeld):
-            self.answers.heard(member, message, now_ns)
-        elif isinstance(message, AnswerTaken):
-            self._taken(member, message.request_id, now_ns)
-        elif isinstance(message, AttemptsUnknown):
-            self._membership.answer(member, message, now_ns)
-        elif isinstance(message, SegmentHeld):
-            self._lifecycle.segment_held(message.request_id, member, now_ns)
-        elif isinstance(message, GuestRequests):
-            self._lifecycle.guests.hear(member, message, now_ns)
-        elif isinstance(message, Pinned):
-            self._handles.pinned(member, message, now_ns)
-        elif isinstance(message, Drain):
-            self._membership.drain(member)
-        elif isinstance(message, Leave):
-            self._membership.gone(member, "it left", now_ns, died=False)
+        handle = self._message_handlers.get(type(message))
+        if handle is not None:
+            handle(member, message, now_ns)
+
+    def _take_tokens(self, member: Member, message: Tokens, now_ns: int) -> None:
+        member.totals.answers += 1
+        self._outputs.take(member, message, now_ns)
+
+    def _refused(self, member: Member, message: RequestRefused, now_ns: int) -> None:
+        member.totals.answers += 1
+        self.answers.refused(member.peer, message.request_id)
+        self._lifecycle.refused(member, message, now_ns)
 
     def _taken(self, member: Member, attempt_id: str, now_ns: int) -> None:
         """The client of an attempt asks another router for the answer, which goes on there."""

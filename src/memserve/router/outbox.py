@@ -65,7 +65,7 @@ class Outbox:
     Tokens promise nothing about the cluster, so they wait for no disk. Reports to operators come last.
     """
 
-    __slots__ = ("_actions", "_ahead", "_later", "_outputs", "_reports", "keyed", "relay", "remembers")
+    __slots__ = ("_actions", "_ahead", "_keyed", "_later", "_outputs", "_relay", "_reports", "remembers")
 
     def __init__(self, remembers: bool) -> None:
         self._actions: list[ClusterAction] = []
@@ -75,9 +75,13 @@ class Outbox:
         self._reports: list[ReportMember] = []
         #: whether the host keeps records; else they are not even made where that costs something
         self.remembers = remembers
-        #: requests with a key (``cluster.answers``), and what becomes of their outputs
-        self.keyed: Mapping[str, Reads] = {}
-        self.relay: Callable[[TokenOutput], TokenOutput | None] = lambda output: output
+        #: requests with a key, and what becomes of their outputs
+        self._keyed: Mapping[str, Reads] = {}
+        self._relay: Callable[[TokenOutput], TokenOutput | None] = lambda output: output
+
+    def relay_keyed(self, keyed: Mapping[str, Reads], relay: Callable[[TokenOutput], TokenOutput | None]) -> None:
+        """Outputs of the requests in ``keyed`` go through ``relay``: to the connection that reads them, or to none."""
+        self._keyed, self._relay = keyed, relay
 
     def remember(self, record: AnyRecord) -> None:
         """Durable before any message of this event leaves."""
@@ -95,8 +99,8 @@ class Outbox:
 
     def emit(self, output: TokenOutput) -> None:
         """News for a client."""
-        if output.request_id in self.keyed:
-            relayed = self.relay(output)
+        if output.request_id in self._keyed:
+            relayed = self._relay(output)
             if relayed is None:
                 return
             output = relayed
@@ -113,7 +117,7 @@ class Outbox:
         is_reader: bool = False,
     ) -> None:
         """A request that will not be run. ``is_reader``: the name is that of a connection, not that of a request."""
-        keyed = self.keyed.get(request_id) if not is_reader else None
+        keyed = self._keyed.get(request_id) if not is_reader else None
         name = request_id if keyed is None else keyed.reader
         if name:
             self._actions.append(RejectRequest(name, reason, retry_after_s, overloaded, conflict))

@@ -12,24 +12,21 @@ owner admits nothing until each follower that it remembers has told what the las
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
 from memserve.base.types import Role
 from memserve.protocol.admission import GuestAsk, GuestGrant, GuestGrants, GuestPlace, GuestRequests
 from memserve.protocol.peers import Holder, Peer
-from memserve.router.admission.controller import AdmissionController, Rejection
+from memserve.router.admission.controller import Rejection
 from memserve.router.admission.needs import on_terms
-from memserve.router.members.registry import Member, MemberState, Registry
-from memserve.router.outbox import Outbox, Timers
+from memserve.router.members.registry import Member, MemberState
+from memserve.router.parts import RequestFlow, RouterParts
 from memserve.router.placement.candidates import Candidate, Route
-from memserve.router.placement.placer import Placer
 from memserve.router.requests.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
-from memserve.router.requests.sessions import Handles, Sessions
 
 LEASE_SHARE = 2
 """Of the time after which a silent follower is taken to be dead, its lease lasts one Nth: clocks may differ, and the
@@ -63,27 +60,14 @@ class _Follower:
 class Guests:
     """All and only the guests that have not ended."""
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        registry: Registry,
-        requests: RequestTable,
-        admission: AdmissionController,
-        placer: Placer,
-        sessions: Sessions,
-        handles: Handles,
-        timers: Timers,
-        outbox: Outbox,
-    ) -> None:
-        self._config, self._registry, self._requests, self._admission = config, registry, requests, admission
-        self._placer, self._sessions, self._handles = placer, sessions, handles
-        self._timers, self._outbox = timers, outbox
+    def __init__(self, parts: RouterParts, requests: RequestTable, flow: RequestFlow) -> None:
+        self._config, self._registry, self._requests = parts.config, parts.registry, requests
+        self._admission, self._placer, self._flow = parts.admission, parts.placer, flow
+        self._sessions, self._handles = parts.sessions, parts.handles
+        self._timers, self._outbox = parts.timers, parts.outbox
         self._followers: dict[Peer, _Follower] = {}
         self._by_id: dict[str, _Guest] = {}
         self._untold: dict[Peer, None] = {}  # followers of the last owner that have not told what they have
-        #: ask for the admission of a request; look again at those that wait
-        self.enqueue: Callable[[RequestState, int], None] = lambda _req, _now: None
-        self.admit_waiting: Callable[[int], None] = lambda _now: None
 
     @property
     def by_id(self) -> dict[str, RequestState]:
@@ -161,7 +145,7 @@ class Guests:
         elif ask.returns:
             self._admission.let_return(req)
         else:
-            self.enqueue(req, now_ns)
+            self._flow.enqueue(req, now_ns)
 
     def _placed(self, guest: _Guest, place: GuestPlace, now_ns: int) -> None:
         req, attempt = guest.req, guest.req.attempt
@@ -228,7 +212,7 @@ class Guests:
         self._admission.release(guest.req, now_ns)
 
     def _not_held_any_more(self, _: None, now_ns: int) -> None:
-        self.admit_waiting(now_ns)
+        self._flow.admit_waiting(now_ns)
 
     def _begin(self, req: RequestState, members: Sequence[Member], holders: tuple[Holder, ...], now_ns: int) -> None:
         first, decode_at = members[0], members[1] if len(members) > 1 else None

@@ -20,6 +20,8 @@ from memserve.protocol.peers import ROUTER, Peer, PeerInfo
 from memserve.router.admission.follower import AskingController
 from memserve.router.members.membership import Membership
 from memserve.router.members.registry import Member, MemberState
+from memserve.router.parts import RouterParts
+from memserve.router.requests.lifecycle import Lifecycle
 
 ANY_ROUTER = Peer(ROUTER, 0)
 
@@ -31,9 +33,9 @@ class Following(Membership):
 
     announces = False
 
-    def __init__(self, asking: AskingController | None, *parts: object) -> None:
+    def __init__(self, parts: RouterParts, lifecycle: Lifecycle, asking: AskingController | None) -> None:
         """``asking`` None: there is no admission."""
-        super().__init__(*parts)  # type: ignore[arg-type]  # those of Membership, in order
+        super().__init__(parts, lifecycle)
         self._asking = asking
         self._known: dict[str, PeerInfo] = {}  # instances and stores that are members, as the owner has said
 

@@ -28,13 +28,11 @@ from memserve.protocol.peers import Load, Peer, PeerInfo
 from memserve.protocol.records import MemberDrained, MemberEntered, MemberGone, RecoveredMember
 from memserve.protocol.store import STORE, JoinRequest
 from memserve.router.events import MemberChange
-from memserve.router.members.loads import LoadTable
-from memserve.router.members.registry import LinkTotals, Member, MemberState, Registry
+from memserve.router.members.registry import LinkTotals, Member, MemberState
 from memserve.router.outbox import Outbox, Timers
-from memserve.router.placement.prefix_directory import Trees
-from memserve.router.report import Counters, InstanceView
+from memserve.router.parts import RouterParts
+from memserve.router.report import InstanceView
 from memserve.router.requests.lifecycle import Lifecycle
-from memserve.router.requests.sessions import Handles
 
 
 class LossDetector:
@@ -115,23 +113,11 @@ class Membership:
         "_rejoin_request", "_timers", "_trees",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        registry: Registry,
-        trees: Trees,
-        loads: LoadTable,
-        lifecycle: Lifecycle,
-        handles: Handles,
-        timers: Timers,
-        outbox: Outbox,
-        counters: Counters,
-    ) -> None:
-        self._config, self._counters = config, counters
-        self._registry, self._trees, self._loads = registry, trees, loads
-        self._lifecycle, self._handles = lifecycle, handles
-        self._timers, self._outbox = timers, outbox
-        self._losses = LossDetector(lifecycle, outbox)
+    def __init__(self, parts: RouterParts, lifecycle: Lifecycle) -> None:
+        self._config, self._counters, self._lifecycle = parts.config, parts.counters, lifecycle
+        self._registry, self._trees, self._loads = parts.registry, parts.trees, parts.loads
+        self._handles, self._timers, self._outbox = parts.handles, parts.timers, parts.outbox
+        self._losses = LossDetector(lifecycle, parts.outbox)
         #: for members of the last router; known to machines that remember
         self._rejoin_request = RejoinRequest("")
 

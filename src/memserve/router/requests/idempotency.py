@@ -18,12 +18,10 @@ One answer with a key as the router sees it: its phases, and what instances have
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
 from memserve.base.state_table import Transitions
 from memserve.base.types import Request, TokenOutput
@@ -31,9 +29,8 @@ from memserve.protocol.events import KeyConflict
 from memserve.protocol.idempotency import AnswerHeld, AnswerLog, AnswersHeld, AskAnswers
 from memserve.protocol.messages import Cancel
 from memserve.protocol.peers import Peer
-from memserve.router.members.registry import Member, MemberState, Registry
-from memserve.router.outbox import Outbox, Timers
-from memserve.router.report import Counters
+from memserve.router.members.registry import Member, MemberState
+from memserve.router.parts import RequestFlow, RouterParts
 from memserve.router.requests.requests import RequestState
 
 
@@ -137,15 +134,13 @@ class Answers:
     """All answers with a key, within a bounded time and memory."""
 
     __slots__ = (
-        "_asking", "_awaited", "_by_attempt", "_by_key", "_by_reader", "_by_request", "_config", "_counters", "_idle",
-        "_outbox", "_registry", "_timers", "asks", "cancel", "nbytes", "place_waiting",
+        "_asking", "_awaited", "_by_attempt", "_by_key", "_by_reader", "_by_request", "_config", "_counters", "_flow",
+        "_idle", "_outbox", "_registry", "_timers", "asks", "nbytes",
     )  # fmt: skip
 
-    def __init__(
-        self, config: ClusterConfig, registry: Registry, timers: Timers, outbox: Outbox, counters: Counters
-    ) -> None:
-        self._config, self._registry, self._counters = config, registry, counters
-        self._timers, self._outbox = timers, outbox
+    def __init__(self, parts: RouterParts, flow: RequestFlow) -> None:
+        self._config, self._registry, self._counters = parts.config, parts.registry, parts.counters
+        self._timers, self._outbox, self._flow = parts.timers, parts.outbox, flow
         self._by_key: dict[str, Answer] = {}
         self._by_request: dict[str, Answer] = {}  # of live requests
         self._by_reader: dict[str, Answer] = {}
@@ -154,13 +149,10 @@ class Answers:
         self._awaited: dict[Peer, None] = {}  # members of the last router that have not told what they have
         self._asking: dict[str, Answer] = {}  # those of which instances have not told yet what they have, by key
         #: whether there are other routers, at which a client may have begun
-        self.asks = False
+        self.asks = parts.follower is not None
         #: approximate memory of all
         self.nbytes = 0
-        #: end a request for which no client has come; try the unplaced requests again
-        self.cancel: Callable[[str, int], None] = lambda _request_id, _now: None
-        self.place_waiting: Callable[[int], None] = lambda _now: None
-        outbox.keyed, outbox.relay = self._by_request, self._relay
+        parts.outbox.relay_keyed(self._by_request, self._relay)
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -224,7 +216,7 @@ class Answers:
             del answer.awaited[peer]
             if not answer.awaited:
                 del self._asking[answer.key]
-                self.place_waiting(now_ns)
+                self._flow.place_waiting(now_ns)
 
     def _read(self, answer: Answer, reader: str) -> None:
         self._by_reader.pop(answer.reader, None)
@@ -262,7 +254,7 @@ class Answers:
             del self._by_reader[answer.reader]
             answer.reader = ""
             self._move(answer, AnswerCause.CLIENT_LEFT, now_ns)
-        self.cancel(request_id, now_ns)
+        self._flow.give_up(request_id, now_ns)
 
     def taken_before(self, sender: Peer, attempt_id: str, now_ns: int) -> None:
         """As :meth:`taken`, of what ``sender`` has told of and no request here goes on with yet: its request may still
@@ -327,7 +319,7 @@ class Answers:
         if peer in self._awaited:
             del self._awaited[peer]
             if not self._awaited:
-                self.place_waiting(now_ns)
+                self._flow.place_waiting(now_ns)
 
     def awaits(self, req: RequestState) -> bool:
         """Whether an instance that has not told yet may have the answer of ``req``."""
@@ -442,7 +434,7 @@ class Answers:
 
     def _end(self, answer: Answer, now_ns: int) -> None:
         if answer.request_id:
-            self.cancel(answer.request_id, now_ns)  # which leads to over()
+            self._flow.give_up(answer.request_id, now_ns)  # which leads to over()
         if self._by_key.get(answer.key) is answer and not answer.request_id:
             self._drop(answer, now_ns)
 

@@ -12,7 +12,7 @@ What dispatches and answers leave behind in counters, in the reuse that would be
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec import structs
 
@@ -21,50 +21,39 @@ from memserve.base.types import Caching, FinishReason, TokenOutput
 from memserve.base.units import NS_PER_S, ns_from_s
 from memserve.protocol.messages import RETRY_S, Cancel, RequestRefused
 from memserve.protocol.records import EntryUsed
-from memserve.router.admission.controller import AdmissionController, Rejection
+from memserve.router.admission.controller import Rejection
 from memserve.router.admission.remote_requests import Guests
-from memserve.router.members.loads import Charge, LoadTable
-from memserve.router.members.registry import Member, Registry
-from memserve.router.outbox import Outbox, Timers
+from memserve.router.members.loads import Charge
+from memserve.router.members.registry import Member
+from memserve.router.outbox import Outbox
+from memserve.router.parts import RequestFlow, RouterParts
 from memserve.router.placement.candidates import Candidate, Route
 from memserve.router.placement.placer import Placement, Placer
-from memserve.router.placement.prefix_directory import IDENTITY_BYTES, RecentPrompts, Trees
+from memserve.router.placement.prefix_directory import IDENTITY_BYTES, RecentPrompts
 from memserve.router.placement.reuse_ceiling import ReuseCeiling
 from memserve.router.placement.shards import PATIENCE, SpanPlacer
 from memserve.router.report import Counters
 from memserve.router.requests.idempotency import Answers
 from memserve.router.requests.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
-from memserve.router.requests.sessions import Handles, Sessions
 
 
 class Arrivals:
     """Asks admission for each request, and acts on what it says."""
 
     def __init__(
-        self,
-        requests: RequestTable,
-        admission: AdmissionController,
-        guests: Guests,
-        placer: Placer,
-        answers: Answers,
-        timers: Timers,
-        outbox: Outbox,
-        counters: Counters,
+        self, parts: RouterParts, requests: RequestTable, guests: Guests, answers: Answers, flow: RequestFlow
     ) -> None:
-        self._requests, self._admission, self._placer, self._answers = requests, admission, placer, answers
-        self._timers, self._outbox, self._counters = timers, outbox, counters
-        self._guests = guests
-        guests.enqueue = self._enqueue
-        #: dispatch a request; end one that has begun
-        self.place: Callable[[RequestState, int], None] = lambda _req, _now: None
-        self.end: Callable[[RequestState, FinishReason, int], None] = lambda _req, _reason, _now: None
+        self._requests, self._guests, self._answers, self._flow = requests, guests, answers, flow
+        self._admission, self._placer = parts.admission, parts.placer
+        self._timers, self._outbox, self._counters = parts.timers, parts.outbox, parts.counters
 
     def arrive(self, req: RequestState, now_ns: int) -> None:
         """A new request: placed now, queued, or rejected."""
         self._requests.enter(req)
-        self._enqueue(req, now_ns)
+        self.enqueue(req, now_ns)
 
-    def _enqueue(self, req: RequestState, now_ns: int) -> None:
+    def enqueue(self, req: RequestState, now_ns: int) -> None:
+        """Ask for admission: placed now, queued, or rejected."""
         if self._admission.memory.wants_identities:
             self._placer.identities(req)
         rejection = self._admission.enqueue(req, now_ns)
@@ -94,7 +83,7 @@ class Arrivals:
                 if req.is_guest:
                     self._guests.admitted(req, now_ns)
                 else:
-                    self.place(req, now_ns)
+                    self._flow.place(req, now_ns)
             rejection = self._admission.hopeless(now_ns)
             if rejection is None:
                 return
@@ -111,7 +100,7 @@ class Arrivals:
             self._guests.turned_away(rejection, now_ns)
         elif rejection.req.has_begun:  # an expelled follower has asked for it again
             self._counters.requests_failed += 1
-            self.end(rejection.req, FinishReason.ERROR, now_ns)
+            self._flow.end(rejection.req, FinishReason.ERROR, now_ns)
         else:
             self.reject(
                 rejection.req, rejection.reason, rejection.retry_after_s, now_ns, overloaded=rejection.is_overload
@@ -191,35 +180,34 @@ DEADLY = "the instances that worked on it have died, and it is not tried on anot
 class Lifecycle:
     """The way of each request from arrival to its end. All of its methods leave the books balanced."""
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        registry: Registry,
-        trees: Trees,
-        loads: LoadTable,
-        admission: AdmissionController,
-        placer: Placer,
-        sessions: Sessions,
-        handles: Handles,
-        answers: Answers,
-        timers: Timers,
-        outbox: Outbox,
-        counters: Counters,
-    ) -> None:
-        self._config, self._counters = config, counters
-        self._registry, self._trees, self._loads = registry, trees, loads
-        self._placer, self._sessions, self._handles = placer, sessions, handles
-        self._timers, self._outbox = timers, outbox
+    def __init__(self, parts: RouterParts) -> None:
+        self._config, self._counters = parts.config, parts.counters
+        self._registry, self._trees, self._loads = parts.registry, parts.trees, parts.loads
+        self._placer, self._sessions, self._handles = parts.placer, parts.sessions, parts.handles
+        self._timers, self._outbox = parts.timers, parts.outbox
         self._stalls_looked_ns = sys.maxsize  # when the next look is; the greatest: there is none
-        self.requests = RequestTable()
-        self._spans = SpanPlacer(config, registry, loads, self.requests)
-        self.admission, self.answers = admission, answers
-        answers.cancel, answers.place_waiting = self._give_up, self.place_waiting
-        self.tallies = Tallies(config, placer, outbox, counters)
-        self.guests = Guests(config, registry, self.requests, admission, placer, sessions, handles, timers, outbox)
-        self.arrivals = Arrivals(self.requests, admission, self.guests, placer, answers, timers, outbox, counters)
-        self.arrivals.place, self.arrivals.end = self.place, self.end
-        self.guests.admit_waiting = self.arrivals.admit_waiting
+        self.admission = parts.admission
+        follower = parts.follower
+        self.requests = RequestTable(f"{follower.name}.{follower.generation}-" if follower is not None else "")
+        self._spans = SpanPlacer(parts.config, parts.registry, parts.loads, self.requests)
+        self.answers = Answers(parts, self)
+        self.tallies = Tallies(parts.config, parts.placer, parts.outbox, parts.counters)
+        self.guests = Guests(parts, self.requests, self)
+        self.arrivals = Arrivals(parts, self.requests, self.guests, self.answers, self)
+
+    # -- the way of requests, as its parts see it (RequestFlow)
+
+    def enqueue(self, req: RequestState, now_ns: int) -> None:
+        """Ask for the admission of a request that has entered."""
+        self.arrivals.enqueue(req, now_ns)
+
+    def admit_waiting(self, now_ns: int) -> None:
+        """Admit and place queued requests as long as there is room."""
+        self.arrivals.admit_waiting(now_ns)
+
+    def give_up(self, request_id: str, now_ns: int) -> None:
+        """End a request for which no client has come."""
+        self.end(self.requests.by_id[request_id], FinishReason.CANCELLED, now_ns)
 
     # -- placing
 
@@ -368,9 +356,6 @@ class Lifecycle:
         self._begin(req, attempt, now_ns)
         if req.has_begun:
             self.prefilled(req, attempt)
-
-    def _give_up(self, request_id: str, now_ns: int) -> None:
-        self.end(self.requests.by_id[request_id], FinishReason.CANCELLED, now_ns)
 
     # -- sequences that several instances share
 

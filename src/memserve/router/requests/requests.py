@@ -350,16 +350,15 @@ class RequestState:
 class RequestTable:
     """All and only the requests that have not ended, in order of arrival, and their attempts by id."""
 
-    __slots__ = ("_numbers", "by_attempt", "by_id", "mark", "unplaced")
+    __slots__ = ("_mark", "_numbers", "by_attempt", "by_id", "unplaced")
 
-    def __init__(self) -> None:
-        self._numbers = 0
+    def __init__(self, mark: str = "") -> None:
+        """``mark``: of this router, in the names of its attempts: no other has it."""
+        self._numbers, self._mark = 0, mark
         self.by_id: dict[str, RequestState] = {}
         self.by_attempt: dict[str, RequestState] = {}
         #: requests without an attempt, queued ones included, in the order in which they arrived or lost it
         self.unplaced: dict[str, RequestState] = {}
-        #: of this router, in the names of its attempts: no other has it
-        self.mark = ""
 
     def next_number(self) -> int:
         """That of a new attempt."""
@@ -368,7 +367,7 @@ class RequestTable:
 
     def name(self, req: RequestState, number: int) -> str:
         """That of attempt ``number`` of this router."""
-        return f"{req.request_id}#{self.mark}{number}"
+        return f"{req.request_id}#{self._mark}{number}"
 
     def enter(self, req: RequestState) -> None:
         """A new request, queued."""
