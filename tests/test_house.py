@@ -178,6 +178,16 @@ def test_folders_are_tables_of_contents() -> None:
     report(strangers, "The rooms stand in ROOMS, with docs/ARCHITECTURE.md: a subject lives in one of them.")
 
 
+def test_no_public_class_name_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(where(path, node.lineno))
+    twice = [f"{name}: {', '.join(found)}" for name, found in places.items() if len(found) > 1]
+    report(twice, "A name that two rooms give to different things says which: ReadSpan, RequestCause.")
+
+
 def test_functions_fit_their_budget() -> None:
     long = [
         f"{where(path, node.lineno)} {node.name} has {lines} lines"

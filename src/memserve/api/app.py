@@ -30,9 +30,9 @@ from memserve.api.openai.documents import Documents
 from memserve.api.openai.endpoints import (
     ChatPlanner,
     CompletionPlanner,
+    EndpointParts,
     GenerationEndpoint,
     InvocationsEndpoint,
-    Shared,
 )
 from memserve.api.openai.interfaces import HearingEngine, ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.openai.openapi import openapi
@@ -43,7 +43,7 @@ from memserve.api.openai.response.formats import ChatShape, CompletionShape
 from memserve.api.openai.responses.endpoint import ResponsesRoutes
 from memserve.api.openai.streams import Hub
 from memserve.api.openai.tokens import TokenRoutes
-from memserve.api.ui.feed import EngineSource, Feed
+from memserve.api.ui.feed import EngineSource, PageFeed
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.timelines import Timelines, Watch
 from memserve.base.types import RequestLogFormat
@@ -179,7 +179,7 @@ def request_log(kind: RequestLogFormat, model: str, closing: ExitStack) -> list[
     return [Middleware(RequestLog, kind=kind, model=model, writer=writer)]
 
 
-def _named_prefixes(shared: Shared, documents: Documents) -> list[Route]:
+def _named_prefixes(shared: EndpointParts, documents: Documents) -> list[Route]:
     named, sessions = DocumentRoutes(shared, documents), SessionRoutes(shared.hub.engine)
     return [
         Route("/v1/documents", named.list),
@@ -192,7 +192,7 @@ def _named_prefixes(shared: Shared, documents: Documents) -> list[Route]:
 
 
 def _generating(
-    shared: Shared, names: ModelNames, tokens: TokenNames, documents: Documents, config: ApiConfig
+    shared: EndpointParts, names: ModelNames, tokens: TokenNames, documents: Documents, config: ApiConfig
 ) -> list[Route]:
     of_model = (shared.model, names, shared.encoder, documents, config)
     chats = ChatPlanner(*of_model)
@@ -245,9 +245,9 @@ def create_app(
     keys, operators = KeyRing(api_keys), KeyRing(metrics_keys)
     pages, closing = _Pages(hub, model, names, metrics, operators), ExitStack()
     timelines = _timelines(model.name, traces, config.otlp_endpoint, closing)
-    feed = Feed(EngineSource(hub, model.name), metrics, timelines)
+    feed = PageFeed(EngineSource(hub, model.name), metrics, timelines)
     dashboard = Dashboard(feed, timelines, keys, operators)
-    shared, documents = Shared(hub, model, encoder, metrics, edge), Documents()
+    shared, documents = EndpointParts(hub, model, encoder, metrics, edge), Documents()
     closing.callback(encoder.close)
 
     @asynccontextmanager

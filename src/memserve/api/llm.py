@@ -79,7 +79,7 @@ class Completion:
         return (self.first_token_ns - self.submitted_ns) / 1e9
 
 
-class Call:
+class LlmCall:
     """Collects what the engine thread delivers until every sequence has ended.
 
     A full queue is no error here: a rejected request is submitted again once another of this call ends, or soon.
@@ -342,7 +342,7 @@ class LLM:
     def _run(
         self, plans: Sequence[Generation], sampling: SamplingParams | None, on_progress: Callable[[], None] | None
     ) -> list[Completion]:
-        call = Call(self._engine, self._encoder.tokenizer, plans)
+        call = LlmCall(self._engine, self._encoder.tokenizer, plans)
         for plan in plans:
             (request,) = plan.requests
             if sampling is not None and (more := {name: getattr(sampling, name) for name in ELSEWHERE[1:]}):

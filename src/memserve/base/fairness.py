@@ -33,7 +33,7 @@ AWAY_MIN = 1024
 pruning."""
 
 
-class Place(NamedTuple):
+class QueuePlace(NamedTuple):
     """Where an item stands in its tenant's line."""
 
     urgency: int
@@ -124,9 +124,9 @@ class FairQueue(Generic[Item]):
         check(all(weight >= 1 for weight in self._weights.values()), f"weights below one: {self._weights}")
         self._arrivals = 0
         #: places of each tenant's items, in order; only tenants that have any
-        self._lines: dict[str, list[Place]] = {}
+        self._lines: dict[str, list[QueuePlace]] = {}
         self._turns = Turns()
-        self._items: dict[str, tuple[str, Place, int, Item]] = {}
+        self._items: dict[str, tuple[str, QueuePlace, int, Item]] = {}
 
     def push(self, tenant: str, key: str, item: Item, cost: int, priority: int = 0, urgency: int = 0) -> None:
         """``item`` joins the queue. ``key`` is its name, ``cost`` (tokens, at least 1) what its service takes.
@@ -136,7 +136,7 @@ class FairQueue(Generic[Item]):
         """
         check(key not in self._items, f"{key} waits already")
         self._turns.enter(tenant, self._weights.get(tenant, 1))
-        place = Place(urgency, priority, self._arrivals, key)
+        place = QueuePlace(urgency, priority, self._arrivals, key)
         self._arrivals += 1
         insort(self._lines.setdefault(tenant, []), place)
         self._items[key] = tenant, place, max(1, cost), item
@@ -199,7 +199,7 @@ class FairQueue(Generic[Item]):
     def _crowd(self, tenant: str) -> int:
         return len(self._lines[tenant]) * SCALE // self._turns.weight(tenant)
 
-    def _first(self) -> Place | None:
+    def _first(self) -> QueuePlace | None:
         if len(self._lines) < 2:
             for line in self._lines.values():
                 return line[0]

@@ -33,7 +33,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOptions:
+class ChatSettings:
     """Sampling of the answers. None: the model's recommendation, or the server's default."""
 
     temperature: float | None
@@ -42,7 +42,7 @@ class ChatOptions:
 
 
 @dataclass(slots=True)
-class Account:
+class ChatAccount:
     """Tokens and times of one answer."""
 
     prompt_tokens: int = 0
@@ -63,7 +63,7 @@ class Account:
 class ChatBackend(Protocol):
     """Answers conversations. Closing the iterator early stops the answer."""
 
-    def answer(self, messages: list[Message], options: ChatOptions, account: Account) -> Iterator[str]:
+    def answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
         """The answer in pieces; fills in ``account``. Raises :class:`UserError` when there is no answer."""
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class ServerBackend:
         self._http = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(600, connect=10))
         self._model = model or self._first_model()
 
-    def answer(self, messages: list[Message], options: ChatOptions, account: Account) -> Iterator[str]:
+    def answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
         """Stream one answer."""
         body: dict[str, Any] = {
             "model": self._model,
@@ -106,7 +106,7 @@ class ServerBackend:
         self._http.close()
 
     @staticmethod
-    def _take(event: dict[str, Any], account: Account) -> Iterator[str]:
+    def _take(event: dict[str, Any], account: ChatAccount) -> Iterator[str]:
         if "error" in event:
             raise UserError(str(event["error"].get("message", "the server failed")))
         for choice in event.get("choices", ()):
@@ -172,7 +172,7 @@ class EngineBackend:
         self._encoder = PromptEncoder(model)
         self._ids = itertools.count()
 
-    def answer(self, messages: list[Message], options: ChatOptions, account: Account) -> Iterator[str]:
+    def answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
         """Stream one answer."""
         from memserve.api.openai.response.detokenizer import TextStream
         from memserve.base.types import FinishReason, TokenOutput
@@ -206,7 +206,7 @@ class EngineBackend:
         """Stop the tokenizing threads. The engine stays open: its builder closes it."""
         self._encoder.close()
 
-    def _request(self, messages: list[Message], options: ChatOptions) -> Request:
+    def _request(self, messages: list[Message], options: ChatSettings) -> Request:
         from memserve.api.openai.interfaces import chosen_sampling
         from memserve.base.types import Request, StopParams
 
@@ -246,7 +246,7 @@ class Conversation:
     """The messages so far, and the commands. Independent of the terminal: it prints through ``say`` and ``note``."""
 
     backend: ChatBackend
-    options: ChatOptions
+    options: ChatSettings
     say: Callable[[str], None]
     note: Callable[[str], None]
     system: str | None = None
@@ -280,7 +280,7 @@ class Conversation:
         head = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": text}
         pieces: list[str] = []
-        account = Account()
+        account = ChatAccount()
         answer = self.backend.answer([*head, *self.messages, asked], self.options, account)
         try:
             for piece in answer:
@@ -318,7 +318,7 @@ def chat(
     quiet: Annotated[bool, typer.Option("--quiet", help="No notes about tokens and times.")] = False,
 ) -> None:
     """Talk to a model, in this process or on a running server."""
-    options = ChatOptions(temperature, max_tokens, seed)
+    options = ChatSettings(temperature, max_tokens, seed)
     with _backend(url, model, api_key, replace(engine, model=model or engine.model)) as backend:
         conversation = Conversation(backend, options, _say, _ignore if quiet else _note, system)
         if question is not None:

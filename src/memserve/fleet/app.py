@@ -32,9 +32,9 @@ from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, on_http_
 from memserve.api.metrics.cluster import ADMISSION_METRICS
 from memserve.api.metrics.families import COUNTER, GAUGE, Table, families, with_old_names
 from memserve.api.metrics.http import ApiMetrics
-from memserve.api.ui.feed import Feed
+from memserve.api.ui.feed import PageFeed
 from memserve.api.ui.pages import Dashboard
-from memserve.api.ui.snapshot import MEMBERS_MAX, Reading
+from memserve.api.ui.snapshot import MEMBERS_MAX, SnapshotReading
 from memserve.api.ui.timelines import Timelines, Watch
 from memserve.fleet.host import FleetHost
 from memserve.fleet.messages import EngineView, read_engine
@@ -50,7 +50,7 @@ class _Join(msgspec.Struct):
     engine: str
 
 
-class Engines:
+class EngineRoutes:
     """The routes below ``/engines``."""
 
     def __init__(self, host: FleetHost, key: str | Followed[str] | None) -> None:
@@ -196,7 +196,7 @@ class FleetSource:
         """The first name under which requests may ask; empty while no engine has answered."""
         return next(iter(self._host.machine.models()), "")
 
-    async def read(self) -> Reading:
+    async def read(self) -> SnapshotReading:
         """The machine lives in this loop: nothing is waited for."""
         return FleetReading(self._host.machine.engines(), self._host.machine.admission())
 
@@ -273,7 +273,7 @@ def create_fleet_app(
     relay = Relay(host, edge, metrics, silence_s, not keys.is_open)
     operators, timelines = KeyRing(metrics_keys), Timelines("")
     pages = _Pages(host, relay, metrics, operators)
-    dashboard = Dashboard(Feed(FleetSource(host, relay), metrics, timelines), timelines, keys, operators)
+    dashboard = Dashboard(PageFeed(FleetSource(host, relay), metrics, timelines), timelines, keys, operators)
     closing = ExitStack()
 
     @asynccontextmanager
@@ -293,7 +293,7 @@ def create_fleet_app(
             Route("/v1/models/{name:path}", pages.model),
             Route("/health", pages.health),
             Route("/metrics", pages.metrics),
-            *Engines(host, engines_key).routes(),
+            *EngineRoutes(host, engines_key).routes(),
             *dashboard.routes(),
         ],
         middleware=[

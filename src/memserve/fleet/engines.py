@@ -9,7 +9,7 @@ from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
 from memserve.base.types import Role
 from memserve.base.units import NS_PER_S
-from memserve.fleet.kv_events import Hash, KvFeed
+from memserve.fleet.kv_events import EngineKvFeed, Hash
 from memserve.fleet.messages import (
     Abort,
     AskReplay,
@@ -42,12 +42,12 @@ a batch that was lost with none behind it shows no gap."""
 
 
 @dataclass(slots=True)
-class Engine:
+class FleetEngine:
     """One engine."""
 
     spec: EngineSpec
     number: int
-    feed: KvFeed | None
+    feed: EngineKvFeed | None
     view: EngineView
     """Its totals."""
     is_open: bool = False
@@ -114,7 +114,7 @@ class Engines:
         """``act`` takes what is to be done."""
         self._dead_after_ns, self._loads, self._trees, self._act = config.dead_after_ns, loads, trees, act
         self._key = identity_key
-        self._by_name: dict[str, Engine] = {}
+        self._by_name: dict[str, FleetEngine] = {}
         for spec in specs:
             self.join(spec)
 
@@ -123,7 +123,7 @@ class Engines:
         check(spec.name not in self._by_name, "{} is named twice", spec.name)
         taken = {engine.number for engine in self}
         number = next(at for at in range(len(taken) + 1) if at not in taken)
-        engine = self._by_name[spec.name] = Engine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
+        engine = self._by_name[spec.name] = FleetEngine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
         if spec.events:
             engine.feed = self._feed(engine, self._key)
         self._trees.enter(number, publishes=bool(spec.events))
@@ -137,7 +137,7 @@ class Engines:
         self.close(engine, "it leaves")
         self.let_go(engine)
 
-    def let_go(self, engine: Engine) -> None:
+    def let_go(self, engine: FleetEngine) -> None:
         """It is gone, if it leaves and its last request has ended."""
         if engine.is_leaving and not engine.attempts:
             del self._by_name[engine.name]
@@ -145,22 +145,22 @@ class Engines:
             self._loads.leave(engine.number)
             self._act(EngineGone(engine.name))
 
-    def _feed(self, engine: Engine, key: bytes) -> KvFeed:
+    def _feed(self, engine: FleetEngine, key: bytes) -> EngineKvFeed:
         def root(block_tokens: int) -> bytes:
             return namespace_id("", fingerprint_of(engine.base_model, PromptSpace.TOKENS, block_tokens), key)
 
-        return KvFeed(engine.number, self._trees.directory, key, root, bool(engine.spec.replay))
+        return EngineKvFeed(engine.number, self._trees.directory, key, root, bool(engine.spec.replay))
 
-    def __iter__(self) -> Iterator[Engine]:
+    def __iter__(self) -> Iterator[FleetEngine]:
         return iter(self._by_name.values())
 
     # -- health and load
 
-    def _open(self, engine: Engine) -> None:
+    def _open(self, engine: FleetEngine) -> None:
         engine.is_open = True
         self._loads.enter(engine.number, Role.COLOCATED, CONTEXT_MAX, 0)
 
-    def close(self, engine: Engine, reason: str) -> None:
+    def close(self, engine: FleetEngine, reason: str) -> None:
         """It takes no new requests until it answers again."""
         engine.is_open, engine.reason = False, reason
         self._loads.close(engine.number)
@@ -196,7 +196,7 @@ class Engines:
     # -- KV events
 
     def counts(self, name: str) -> dict[Hash, tuple[int, int]]:
-        """What it has published and not removed, as :meth:`KvFeed.counts` tells it."""
+        """What it has published and not removed, as :meth:`EngineKvFeed.counts` tells it."""
         feed = self._by_name[name].feed
         return feed.counts() if feed is not None else {}
 
@@ -225,7 +225,7 @@ class Engines:
         if first is not None or is_old:
             self._ask_replay(engine, feed.expected)
 
-    def _ask_replay(self, engine: Engine, first: int) -> None:
+    def _ask_replay(self, engine: FleetEngine, first: int) -> None:
         """One replay at a time."""
         if engine.is_repeating:
             engine.asks_again = True
@@ -234,7 +234,7 @@ class Engines:
         self._act(AskReplay(engine.name, first))
 
 
-def team_of(engines: list[Engine], *, splits: bool, is_computed: bool) -> list[Engine]:
+def team_of(engines: list[FleetEngine], *, splits: bool, is_computed: bool) -> list[FleetEngine]:
     """Those of ``engines`` (not empty) that may do the next part of a request. ``splits``: its prompt is worth a second
     engine; ``is_computed``: it was computed already.
 

@@ -35,7 +35,7 @@ from memserve.fleet.messages import (
     EngineSpec,
     FleetAction,
     FleetEvent,
-    Forward,
+    ForwardRequest,
     GiveUp,
     KvHeard,
     Prefill,
@@ -56,7 +56,7 @@ REPLAY_S = 5.0
 """How long an engine has for the next batch of a replay."""
 PAGE_BYTES_MAX = 8 * MIB
 END_SEQUENCE = b"\xff" * 8
-Decision = Forward | Prefill | RejectRequest | GiveUp
+Decision = ForwardRequest | Prefill | RejectRequest | GiveUp
 
 _SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')

@@ -103,7 +103,7 @@ class _Rank:
     """A replay has brought a batch, and has not ended."""
 
 
-class KvFeed:
+class EngineKvFeed:
     """The events of one engine, and what the directory has of it."""
 
     def __init__(

@@ -23,7 +23,7 @@ from typing import Any
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
 from memserve.base.types import Role
-from memserve.fleet.engines import CONTEXT_MAX, Engine, Engines, fingerprint_of, team_of
+from memserve.fleet.engines import CONTEXT_MAX, Engines, FleetEngine, fingerprint_of, team_of
 from memserve.fleet.kv_events import Hash
 from memserve.fleet.messages import (
     PREFILL_TOKENS,
@@ -38,7 +38,7 @@ from memserve.fleet.messages import (
     EngineView,
     FleetAction,
     FleetEvent,
-    Forward,
+    ForwardRequest,
     GiveUp,
     KvHeard,
     Prefill,
@@ -72,7 +72,7 @@ class _Entry:
     state: RequestState
     model: str
     space: PromptSpace
-    engine: Engine | None = None
+    engine: FleetEngine | None = None
     charge: Charge | None = None
     failures: dict[str, AttemptFailed] = field(default_factory=dict)
     """By engine."""
@@ -174,7 +174,7 @@ class Fleet:
         self._actions.append(RejectRequest(request_id, reason, rejection.retry_after_s, rejection.is_overload))
         self._leave(self._entries[request_id], now_ns)
 
-    def _open_for(self, entry: _Entry) -> list[Engine]:
+    def _open_for(self, entry: _Entry) -> list[FleetEngine]:
         """Engines that may be tried."""
         return [
             engine
@@ -206,19 +206,19 @@ class Fleet:
         by_events = entry.space is PromptSpace.TOKENS
         self._trees.expect(chosen.number, identities[chosen.number], now_ns, by_events=by_events)
 
-    def _word(self, entry: _Entry, engine: str, route: Route) -> Prefill | Forward:
+    def _word(self, entry: _Entry, engine: str, route: Route) -> Prefill | ForwardRequest:
         request = entry.state.request
         if entry.is_computing:
             return Prefill(request.request_id, engine, route.reason)
         seen = entry.space, len(request.prompt), route.first.matched_tokens
-        return Forward(request.request_id, engine, route.reason, *seen)
+        return ForwardRequest(request.request_id, engine, route.reason, *seen)
 
-    def _identities(self, entry: _Entry, engine: Engine) -> bytes:
+    def _identities(self, entry: _Entry, engine: FleetEngine) -> bytes:
         request, block_tokens = entry.state.request, engine.block_tokens(entry.space)
         fingerprint = fingerprint_of(engine.report.models[entry.model], entry.space, block_tokens)
         return self._trees.identities(request.salt, fingerprint, request.prompt, block_tokens)
 
-    def _candidate(self, entry: _Entry, engine: Engine, blocks: int) -> Candidate:
+    def _candidate(self, entry: _Entry, engine: FleetEngine, blocks: int) -> Candidate:
         work, room = self._loads.work_of(engine.number), int(self._loads.room_blocks[engine.number])
         return Candidate(
             engine.number,
@@ -231,7 +231,7 @@ class Fleet:
             matched_tokens=blocks * engine.block_tokens(entry.space),
         )
 
-    def _dispatch(self, entry: _Entry, engine: Engine, chosen: Candidate, now_ns: int) -> None:
+    def _dispatch(self, entry: _Entry, engine: FleetEngine, chosen: Candidate, now_ns: int) -> None:
         request = entry.state.request
         tokens, n = len(request.prompt), 1 if entry.is_computing else request.n
         work = Work(1 if entry.is_computed else max(1, tokens - chosen.matched_tokens), n, n * tokens)

@@ -248,7 +248,7 @@ FleetEvent = (
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class ForwardRequest:
     """Send the request to this engine."""
 
     request_id: str
@@ -303,7 +303,7 @@ class EngineGone:
     name: str
 
 
-FleetAction = Forward | Prefill | RejectRequest | GiveUp | Abort | AskReplay | EngineGone
+FleetAction = ForwardRequest | Prefill | RejectRequest | GiveUp | Abort | AskReplay | EngineGone
 
 
 @dataclass(frozen=True, slots=True)

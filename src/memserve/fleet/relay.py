@@ -45,7 +45,7 @@ from memserve.fleet.http_client import EngineFault, HttpCall
 from memserve.fleet.messages import (
     AnswerBegan,
     AttemptFailed,
-    Forward,
+    ForwardRequest,
     GiveUp,
     Prefill,
     PromptArrived,
@@ -100,7 +100,7 @@ def answering_body(body: bytes, computed: bytes) -> bytes:
 REASON_CHARS_MAX = 200
 
 
-def explanation(chosen: Forward, failed: Mapping[str, str]) -> tuple[bytes, bytes]:
+def explanation(chosen: ForwardRequest, failed: Mapping[str, str]) -> tuple[bytes, bytes]:
     """The header, with a JSON object in ASCII. ``failed``: why each engine that was tried before gave no answer."""
     told = {
         "engine": chosen.engine,
@@ -113,10 +113,10 @@ def explanation(chosen: Forward, failed: Mapping[str, str]) -> tuple[bytes, byte
     return EXPLAIN_HEADER, json.dumps(told).encode()
 
 
-def timeline_entry(decision: Forward | Prefill, failed: Mapping[str, str]) -> dict[str, Any]:
+def timeline_entry(decision: ForwardRequest | Prefill, failed: Mapping[str, str]) -> dict[str, Any]:
     """A decision, for a timeline. Counts of tokens only where the prompt was compared by its tokens."""
     entry: dict[str, Any] = {"instances": [decision.engine]}
-    if not isinstance(decision, Forward):
+    if not isinstance(decision, ForwardRequest):
         return entry
     if decision.space is PromptSpace.TOKENS:
         entry |= {"prompt_tokens": decision.prompt_tokens, "cached_tokens": decision.matched_tokens}
@@ -280,18 +280,18 @@ class Relay:
             decision = await ticket.decision()
             if isinstance(decision, GiveUp):
                 raise given_up(decision)
-            if not isinstance(decision, Forward | Prefill):
+            if not isinstance(decision, ForwardRequest | Prefill):
                 refusal = Refusal.OVERLOADED if decision.overloaded else Refusal.BUSY
                 self._metrics.rejected.value += 1
                 raise rejected(Rejected(ticket.request_id, decision.reason, decision.retry_after_s, refusal))
             ticket.call = HttpCall(self._host.specs[decision.engine].url)
-            is_answer = isinstance(decision, Forward)
+            is_answer = isinstance(decision, ForwardRequest)
             scope[FORWARDED_KEY] = timeline_entry(decision, failures)
             try:
                 asked = body if is_answer else prefill_body(body)
                 await ticket.call.send("POST", scope["path"], headers, asked, self._silence_s)
                 answer = await _answer_of(ticket.call, stream and is_answer, self._silence_s)
-                if isinstance(decision, Forward):
+                if isinstance(decision, ForwardRequest):
                     answer.headers += [explanation(decision, failures)] if asks_to_explain(scope) else []
                     return answer
                 ticket.call.close()

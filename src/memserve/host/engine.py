@@ -1,5 +1,5 @@
 """The engine: one instance for the clients of its own process. A cluster's members and its router use its
-parts: :class:`HostedInstance` and :class:`Clients`.
+parts: :class:`HostedInstance` and :class:`EngineClients`.
 
 client threads --submit--> inbox --> [machine] --> sinks (new tokens, called by the engine thread)
 """
@@ -91,7 +91,7 @@ class _Waiter:
     running: list[int]
 
 
-class Clients:
+class EngineClients:
     """The sinks of all requests that have not ended. Anyone may submit; one thread delivers."""
 
     def __init__(self, cancel: Callable[[str], None]) -> None:
@@ -300,7 +300,7 @@ class Engine:
     """Runs requests: thread-safe ``submit``, answers through a sink that the engine thread calls."""
 
     def __init__(self, machine: Instance, device: Device, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        self._clients = Clients(self.cancel)
+        self._clients = EngineClients(self.cancel)
         self._instance = HostedInstance(
             machine, device, self._perform, on_broken=self._clients.fail_all, clock_ns=clock_ns
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from memserve.base.config import EngineOptions
 from memserve.base.types import Role
 from memserve.host.build import Parts, build_parts
-from memserve.host.member import Member
+from memserve.host.member import MemberProcess
 from memserve.host.profile_file import LearntProfile
 from memserve.journal.survivors import end_when_orphaned
 from memserve.kv.identity import identity_key
@@ -87,7 +87,7 @@ def run_instance(
     options = replace(options, device=take_gpu(options.device, own_gpus))  # before torch looks
     health = HealthFile(place.health_file) if place.health_file is not None else None
     me = Peer(place.name, new_generation())
-    members: list[Member] = []
+    members: list[MemberProcess] = []
     if outlive is not None:
         end_when_orphaned(outlive, lambda: members[0].router if members else None)
     with objects_that_stay():
@@ -130,7 +130,7 @@ def run_instance(
         member.close()
 
 
-def _costs_keeper(parts: Parts, member: Member) -> Callable[[], None]:
+def _costs_keeper(parts: Parts, member: MemberProcess) -> Callable[[], None]:
     """What is called now and then to keep what the instance learns of its costs. Warns where nothing is known yet."""
     learnt = LearntProfile(parts.profile_path, parts.costs)
     if not parts.costs.is_measured:
@@ -146,7 +146,7 @@ def _costs_keeper(parts: Parts, member: Member) -> Callable[[], None]:
     return keep
 
 
-def wait_joined(member: Member, place: MemberOptions, say: Callable[[str], None]) -> bool:
+def wait_joined(member: MemberProcess, place: MemberOptions, say: Callable[[str], None]) -> bool:
     """Wait until ``member`` is one, and say what it waits for: after a second, then at growing intervals. ``False``:
     the end was asked for.
 
@@ -167,13 +167,13 @@ def wait_joined(member: Member, place: MemberOptions, say: Callable[[str], None]
     raise AssertionError("unreachable: the pauses do not end")
 
 
-def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> Member:
+def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> MemberProcess:
     geometry, arenas = parts.model.geometry, parts.device.shared_arenas
     where = Listening(place.secret, place.host, place.advertise)
     segments = _open_segments(parts, where)
     info = _introduce(parts, place, me, segments)
     _forget_tokenizer(parts)
-    return Member(
+    return MemberProcess(
         parts.machine,
         parts.device,
         info,

@@ -60,7 +60,7 @@ READING_TIMEOUT_S = 0.2
 _CLOSE_S = 5.0
 
 
-class Member:
+class MemberProcess:
     """Runs an instance in a cluster, from joining to leaving."""
 
     def __init__(

@@ -40,7 +40,7 @@ from memserve.base.config import ExchangeConfig
 from memserve.base.errors import UserError
 from memserve.base.types import KVGeometry, Role, Tier, TokenArray, TransferMode
 from memserve.base.units import ns_from_s
-from memserve.host.pool_peer_machine import Arrived, Call, PoolAction, PoolEvent, PoolMachine, Transferred
+from memserve.host.pool_peer_machine import Arrived, PoolAction, PoolCall, PoolEvent, PoolMachine, Transferred
 from memserve.kv.events import PoolReport
 from memserve.kv.identity import identity_key
 from memserve.kv.mempool import Address, Addresses, AddressList, MemPool, as_tokens
@@ -99,7 +99,7 @@ class PoolHost:
         """The result of ``do(now)``, called in the loop's thread; what it raises is raised here."""
         if self._closed:
             raise UserError("this pool peer is closed", hint="make another one")
-        call = Call(do, Future())
+        call = PoolCall(do, Future())
         self._loop.post(call)
         answer: Answer = call.answer.result(_CALL_S)
         return answer

@@ -47,7 +47,7 @@ class Transferred:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PoolCall:
     """Event: a thread of the application wants something; ``do(now)`` runs in the machine's thread."""
 
     do: Callable[[int], Any]
@@ -61,7 +61,7 @@ class Arrived:
     outcome: Delivered | Inserted
 
 
-PoolEvent = Call | MessageArrived | PagesSealed | PagesPulled | ClockTicked
+PoolEvent = PoolCall | MessageArrived | PagesSealed | PagesPulled | ClockTicked
 PoolAction = ExchangeAction | MeetPeer | PartFromPeer | Reborn | Arrived
 
 Answer = TypeVar("Answer")
@@ -126,7 +126,7 @@ class RemoteBlocks:
 
 
 class PoolMachine:
-    """One mutator, ``handle(event, now_ns)``; the methods of calls are for ``Call.do`` only."""
+    """One mutator, ``handle(event, now_ns)``; the methods of calls are for ``PoolCall.do`` only."""
 
     def __init__(self, memory: MemPool, exchange: Exchange, info: PeerInfo, silent_ns: int) -> None:
         self.memory = memory
@@ -150,7 +150,7 @@ class PoolMachine:
 
     def handle(self, event: PoolEvent, now_ns: int) -> list[PoolAction]:
         """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
-        if isinstance(event, Call):
+        if isinstance(event, PoolCall):
             self._call(event, now_ns)
         elif isinstance(event, PagesSealed | PagesPulled):
             self._outcomes += self.exchange.handle(event, now_ns)
@@ -172,7 +172,7 @@ class PoolMachine:
         ends = (self.exchange.next_deadline_ns, self._group.next_deadline_ns)
         return min((end for end in ends if end is not None), default=None)
 
-    def _call(self, call: Call, now_ns: int) -> None:
+    def _call(self, call: PoolCall, now_ns: int) -> None:
         try:
             result = call.do(now_ns)
         except Exception as error:  # the caller's to know; the machine goes on

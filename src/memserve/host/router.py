@@ -25,7 +25,7 @@ from msgspec import structs
 from memserve.base.errors import InvariantError
 from memserve.base.types import NamedPrefix, Request, Role, TokenArray
 from memserve.base.units import NS_PER_MS
-from memserve.host.engine import Clients, Sink
+from memserve.host.engine import EngineClients, Sink
 from memserve.host.stats import RouterStats
 from memserve.host.supervisor import ChildStats
 from memserve.journal.keeper import Durability, MetaKeeper
@@ -142,7 +142,7 @@ class RouterEngine:
         there, and it goes on from what ``keeper`` remembers; ``me`` is the router's name then."""
         self._machine = machine.cluster if isinstance(machine, Follower) else machine
         self._follower = machine if isinstance(machine, Follower) else None
-        self._clients = Clients(self.cancel)
+        self._clients = EngineClients(self.cancel)
         self._members: dict[str, PeerInfo] = {}  # all and only the members, as they introduced themselves
         self._changed = threading.Condition()  # notified whenever _members changes
         self._look_again_s = 0.0

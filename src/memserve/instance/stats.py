@@ -14,7 +14,7 @@ from memserve.kv.events import PoolReport
 
 
 @dataclass(frozen=True, slots=True)
-class TierReport:
+class TierStats:
     """Blocks of one tier: ``total = free + used``; ``cached`` ones are used by the index alone."""
 
     blocks_total: int = 0
@@ -52,8 +52,8 @@ class InstanceStats:
     steps_failed: int = 0
     rows_failed: int = 0
     """Sequences that ended because their own row failed, and no other."""
-    hbm: TierReport = field(default_factory=TierReport)
-    dram: TierReport = field(default_factory=TierReport)
+    hbm: TierStats = field(default_factory=TierStats)
+    dram: TierStats = field(default_factory=TierStats)
     running_slots_tokens: int = 0
     """Token positions in the blocks that running sequences hold."""
     running_tokens: int = 0
@@ -271,9 +271,9 @@ def _layers(state: SchedulerState) -> LayerReport:
     )
 
 
-def _tier(pool: PoolReport, tier: Tier, block_bytes: int) -> TierReport:
+def _tier(pool: PoolReport, tier: Tier, block_bytes: int) -> TierStats:
     report = pool.by_tier[tier]
-    return TierReport(
+    return TierStats(
         blocks_total=report.blocks_total,
         blocks_free=report.blocks_free,
         blocks_cached=report.blocks_evictable,

@@ -32,7 +32,7 @@ AT_ONCE = 32
 Collected = list[tuple[bytes, Staged]]
 
 
-class BlockPool(EnginePool):
+class BlockCache(EnginePool):
     """As :class:`EnginePool`: no call raises, each ends by ``timeout_s``."""
 
     # -- at once: without a word to the store
@@ -171,7 +171,7 @@ def _seals(first: int, sizes: Sequence[int], threads: int) -> NDArray[np.uint64]
     return np.concatenate(seals)
 
 
-class Jobs:
+class CacheJobs:
     """Threads for jobs that end by a deadline of their own."""
 
     def __init__(self, threads: int, waiting_max: int) -> None:

@@ -21,7 +21,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
 from memserve.base.errors import UserError
-from memserve.integrations.block_cache import Jobs
+from memserve.integrations.block_cache import CacheJobs
 from memserve.integrations.store_cache import EnginePool, PoolOptions, Value, name_in, namespace
 
 _THREADS = 4
@@ -43,7 +43,7 @@ class MemserveL2(L2AdapterInterface):
         options = PoolOptions.of(config)
         self._prefix = namespace("lmcache", given=options.namespace)
         self._pool = EnginePool(options)
-        self._jobs = Jobs(_THREADS, _TASKS_MAX)
+        self._jobs = CacheJobs(_THREADS, _TASKS_MAX)
         self._events = {what: create_event_notifier() for what in ("store", "lookup", "load")}
         self._results: dict[str, dict[int, Any]] = {what: {} for what in self._events}
         self._lock = threading.Lock()

@@ -30,7 +30,7 @@ from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybr
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from memserve.base.errors import UserError
-from memserve.integrations.block_cache import BlockPool, Jobs, drop
+from memserve.integrations.block_cache import BlockCache, CacheJobs, drop
 from memserve.integrations.sglang import restorable_ends
 from memserve.integrations.store_cache import Piece, PoolOptions, Value, address, copied, name_in, namespace
 from memserve.store.client.memory import View
@@ -156,10 +156,10 @@ class MemserveLinker(UnifiedCacheLinker):
             name: self._prefix(entry, server_args, params, kvcache, rank) for name, entry in self.pools.items()
         }
         self.layer_done_counter = LayerWiseLoadCounter(self._group.num_layers)
-        self._pool = BlockPool(self._options)
+        self._pool = BlockCache(self._options)
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._queued: dict[str, _Load] = {}
-        self._loads, self._offloads = Jobs(1, _WAITING_MAX), Jobs(1, _WAITING_MAX)
+        self._loads, self._offloads = CacheJobs(1, _WAITING_MAX), CacheJobs(1, _WAITING_MAX)
         self._offloaded: deque[bool] = deque()
 
     def _prefix(self, entry: Any, server_args: Any, params: Any, kvcache: Any, rank: int) -> bytes:

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from memserve.integrations.block_cache import Jobs
+from memserve.integrations.block_cache import CacheJobs
 from memserve.integrations.store_cache import EnginePool, PoolOptions, Value, name_in, namespace
 
 _THREADS = 4
@@ -67,7 +67,7 @@ class MemserveTier(SecondaryTierManager):
         self._prefix = namespace("vllm-tier", given=chosen.namespace, **told)
         self._memory = np.frombuffer(primary_kv_view.cast("B"), np.uint8)
         self.pool = EnginePool(chosen)
-        self._jobs = Jobs(_THREADS, _JOBS_MAX)
+        self._jobs = CacheJobs(_THREADS, _JOBS_MAX)
         self._done: deque[tuple[Any, list[bool]]] = deque()
         self._lookups = _Lookups(self, tier_type)
 

@@ -48,7 +48,7 @@ _decoder: msgspec.msgpack.Decoder[list[AnyRecord]] = msgspec.msgpack.Decoder(lis
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class JournalReading:
     """What a journal holds."""
 
     number: int
@@ -88,7 +88,7 @@ class JournalWriter:
         return b"".join((start, _core.siphash128(self._key, start + body), body))
 
 
-def read_journal(data: bytes) -> Reading:
+def read_journal(data: bytes) -> JournalReading:
     """All good frames of ``data``. Raises :class:`UserError` for another format, and for damage (see above)."""
     number, checkpoint_bytes = _read_head(data)
     view, key = memoryview(data), _key_of(number)
@@ -101,7 +101,7 @@ def read_journal(data: bytes) -> Reading:
     if safe_bytes > at:
         message = f"the metadata is damaged: bytes {at} to {safe_bytes} are not as they were written"
         raise UserError(message, hint=_HINT, param="metadata")
-    return Reading(number, tuple(bodies), at, len(data) - at)
+    return JournalReading(number, tuple(bodies), at, len(data) - at)
 
 
 def _read_head(data: bytes) -> tuple[int, int]:

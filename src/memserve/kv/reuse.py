@@ -54,7 +54,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class ReuseOption:
     """One way to serve a whole prompt: move the pieces up to some point, compute the rest."""
 
     ways: tuple[tuple[Way, int], ...]
@@ -86,8 +86,8 @@ class Option:
 class Decision:
     """The quickest option, and those that it was preferred to."""
 
-    chosen: Option
-    others: tuple[Option, ...] = ()
+    chosen: ReuseOption
+    others: tuple[ReuseOption, ...] = ()
     queue_ns: int = 0
     """Time of computing before this prompt."""
 
@@ -158,7 +158,7 @@ def _decide(
     request queues costs nothing, and fetching more of it may not pay."""
     begins_ns = max(link_busy_ns, prefix.fetch_after_ns)
     hidden_tokens = _hidden_tokens(costs, geometry, prefix, pieces, queue_ns - begins_ns)
-    options: list[Option] = []
+    options: list[ReuseOption] = []
     for swapped, fetched in (
         (0, 0),
         (prefix.dram_tokens, 0),
@@ -176,7 +176,7 @@ def _decide(
         fetched = tokens_by.get(Way.FETCH, 0)
         fetch_ends_ns = begins_ns + _fetch_ns(costs, geometry, prefix, fetched, pieces) if fetched else 0
         options.append(
-            Option(
+            ReuseOption(
                 (*moved, (Way.RECOMPUTE, prefix.prompt_tokens - context)),
                 wait_ns=max(queue_ns, fetch_ends_ns),
                 swap_ns=_kv_ns(costs.swap_in, geometry, tokens_by.get(Way.SWAP_IN, 0)),

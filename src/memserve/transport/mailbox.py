@@ -36,7 +36,7 @@ from memserve.transport.curve import (
     listen_anew,
 )
 from memserve.transport.network_devices import with_port
-from memserve.transport.outbound import MailboxCounters, Outbox, configure, new_context
+from memserve.transport.outbound import MailboxCounters, Outbound, configure, new_context
 from memserve.transport.ports import OnMessage
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class ZmqMailbox:
         self._strangers = Strangers(self._inbox, bound_port)
         self.address = f"tcp://{with_port(advertise or host, bound_port)}"
         """Where others reach it, ``tcp://host:port``."""
-        self._outbox = Outbox(self._context, self._keys, me, self.address, self._counters)
+        self._outbox = Outbound(self._context, self._keys, me, self.address, self._counters)
         self._newest: OrderedDict[Peer, int] = OrderedDict()
         """The highest number heard from each sender, most recent sender last."""
         self._sources = self._inbox, self._doorkeeper.socket, self._strangers.monitor

@@ -130,7 +130,7 @@ def new_context(*, gives_way: bool = False) -> Context:
     return context
 
 
-class Outbox:
+class Outbound:
     """Lines to peers. Sends from the calling thread, under a lock, and never waits for a peer."""
 
     def __init__(

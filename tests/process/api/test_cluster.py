@@ -18,7 +18,7 @@ from memserve.host.stats import EngineStats, RouterStats
 from memserve.instance.events import LinkUse
 from memserve.instance.layerwise.state import LayerReport
 from memserve.instance.scheduler.slo import ObjectiveReport
-from memserve.instance.stats import InstanceStats, TierReport
+from memserve.instance.stats import InstanceStats, TierStats
 from memserve.protocol.peers import Load, Peer
 from memserve.router.report import ClusterStats, Counters, InstanceView
 
@@ -43,13 +43,13 @@ def router_stats() -> RouterStats:
     p1 = InstanceStats(
         prompt_tokens=200, cached_tokens=50, fetched_tokens=30, bytes_received=4096, checksum_mismatches=1,
         pulls_failed=3,
-        hbm=TierReport(100, 60, 30), dram=TierReport(10, 4, 6), requests_arrived=9, preemptions_swap=5, steps_failed=8,
+        hbm=TierStats(100, 60, 30), dram=TierStats(10, 4, 6), requests_arrived=9, preemptions_swap=5, steps_failed=8,
         objectives=ObjectiveReport(ttft_met=3),
         layers=LayerReport(kept_pages=12, parkings=2, link=LinkUse(4096, 8192, 4 * NS_PER_S, 1 * NS_PER_S)),
     )  # fmt: skip
     kept = ObjectiveReport(tpot_missed=2, plans_limited=5, output_classes={"0-10": 1, "10-25": 4})
     d1 = InstanceStats(
-        generated_tokens=70, taken_over=8, transfers_failed=2, hbm=TierReport(100, 90, 0), objectives=kept,
+        generated_tokens=70, taken_over=8, transfers_failed=2, hbm=TierStats(100, 90, 0), objectives=kept,
         preemptions_recompute=6, rows_failed=7,
     )  # fmt: skip
     views = [

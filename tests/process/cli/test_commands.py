@@ -21,7 +21,7 @@ from memserve.base.config import EngineOptions
 from memserve.base.errors import InvariantError, UserError
 from memserve.base.options import options_of
 from memserve.cli import doctor
-from memserve.cli.chat import HELP, Account, ChatOptions, Conversation, EngineBackend, ServerBackend
+from memserve.cli.chat import HELP, ChatAccount, ChatSettings, Conversation, EngineBackend, ServerBackend
 from memserve.cli.doctor import Finding, Status
 from memserve.cli.main import run
 from memserve.model.loading import sources
@@ -29,7 +29,7 @@ from places import ROOT, SUPPORT
 from ports import free_port
 from waiting import eventually
 
-GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
+GREEDY = ChatSettings(temperature=0.0, max_tokens=None, seed=None)
 
 # -- usage
 
@@ -284,9 +284,9 @@ def test_an_engine_backend_says_why_not() -> None:
     engine = FakeEngine(says("x"), max_requests=0)
     backend = EngineBackend(engine, TinyModel())
     with pytest.raises(UserError, match="queue is full"):
-        list(backend.answer([{"role": "user", "content": "hi"}], GREEDY, Account()))
+        list(backend.answer([{"role": "user", "content": "hi"}], GREEDY, ChatAccount()))
     with pytest.raises(UserError, match="context"):
-        list(backend.answer([{"role": "user", "content": "hi " * 300}], GREEDY, Account()))
+        list(backend.answer([{"role": "user", "content": "hi " * 300}], GREEDY, ChatAccount()))
     backend.close()
 
 
@@ -310,7 +310,7 @@ def test_chat_with_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_leaving_a_server_s_answer_early_cancels_it() -> None:
     with serve(FakeEngine(says("word " * 50), step_s=0.001)) as world:
         backend = ServerBackend(world.url, None, None)
-        answer = backend.answer([{"role": "user", "content": "hi"}], GREEDY, Account())
+        answer = backend.answer([{"role": "user", "content": "hi"}], GREEDY, ChatAccount())
         next(answer)
         answer.close()
         assert world.engine.wait_until(lambda: bool(world.engine.cancelled) or not world.engine._running)

@@ -19,7 +19,7 @@ from memserve.base.config import ClusterConfig, InstanceConfig, MemberConfig, Po
 from memserve.base.errors import UserError
 from memserve.base.types import FinishReason, Request, Role, SamplingParams, StopParams
 from memserve.base.units import NS_PER_MS
-from memserve.host.member import Member
+from memserve.host.member import MemberProcess
 from memserve.host.router import RouterEngine
 from memserve.instance.machine import Instance
 from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, SealPages
@@ -111,7 +111,7 @@ class Node:
         self.device = Device()
         info = PeerInfo(me, Role.COLOCATED, "", namespace, GEOMETRY, BLOCKS, 0, self.machine.context_tokens, True)
         self.ports: list[NoPages] = []
-        self.member = Member(
+        self.member = MemberProcess(
             self.machine,
             self.device,
             info,
@@ -362,9 +362,9 @@ def test_who_lost_its_router_joins_the_next_which_does_not_remember_it(router, n
 def test_a_router_that_is_only_quiet_is_not_left(router, node, monkeypatch) -> None:
     """There is nothing to say for many patiences: it is asked for a word, and gives it."""
     words: list[AnyMessage] = []
-    arrived = Member._message_arrived
+    arrived = MemberProcess._message_arrived
     monkeypatch.setattr(
-        Member,
+        MemberProcess,
         "_message_arrived",
         lambda self, sender, message: (words.append(message), arrived(self, sender, message)),
     )
@@ -378,9 +378,9 @@ def test_a_router_that_is_only_quiet_is_not_left(router, node, monkeypatch) -> N
 
 def test_who_was_only_cut_off_goes_back_to_its_router(router, node, monkeypatch) -> None:
     """For a while nothing of the router arrives: the instance looks elsewhere, and hears it when it turns back."""
-    arrived, deaf = Member._message_arrived, threading.Event()
+    arrived, deaf = MemberProcess._message_arrived, threading.Event()
     monkeypatch.setattr(
-        Member, "_message_arrived", lambda self, *letter: None if deaf.is_set() else arrived(self, *letter)
+        MemberProcess, "_message_arrived", lambda self, *letter: None if deaf.is_set() else arrived(self, *letter)
     )
     it = node("c1", f"{router.address},tcp://127.0.0.1:9", config=IMPATIENT)
     assert router.wait_for(["c1"], WAIT_S)
@@ -394,16 +394,16 @@ def test_who_was_only_cut_off_goes_back_to_its_router(router, node, monkeypatch)
 
 def test_a_welcome_that_comes_late_settles_where_the_join_was_sent(router, node, monkeypatch) -> None:
     """The instance has gone on to the next address by then, where no router is."""
-    arrived, away, late = Member._message_arrived, "tcp://127.0.0.1:9", threading.Event()
+    arrived, away, late = MemberProcess._message_arrived, "tcp://127.0.0.1:9", threading.Event()
 
-    def arrive(self: Member, sender: Peer, message: AnyMessage) -> None:
+    def arrive(self: MemberProcess, sender: Peer, message: AnyMessage) -> None:
         if isinstance(message, JoinAccepted) and not late.is_set():
             late.set()
             self._member.addresses.address = away
             self._mailbox.connect(Peer(ROUTER, 0), away)
         arrived(self, sender, message)
 
-    monkeypatch.setattr(Member, "_message_arrived", arrive)
+    monkeypatch.setattr(MemberProcess, "_message_arrived", arrive)
     it = node("c1", f"{router.address},{away}")
     assert it.member.wait_joined(WAIT_S) and late.is_set()
     assert it.addresses.address == it.addresses.home == router.address

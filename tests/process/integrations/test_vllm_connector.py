@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from engine_world import flip_byte, options_of
-from memserve.integrations.block_cache import BlockPool
+from memserve.integrations.block_cache import BlockCache
 from memserve.integrations.store_cache import PoolOptions, namespace
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
@@ -47,9 +47,9 @@ class Engine:
         chosen = PoolOptions.of(options_of(store, **options))
         self.caches = {f"layers.{at}": torch.zeros(BLOCKS, 2, TOKENS, 8) for at in range(LAYERS)}
         memory = HostMemory(self.caches, BLOCKS)
-        pool, names = BlockPool(chosen), RankNames(prefix, memory.layout)
+        pool, names = BlockCache(chosen), RankNames(prefix, memory.layout)
         self.worker = WorkerSide(pool, HostMover(pool, [memory], [names]))
-        self.lookups = Lookups(BlockPool(chosen))
+        self.lookups = Lookups(BlockCache(chosen))
         self.lookups.set_ranks([(names,)])
         self.side = SchedulerSide(self.lookups, TOKENS, 1, WAIT_NS)
         self.tables: dict[str, list[int]] = {}

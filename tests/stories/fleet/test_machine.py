@@ -27,7 +27,7 @@ from memserve.fleet.messages import (
     EngineReport,
     FleetAction,
     FleetEvent,
-    Forward,
+    ForwardRequest,
     GiveUp,
     KvHeard,
     Prefill,
@@ -67,9 +67,11 @@ class World:
     def tell(self, event: FleetEvent, after_ns: int = 0) -> None:
         self.now += after_ns
         for action in self.machine.handle(event, self.now):
-            if isinstance(action, Forward | Prefill):
+            if isinstance(action, ForwardRequest | Prefill):
                 assert action.request_id not in self.ended
-                at, other = (self.at, self.computing) if isinstance(action, Forward) else (self.computing, self.at)
+                at, other = (
+                    (self.at, self.computing) if isinstance(action, ForwardRequest) else (self.computing, self.at)
+                )
                 at[action.request_id] = action.engine
                 other.pop(action.request_id, None)
             elif isinstance(action, GiveUp | RejectRequest):

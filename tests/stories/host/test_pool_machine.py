@@ -15,7 +15,7 @@ import pytest
 from memserve.base.config import ExchangeConfig
 from memserve.base.errors import UserError
 from memserve.base.types import ClockTicked, KVGeometry, Role, Tier
-from memserve.host.pool_peer_machine import Arrived, Call, PoolMachine
+from memserve.host.pool_peer_machine import Arrived, PoolCall, PoolMachine
 from memserve.kv.mempool import Address, MemPool
 from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.kv.transfer.exchange import Exchange
@@ -73,7 +73,7 @@ class PoolNode(Node):
     def call(self, do: Any) -> Any:
         """What ``do(now)`` gives; ``None`` where it is refused."""
         answer: Future[Any] = Future()
-        self.post(Call(do, answer))
+        self.post(PoolCall(do, answer))
         error = answer.exception()
         if error is not None:
             assert isinstance(error, UserError), error

@@ -11,7 +11,7 @@ import pytest
 from memserve.api.http.errors import ApiError
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.ui import feed as feeds
-from memserve.api.ui.feed import EngineSource, Feed
+from memserve.api.ui.feed import EngineSource, PageFeed
 from memserve.api.ui.snapshot import Viewer
 from memserve.api.ui.timelines import Timelines
 from memserve.host.stats import EngineStats
@@ -48,9 +48,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "SHARE", 1.0)
 
 
-def opened() -> tuple[Edge, Feed]:
+def opened() -> tuple[Edge, PageFeed]:
     hub: Any = Edge()
-    return hub, Feed(EngineSource(hub, "tiny"), ApiMetrics(), Timelines("tiny"))
+    return hub, PageFeed(EngineSource(hub, "tiny"), ApiMetrics(), Timelines("tiny"))
 
 
 def steps(event: bytes) -> float:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from memserve.api.http.errors import ApiError
-from memserve.api.openai.request.tool_calls import CallPlan, CallReader, Piece, as_instructions, call_plan, style_of
+from memserve.api.openai.request.tool_calls import CallPiece, CallPlan, CallReader, as_instructions, call_plan, style_of
 
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "$defs": {"a": {}}}}},
@@ -25,7 +25,7 @@ SAID = {
 }
 
 
-def read(plan: CallPlan, pieces: list[str]) -> tuple[str, list[tuple[str, str]], list[Piece]]:
+def read(plan: CallPlan, pieces: list[str]) -> tuple[str, list[tuple[str, str]], list[CallPiece]]:
     reader = CallReader(plan)
     told = [*itertools.chain.from_iterable(reader.push(piece) for piece in pieces), *reader.finish()]
     return "".join(piece.content for piece in told), [(call.name, call.arguments) for call in reader.calls], told

@@ -21,7 +21,7 @@ from memserve.cli.cluster.members import ClusterOptions
 from memserve.cli.cluster.topology import choose_counts, follow_context, room_text, shape_text
 from memserve.cli.flags import split_address
 from memserve.cli.main import command_line
-from memserve.instance.scheduler.capacity import Machine, Shape, choose_shape
+from memserve.instance.scheduler.capacity import Hardware, Shape, choose_shape
 from memserve.model.loading.card import Context, ModelCard
 from memserve.model.loading.sources import weight_bytes
 from memserve.system import memory
@@ -65,18 +65,18 @@ def test_a_shape_that_nobody_asks_for_suits_the_machine(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("machine", "instance", "counts"),
     [
-        (Machine(8, 4 * GIB), GIB, (1, 1, 0)),
-        (Machine(8, 4 * GIB), 2 * GIB, (1, 1, 0)),
-        (Machine(8, 4 * GIB), 2 * GIB + 1, (0, 0, 1)),
-        (Machine(7, 400 * GIB), GIB, (0, 0, 1)),
-        (Machine(1, None), GIB, (0, 0, 1)),
-        (Machine(64, None), GIB, (0, 0, 1)),
-        (Machine(64, 400 * GIB), None, (0, 0, 1)),
-        (Machine(64, 400 * GIB, gpus=1), GIB, (0, 0, 1)),
-        (Machine(64, 400 * GIB, gpus=4), GIB, (0, 0, 4)),
+        (Hardware(8, 4 * GIB), GIB, (1, 1, 0)),
+        (Hardware(8, 4 * GIB), 2 * GIB, (1, 1, 0)),
+        (Hardware(8, 4 * GIB), 2 * GIB + 1, (0, 0, 1)),
+        (Hardware(7, 400 * GIB), GIB, (0, 0, 1)),
+        (Hardware(1, None), GIB, (0, 0, 1)),
+        (Hardware(64, None), GIB, (0, 0, 1)),
+        (Hardware(64, 400 * GIB), None, (0, 0, 1)),
+        (Hardware(64, 400 * GIB, gpus=1), GIB, (0, 0, 1)),
+        (Hardware(64, 400 * GIB, gpus=4), GIB, (0, 0, 4)),
     ],
 )
-def test_prefill_and_decode_go_apart_where_there_is_room(machine: Machine, instance: int | None, counts) -> None:
+def test_prefill_and_decode_go_apart_where_there_is_room(machine: Hardware, instance: int | None, counts) -> None:
     shape = choose_shape(machine, instance)
     assert (shape.prefill, shape.decode, shape.colocated) == counts and shape.reason
 

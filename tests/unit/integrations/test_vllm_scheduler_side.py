@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memserve.integrations.vllm.scheduler import _QUEUED_NS as QUEUED_NS
-from memserve.integrations.vllm.scheduler import Load, Save, SchedulerSide
+from memserve.integrations.vllm.scheduler import KvLoad, Save, SchedulerSide
 
 BLOCK = 4
 WAIT_NS = 100
@@ -171,7 +171,7 @@ def test_a_hit_is_promised_once_it_is_held_and_compared() -> None:
     assert side.matched(request, 0, 2) == (12, True)
     assert side.matched(request, 0, 3) == (12, True), "asking changes nothing"
     side.allocated(request, [ids(3)], 12)
-    assert side.step(step_of({}), 4).loads == (Load("r", (b"h0", b"h1", b"h2"), (10, 11, 12)),)
+    assert side.step(step_of({}), 4).loads == (KvLoad("r", (b"h0", b"h1", b"h2"), (10, 11, 12)),)
     assert side.step(step_of({}), 5).loads == ()
     assert "r" in lookups.held, "held until the workers have read it"
     side.received(["r"], ())
@@ -197,7 +197,7 @@ def test_blocks_that_vllm_has_are_not_loaded() -> None:
     assert side.matched(request, 4, 1) == (8, True)
     assert side.matched(request, 8, 2) == (4, True), "vLLM has got one more meanwhile"
     side.allocated(request, [ids(3)], 4)
-    assert side.step(step_of({}), 3).loads == (Load("r", (b"h2",), (12,)),)
+    assert side.step(step_of({}), 3).loads == (KvLoad("r", (b"h2",), (12,)),)
 
 
 def test_vllm_has_fewer_than_at_the_first_question() -> None:

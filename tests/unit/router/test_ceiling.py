@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster_world import BLOCK, World, a_request, cached
 from memserve.base.types import Caching, Role, Tier
-from memserve.router.placement.prefix_directory import Held
+from memserve.router.placement.prefix_directory import HeldBlocks
 
 COLOCATED = [("c1", Role.COLOCATED), ("c2", Role.COLOCATED)]
 
@@ -82,7 +82,7 @@ def test_the_map_names_the_holders_of_a_shared_prefix() -> None:
     assert (root.blocks, root.uses) == (2, 2)
     assert [(child.blocks, child.uses) for child in root.children] == [(1, 1), (1, 1)]
     assert {held.member for held in root.holders} <= {"c1", "c2"} and root.holders
-    assert all(isinstance(held, Held) and held.upper_blocks + held.lower_blocks <= 2 for held in root.holders)
+    assert all(isinstance(held, HeldBlocks) and held.upper_blocks + held.lower_blocks <= 2 for held in root.holders)
     world.kill("c1")
     world.kill("c2")
     world.wait(60 * 10**9)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from memserve.base.deployment import Range
 from memserve.base.units import NS_PER_S
-from memserve.router.members.autoscaling import RoleLoad, RoleScaling, Wanted
+from memserve.router.members.autoscaling import InstancesWanted, RoleLoad, RoleScaling
 
 UP_S, DOWN_S, SETTLE_S = 5, 60, 60
 CALM = RoleLoad(2)
@@ -21,7 +21,7 @@ def scaling(least: int = 1, most: int = 8) -> RoleScaling:
     return RoleScaling(Range(least, most), UP_S * NS_PER_S, DOWN_S * NS_PER_S, SETTLE_S * NS_PER_S)
 
 
-def looks(policy: RoleScaling, load: RoleLoad, seconds: int, start_s: int = 0) -> list[tuple[int, Wanted]]:
+def looks(policy: RoleScaling, load: RoleLoad, seconds: int, start_s: int = 0) -> list[tuple[int, InstancesWanted]]:
     """One look a second; when something was decided, and what."""
     found = [(at, policy.look(load, at * NS_PER_S)) for at in range(start_s, start_s + seconds)]
     return [(at, wanted) for at, wanted in found if wanted is not None]

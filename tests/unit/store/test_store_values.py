@@ -13,7 +13,7 @@ from memserve import _core
 from memserve.base.units import KIB, MIB
 from memserve.protocol.peers import Peer
 from memserve.store.host.memory_jobs import Answer, ValueJobs
-from memserve.store.machine.events import Part, SealExtents, TakeValues, ValuesTaken
+from memserve.store.machine.events import SealExtents, TakeValues, ValuePart, ValuesTaken
 
 WAIT_S = 20.0
 CLIENT = Peer("client", 1)
@@ -46,7 +46,7 @@ def jobs() -> Iterator[Jobs]:
 
 def take(job: int, *values: bytes) -> TakeValues:
     ends = np.cumsum([0, *map(len, values)])
-    parts = (Part(int(end), len(value), 0, value) for end, value in zip(ends, values, strict=False))
+    parts = (ValuePart(int(end), len(value), 0, value) for end, value in zip(ends, values, strict=False))
     return TakeValues(job, CLIENT, tuple(parts))
 
 
@@ -76,5 +76,5 @@ def test_all_values_of_a_job_count_for_its_size(jobs: Jobs) -> None:
 def test_a_job_that_fails_is_answered_wherever_it_is_done(jobs: Jobs) -> None:
     """No client of this name was met: its memory cannot be read."""
     for jobs.busy in (False, True):
-        jobs.jobs.start(TakeValues(9, CLIENT, (Part(0, 100, 0, None), Part(MIB, 0, 0, None))))
+        jobs.jobs.start(TakeValues(9, CLIENT, (ValuePart(0, 100, 0, None), ValuePart(MIB, 0, 0, None))))
         assert jobs.took_place_here() == (not jobs.busy, ValuesTaken(9, (None, None)))

@@ -7,12 +7,12 @@ import pytest
 
 from memserve import _core
 from memserve.base.types import KVGeometry
-from memserve.transport.links.nixl_slots import SLOTS_MAX, SlotReader, Source
+from memserve.transport.links.nixl_slots import SLOTS_MAX, SlotReader, SlotSource
 from memserve.transport.ports import LinkError
 from memserve.transport.ranges import Ranges, shards
 
 NOTHING = np.zeros(1, np.int64)
-THERE = Source(("peer",), (0,), on_gpu=False)
+THERE = SlotSource(("peer",), (0,), on_gpu=False)
 
 
 class Agent:
@@ -90,13 +90,13 @@ MODEL = KVGeometry(num_layers=3, num_kv_heads=3, head_dim_k=8, head_dim_v=8, dty
 BLOCKS = 4
 
 
-def divided() -> tuple[np.ndarray, list[np.ndarray], Source]:
+def divided() -> tuple[np.ndarray, list[np.ndarray], SlotSource]:
     """Whole blocks, what two workers of an instance have of them, and how that is read."""
     whole = np.random.default_rng(1).integers(0, 256, (BLOCKS, 3, 3, MODEL.page_bytes // 3), dtype=np.uint8)
     found = tuple(shards(MODEL, 3, 1))
     held = [np.ascontiguousarray(whole[:, :, shard.first_head : shard.end_head]) for shard in found]
     names = tuple(f"worker {rank}" for rank in range(len(found)))
-    return whole, held, Source(names, tuple(part.ctypes.data for part in held), False, found)
+    return whole, held, SlotSource(names, tuple(part.ctypes.data for part in held), False, found)
 
 
 def test_shards_of_several_agents_land_as_whole_blocks() -> None:

@@ -41,7 +41,7 @@ from memserve.router.events import ClusterAction
 from memserve.router.members.registry import Member, Registry
 from memserve.router.outbox import DurabilityGate, Write
 from memserve.router.placement import shards as spans_module
-from memserve.router.placement.prefix_directory import Feed, Trees
+from memserve.router.placement.prefix_directory import MemberFeed, Trees
 from memserve.router.requests.idempotency import Answer, Answers
 from memserve.store.disks import disk as disk_module
 from memserve.store.disks import jobs as disk_steps
@@ -144,7 +144,7 @@ def _namespace_check() -> list[Swap]:
     return [(pool_module, "namespace_id", _one_namespace)]
 
 
-def _never_asks(self: Trees, feed: Feed, now_ns: int) -> AskEvents | None:
+def _never_asks(self: Trees, feed: MemberFeed, now_ns: int) -> AskEvents | None:
     return None
 
 

@@ -20,8 +20,8 @@ from uvicorn.server import ServerState
 
 from memserve.api.http.errors import ApiError
 from memserve.api.http.limits import READ_BYTES_MAX, Alarm, Edge
-from memserve.api.http.parser import END, Head, RequestReader, WireError
-from memserve.api.http.request import REQUEST_ID_KEY, Exchange, plain_answer, request_id_of
+from memserve.api.http.parser import END, Head, HttpSyntaxError, RequestReader
+from memserve.api.http.request import REQUEST_ID_KEY, HttpExchange, plain_answer, request_id_of
 from memserve.api.http.tls import Greeting
 from memserve.base.units import KIB, MIB
 
@@ -71,7 +71,7 @@ class Connection(asyncio.BufferedProtocol):
         self._limits, self._greeting = edge.limits, greeting
         self._loop = _loop or asyncio.get_event_loop()
         self._reader = RequestReader(edge.limits)
-        self._exchange: Exchange | None = None
+        self._exchange: HttpExchange | None = None
         self._phase, self._since_s = _Phase.IDLE, self._loop.time()
         self._paused = False
         self._linger_bytes = 0  # bytes that may still come
@@ -196,7 +196,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._exchange is not None and not self._exchange.body_complete:
             self._read_on()
 
-    def answered(self, exchange: Exchange) -> None:
+    def answered(self, exchange: HttpExchange) -> None:
         """The answer is complete: read the next request, or end the connection."""
         self._server.total_requests += 1
         if self._phase is _Phase.LINGERING or self._phase is _Phase.CLOSED:
@@ -226,7 +226,7 @@ class Connection(asyncio.BufferedProtocol):
                 if event is None:
                     break
                 self._take(event)
-        except WireError as error:
+        except HttpSyntaxError as error:
             self._refuse(error)
             return
         self._pause_if(blocked and self._reader.held_bytes >= READ_BYTES_MAX)
@@ -265,7 +265,7 @@ class Connection(asyncio.BufferedProtocol):
             "state": self._app_state.copy(),
             REQUEST_ID_KEY: request_id_of(head),
         }
-        self._exchange = Exchange(self, head, scope)
+        self._exchange = HttpExchange(self, head, scope)
         self._enter(_Phase.BODY, self._limits.body_timeout_s)
         task = self._loop.create_task(self._exchange.run(self._app))
         self._server.tasks.add(task)
@@ -311,10 +311,10 @@ class Connection(asyncio.BufferedProtocol):
                 self._close()
             case _Phase.HEAD:
                 text = f"The headers did not arrive within {limits.header_timeout_s:g} s"
-                self._refuse(WireError(408, text, "header_timeout"))
+                self._refuse(HttpSyntaxError(408, text, "header_timeout"))
             case _Phase.BODY:
                 text = f"The body did not arrive within {limits.body_timeout_s:g} s"
-                self._refuse(WireError(408, text, "body_timeout"))
+                self._refuse(HttpSyntaxError(408, text, "body_timeout"))
             case _:
                 self.abort()
 
@@ -332,7 +332,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- endings
 
-    def _refuse(self, error: WireError, *, linger: bool = True) -> None:
+    def _refuse(self, error: HttpSyntaxError, *, linger: bool = True) -> None:
         """Answer with ``error`` unless an answer has begun, and end the connection."""
         self._edge.metrics.refused.labels(error.reason).inc()
         exchange, self._exchange = self._exchange, None

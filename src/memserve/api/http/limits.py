@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope
 
 from memserve.api.http.config import EdgeConfig
 from memserve.api.http.errors import ApiError, bad_request, bodies_full, client_bodies_full, echo, too_large
-from memserve.api.http.parser import WireError
+from memserve.api.http.parser import HttpSyntaxError
 from memserve.api.metrics.http import ApiMetrics
 from memserve.base.units import KIB
 
@@ -88,13 +88,13 @@ class Connections:
         self._of: dict[str, dict[Waiting, None]] = {}
         self._count = 0
 
-    def admit(self, connection: Waiting, address: str) -> WireError | None:
+    def admit(self, connection: Waiting, address: str) -> HttpSyntaxError | None:
         """Accept ``connection``, if need be by closing one that waits. Returns the error when there is no room."""
         mine = self._of.get(address, {})
         if self._per_address_max and len(mine) >= self._per_address_max and not self._evict(mine):
-            return WireError(429, "Too many connections from this address", "connections_of_address")
+            return HttpSyntaxError(429, "Too many connections from this address", "connections_of_address")
         if self._count >= self._max and not self._evict_any():
-            return WireError(503, "The server has too many connections", "connections")
+            return HttpSyntaxError(503, "The server has too many connections", "connections")
         self._of.setdefault(address, {})[connection] = None
         self._changed(1)
         return None

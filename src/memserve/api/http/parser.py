@@ -36,7 +36,7 @@ _METHOD_START = re.compile(rb"[A-Za-z]")
 _END_OF_HEAD = b"\r\n\r\n"
 
 
-class WireError(Exception):
+class HttpSyntaxError(Exception):
     """The client broke the protocol or a limit. Carries the answer, after which the connection ends."""
 
     def __init__(self, status: int, message: str, reason: str) -> None:
@@ -102,9 +102,9 @@ class _HeadParser:
         except httptools.HttpParserUpgrade:
             pass  # upgrades are not supported: the request is answered as if it had not asked for one
         except httptools.HttpParserError as error:
-            raise WireError(400, f"Invalid HTTP request: {str(error)[:100]}", "malformed") from None
+            raise HttpSyntaxError(400, f"Invalid HTTP request: {str(error)[:100]}", "malformed") from None
         if not self.complete:
-            raise WireError(400, "Invalid HTTP request", "malformed")
+            raise HttpSyntaxError(400, "Invalid HTTP request", "malformed")
 
     def on_url(self, url: bytes) -> None:
         self.url += url
@@ -147,7 +147,8 @@ class RequestReader:
         self._state, self._searched = _State.HEAD, 0
 
     def next_event(self) -> Event | None:
-        """The next event. None: it needs more bytes. Raises :class:`WireError`, after which nothing can be read."""
+        """The next event. None: it needs more bytes. Raises :class:`HttpSyntaxError`, after which nothing can be
+        read."""
         match self._state:
             case _State.HEAD:
                 return self._head()
@@ -166,12 +167,14 @@ class RequestReader:
         if buffer.startswith((b"\r", b"\n")):  # some clients add an empty line after a body
             del buffer[: len(buffer) - len(buffer.lstrip(b"\r\n"))]
         if buffer and not _METHOD_START.match(buffer):
-            raise WireError(400, "Not an HTTP request: the server speaks plain HTTP/1.1, without TLS", "malformed")
+            raise HttpSyntaxError(
+                400, "Not an HTTP request: the server speaks plain HTTP/1.1, without TLS", "malformed"
+            )
         end = buffer.find(_END_OF_HEAD, max(0, self._searched - len(_END_OF_HEAD) + 1))
         self._searched = len(buffer)
         most = self._limits.head_bytes_max
         if (len(buffer) if end < 0 else end) > most:
-            raise WireError(431, f"The headers are longer than {most} bytes", "head")
+            raise HttpSyntaxError(431, f"The headers are longer than {most} bytes", "head")
         if end < 0:
             return None
         data = bytes(buffer[: end + len(_END_OF_HEAD)])
@@ -182,11 +185,11 @@ class RequestReader:
         seen = _HeadParser(data)
         limits, version = self._limits, seen.parser.get_http_version()
         if len(seen.url) > limits.url_bytes_max:
-            raise WireError(414, f"The URL is longer than {limits.url_bytes_max} bytes", "url")
+            raise HttpSyntaxError(414, f"The URL is longer than {limits.url_bytes_max} bytes", "url")
         if len(seen.headers) > limits.fields_max:
-            raise WireError(431, f"The request has more than {limits.fields_max} headers", "fields")
+            raise HttpSyntaxError(431, f"The request has more than {limits.fields_max} headers", "fields")
         if version not in ("1.0", "1.1"):
-            raise WireError(505, "The server speaks only HTTP/1.0 and HTTP/1.1", "malformed")
+            raise HttpSyntaxError(505, "The server speaks only HTTP/1.0 and HTTP/1.1", "malformed")
         raw_path, query, path = _split_url(seen.url)
         body_bytes = self._start_body(seen.headers, version)
         method = seen.parser.get_method().decode("ascii")
@@ -200,7 +203,7 @@ class RequestReader:
         self._body_bytes = self._framing_bytes = self._trailer_bytes = 0
         if (coding := fields.get(b"transfer-encoding")) is not None:
             if coding.strip().lower() != b"chunked" or version != "1.1":
-                raise WireError(501, "Transfer-Encoding must be 'chunked', with HTTP/1.1", "malformed")
+                raise HttpSyntaxError(501, "Transfer-Encoding must be 'chunked', with HTTP/1.1", "malformed")
             self._state = _State.CHUNK_SIZE
             return None
         self._rest = int(fields.get(b"content-length", b"0"))
@@ -251,7 +254,7 @@ class RequestReader:
         del self._buffer[: end + 2]
         self._framing_bytes += end + 2
         if self._framing_bytes > FRAMING_BYTES_FREE + self._body_bytes // FRAMING_SHARE:
-            raise WireError(400, "The chunks of the body are too small: send larger ones, or a length", "chunks")
+            raise HttpSyntaxError(400, "The chunks of the body are too small: send larger ones, or a length", "chunks")
         match self._state:
             case _State.CHUNK_SIZE:
                 self._start_chunk(line)
@@ -287,14 +290,14 @@ def _split_url(url: bytes) -> tuple[bytes, bytes, str]:
     try:
         parsed = httptools.parse_url(url)
     except httptools.HttpParserError:
-        raise WireError(400, "Invalid URL", "malformed") from None
+        raise HttpSyntaxError(400, "Invalid URL", "malformed") from None
     raw_path = parsed.path or b"/"
     return raw_path, parsed.query or b"", urllib.parse.unquote(raw_path.decode("ascii"))
 
 
-def _bad_chunk() -> WireError:
-    return WireError(400, "The chunked body is malformed", "malformed")
+def _bad_chunk() -> HttpSyntaxError:
+    return HttpSyntaxError(400, "The chunked body is malformed", "malformed")
 
 
-def _too_many_trailers(limits: EdgeConfig) -> WireError:
-    return WireError(431, f"The trailers are longer than {limits.trailer_bytes_max} bytes", "trailers")
+def _too_many_trailers(limits: EdgeConfig) -> HttpSyntaxError:
+    return HttpSyntaxError(431, f"The trailers are longer than {limits.trailer_bytes_max} bytes", "trailers")

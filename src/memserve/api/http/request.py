@@ -21,8 +21,8 @@ REQUEST_ID_KEY = "memserve.request_id"
 """The key of a request's id in its ASGI scope."""
 
 WHEN_GONE_KEY = "memserve.when_gone"
-"""Where the ASGI scope of our own connections has :meth:`Exchange.when_gone`, which costs less than a task that waits
-for ``http.disconnect``."""
+"""Where the ASGI scope of our own connections has :meth:`HttpExchange.when_gone`, which costs less than a task that
+waits for ``http.disconnect``."""
 
 BODY_HELD_BYTES_MAX = 32 * KIB
 """Body bytes that may wait for the application; beyond them nothing is read from the client."""
@@ -102,14 +102,14 @@ class Wire(Protocol):
     def taken(self) -> None:
         """The application has taken what had arrived of the body."""
 
-    def answered(self, exchange: Exchange) -> None:
+    def answered(self, exchange: HttpExchange) -> None:
         """The answer is complete."""
 
     def abort(self) -> None:
         """End the connection at once."""
 
 
-class Exchange:
+class HttpExchange:
     """Runs the application for one request."""
 
     def __init__(self, wire: Wire, head: Head, scope: Scope) -> None:

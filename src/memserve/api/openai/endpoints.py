@@ -34,7 +34,7 @@ from memserve.api.openai.request.schema import (
 )
 from memserve.api.openai.request.structured_output import work_of
 from memserve.api.openai.request.tool_calls import CallPlan, call_plan, style_of
-from memserve.api.openai.response.formats import Shape
+from memserve.api.openai.response.formats import AnswerFormat
 from memserve.api.openai.response.idempotency import key_of
 from memserve.api.openai.response.reasoning import thoughts_after
 from memserve.api.openai.response.reply import Reply
@@ -49,7 +49,7 @@ def asks_to_explain(scope: Scope) -> bool:
     return (header(scope, EXPLAIN_HEADER) or "").lower() in ("1", "true", "yes")
 
 
-class Planner(Protocol):
+class RequestPlanner(Protocol):
     """What one endpoint does with a body: parse it, tokenize it, plan it."""
 
     @property
@@ -210,7 +210,7 @@ def addressed(name: str, names: ModelNames, caller: Caller) -> Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class EndpointParts:
     """What all generating endpoints of a server share."""
 
     hub: Hub
@@ -223,7 +223,7 @@ class Shared:
 class GenerationEndpoint:
     """The ASGI application of one generating route."""
 
-    def __init__(self, shared: Shared, planner: Planner, shape: Shape) -> None:
+    def __init__(self, shared: EndpointParts, planner: RequestPlanner, shape: AnswerFormat) -> None:
         self._shared, self._planner, self._shape = shared, planner, shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -18,7 +18,7 @@ from starlette.types import Receive
 from memserve.api.http.errors import ApiError, bad_request, echo, engine_silent, rejected
 from memserve.api.http.limits import TENANT_KEY, json_body
 from memserve.api.openai.documents import Document, DocumentMemory, Documents, prepare
-from memserve.api.openai.endpoints import Shared
+from memserve.api.openai.endpoints import EndpointParts
 from memserve.api.openai.interfaces import PinningEngine, ServingEngine
 from memserve.api.openai.request.plan import session_of
 from memserve.api.openai.request.schema import DocumentBody, parse_body
@@ -40,7 +40,7 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 class DocumentRoutes:
     """The handlers. A document, like its KV, is visible to its tenant alone."""
 
-    def __init__(self, shared: Shared, documents: Documents) -> None:
+    def __init__(self, shared: EndpointParts, documents: Documents) -> None:
         self._shared, self._documents = shared, documents
         self._memory = DocumentMemory(shared.hub.engine)
         self._memory.restore(documents)

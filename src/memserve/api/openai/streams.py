@@ -23,7 +23,7 @@ News = tuple[int, TokenOutput | Rejected]
 """The position of a request in its call, and what happened to it."""
 
 
-class Call:
+class StreamCall:
     """One HTTP request's work in the engine: one engine request per prompt. Lives in the event loop."""
 
     def __init__(self, hub: Hub, requests: list[Request]) -> None:
@@ -131,9 +131,9 @@ class Hub:
         self._stream_buffer_bytes = stream_buffer_bytes
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # the loop's
-        self._mailbox: deque[tuple[Call, int, TokenOutput | Rejected]] = deque()
+        self._mailbox: deque[tuple[StreamCall, int, TokenOutput | Rejected]] = deque()
         self._rung = False
-        self._calls: dict[int, Call] = {}  # in order of arrival
+        self._calls: dict[int, StreamCall] = {}  # in order of arrival
         self._refused: dict[str, tuple[int, Rejected]] = {}  # tenant -> until when, and the answer
 
     @property
@@ -141,12 +141,12 @@ class Hub:
         """Calls that are being answered."""
         return len(self._calls)
 
-    def open(self, requests: list[Request]) -> Call:
+    def open(self, requests: list[Request]) -> StreamCall:
         """Submit ``requests`` as one call. Raises :class:`ApiError` 503 when the server is shutting down."""
         if self.draining:
             raise shutting_down()
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        call = Call(self, requests)
+        call = StreamCall(self, requests)
         self._calls[id(call)] = call
         try:
             for at, request in enumerate(requests):
@@ -174,7 +174,7 @@ class Hub:
             self._metrics.rejected.value += 1
             raise rejected(news)
 
-    def close(self, call: Call) -> None:
+    def close(self, call: StreamCall) -> None:
         """The call was answered, or will not be: cancel what the engine still has of it."""
         call.cancel_rest()
         call.fail(ClientGone())
@@ -187,7 +187,7 @@ class Hub:
             call.fail(shutting_down())
         return len(calls)
 
-    def check_held(self, call: Call) -> None:
+    def check_held(self, call: StreamCall) -> None:
         """End ``call`` if it holds back too much; if all streams together do, end the one that holds back most."""
         if self.held_bytes > STREAMS_TOGETHER * self._stream_buffer_bytes:
             call = max(self._calls.values(), key=lambda other: other.held_bytes)
@@ -197,7 +197,7 @@ class Hub:
         call.fail(client_too_slow())
         call.cancel_rest()
 
-    def _post(self, call: Call, at: int, news: TokenOutput | Rejected) -> None:
+    def _post(self, call: StreamCall, at: int, news: TokenOutput | Rejected) -> None:
         """Called from the engine's thread; a router's may be the event loop's."""
         if threading.get_ident() == self._thread and not self._mailbox:
             call.deliver(at, news)

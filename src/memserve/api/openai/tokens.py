@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from memserve.api.http.errors import bad_request, model_not_found
 from memserve.api.http.limits import TENANT_KEY, json_body
-from memserve.api.openai.endpoints import Shared
+from memserve.api.openai.endpoints import EndpointParts
 from memserve.api.openai.interfaces import ModelNames
 from memserve.api.openai.request.messages import check_messages
 from memserve.api.openai.request.prompts import text_bytes_max
@@ -54,7 +54,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw
 class TokenRoutes:
     """Both, in the threads where prompts are tokenized."""
 
-    def __init__(self, shared: Shared, names: ModelNames) -> None:
+    def __init__(self, shared: EndpointParts, names: ModelNames) -> None:
         self._shared, self._names = shared, names
 
     def routes(self) -> list[Route]:
@@ -103,7 +103,7 @@ class TokenRoutes:
 
 
 class _Endpoint:
-    def __init__(self, shared: Shared, work: Any) -> None:
+    def __init__(self, shared: EndpointParts, work: Any) -> None:
         self._shared, self._work = shared, work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

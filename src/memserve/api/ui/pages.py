@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from memserve.api.http.errors import ApiError, echo
 from memserve.api.http.middleware import KeyRing, on_http_error
-from memserve.api.ui.feed import Feed
+from memserve.api.ui.feed import PageFeed
 from memserve.api.ui.snapshot import Viewer
 from memserve.api.ui.timelines import Timelines
 
@@ -41,7 +41,7 @@ HEADERS = {
 class Dashboard:
     """The routes. The files need no key: they hold no data."""
 
-    def __init__(self, feed: Feed, timelines: Timelines, api_keys: KeyRing, metrics_keys: KeyRing) -> None:
+    def __init__(self, feed: PageFeed, timelines: Timelines, api_keys: KeyRing, metrics_keys: KeyRing) -> None:
         self._feed, self._timelines = feed, timelines
         self._api_keys, self._metrics_keys = api_keys, metrics_keys
 
@@ -123,20 +123,20 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), headers={"cache-control": "no-store"}, media_type="application/json")
 
 
-class Run(Protocol):
+class RecordedRun(Protocol):
     """A finished run."""
 
     def snapshots(self) -> list[dict[str, Any]]:
         """At even distances, in the form of ``/ui/snapshot``."""
 
 
-def serve_runs(runs: Mapping[str, Run], listener: socket.socket) -> None:
+def serve_runs(runs: Mapping[str, RecordedRun], listener: socket.socket) -> None:
     """Serve them until a signal ends the process."""
     config = uvicorn.Config(recorded_app(runs), log_level="warning", lifespan="off")
     uvicorn.Server(config).run(sockets=[listener])
 
 
-def recorded_app(runs: Mapping[str, Run]) -> Starlette:
+def recorded_app(runs: Mapping[str, RecordedRun]) -> Starlette:
     """``/ui`` for ``runs`` by name. It needs no key."""
     names = tuple(runs)
 

@@ -41,7 +41,7 @@ class Viewer:
     """Whether ``/metrics`` names tenants to this viewer."""
 
 
-class Reading(Protocol):
+class SnapshotReading(Protocol):
     """What serves behind the HTTP edge, at one moment."""
 
     def families(self, names_tenants: bool) -> Iterable[Metric]:
@@ -81,7 +81,7 @@ class EngineReading:
 class SnapshotBuilder:
     """Builds the events of one moment. ``reading``: one for all viewers."""
 
-    def __init__(self, metrics: ApiMetrics, timelines: Timelines, model: str, reading: Reading) -> None:
+    def __init__(self, metrics: ApiMetrics, timelines: Timelines, model: str, reading: SnapshotReading) -> None:
         self._metrics, self._timelines, self._model, self._reading = metrics, timelines, model, reading
         self._time_ms = time.time_ns() // NS_PER_MS
 

@@ -435,7 +435,7 @@ def find_store(address: str, secret: Secret, cluster_host: str, say: Callable[[s
     Raises :class:`UserError` when nothing answers there by then; at once for another secret, and where the store could
     not reach a router at ``cluster_host``."""
     from memserve.store.client.arguments import own_host
-    from memserve.store.client.connection import Connection
+    from memserve.store.client.connection import StoreConnection
 
     host, port = split_address(address, "--store")
     address = with_port(host, port)
@@ -443,7 +443,7 @@ def find_store(address: str, secret: Secret, cluster_host: str, say: Callable[[s
         hint = "name the address by which other hosts reach this one: --cluster-host HOST"
         raise UserError(f"the store at {address} cannot reach a router at {cluster_host}", hint=hint, param="store")
     deadline, is_told = time.monotonic() + FIND_S, False
-    line = Connection(address, "default", secret, 1, own_host(address))
+    line = StoreConnection(address, "default", secret, 1, own_host(address))
     try:
         while True:
             try:

@@ -14,7 +14,7 @@ from memserve.base.types import Role
 from memserve.instance.scheduler.capacity import (
     APART_CORES_MIN,
     CLIENT_TOKENS,
-    Machine,
+    Hardware,
     Shape,
     choose_shape,
     clients_that_fit,
@@ -64,7 +64,7 @@ def shape_here(engine: EngineOptions) -> Shape:
     gpus, workers = len(device_here(engine.device).gpus), engine.parallel.workers
     if gpus and workers > 1:  # the only shape: their KV cannot be handed over
         return Shape(0, 0, max(1, gpus // workers))
-    machine = Machine(usable_cores(), available_memory_bytes(), gpus)
+    machine = Hardware(usable_cores(), available_memory_bytes(), gpus)
     weights = weight_bytes(engine.model) if machine.cores >= APART_CORES_MIN and not machine.gpus else None
     kv_bytes = engine.kv_memory_bytes + engine.dram_memory_bytes
     return choose_shape(machine, None if weights is None else instance_bytes(kv_bytes, weights))

@@ -63,7 +63,7 @@ def remember(times: dict[bytes, int], identity: bytes, now_ns: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BlockRun:
     """Neighbouring blocks to be offered: those of ``tokens`` from ``first_block`` to the end."""
 
     owner: int
@@ -109,7 +109,7 @@ class _Layers:
 
 
 @dataclass(slots=True)
-class StoreCounters:
+class ExportCounters:
     """Blocks, in total."""
 
     offered: int = 0
@@ -135,7 +135,7 @@ class StoreOffers:
         self._open: dict[str, _Open] = {}
         self._layers: dict[int, list[_Layers]] = {}  # plan -> what it computes for offers
         self._told: dict[bytes, int] = {}  # identity -> when it was offered; oldest first
-        self.counters = StoreCounters()
+        self.counters = ExportCounters()
 
     @property
     def room(self) -> int:
@@ -146,7 +146,7 @@ class StoreOffers:
         """Whether this block was offered a short while ago."""
         return identity in self._told
 
-    def offer(self, run: Run, to: Peer, now_ns: int, plan: StepPlan | None = None) -> None:
+    def offer(self, run: BlockRun, to: Peer, now_ns: int, plan: StepPlan | None = None) -> None:
         """Offer ``run``, in groups of layers where ``plan``, which has just been made, computes much of it."""
         count, keep = run.end_block - run.first_block, KEEP if run.keep else b""
         layers, group = self._geometry.num_layers, ceil_div(GROUP_BYTES, count * self._geometry.page_bytes)
@@ -292,7 +292,7 @@ class StoreWriter:
         self.host_id = ""
         #: the store that gets the offers. None: there is none
         self.target: Peer | None = None
-        self._pending: list[Run] = []  # a reference on each block
+        self._pending: list[BlockRun] = []  # a reference on each block
         self._later: dict[bytes | int, _Later] = {}  # by a named prefix's last identity, or a sequence's ``id``
         self._kept: dict[bytes, int] = {}  # last identity of a named prefix -> when it was offered as such
         self._messages: list[Send] = []
@@ -358,7 +358,7 @@ class StoreWriter:
         if pool.access is not None and pool.access.last_write(Tier.HBM, blocks) > sequence.scheduled_step:
             written_by = None  # they come up from DRAM, with a plan in which the sequence has no row
         pool.retain(blocks)
-        self._pending.append(Run(owner, isolation, tokens, first_block, blocks, identities, written_by))
+        self._pending.append(BlockRun(owner, isolation, tokens, first_block, blocks, identities, written_by))
 
     def left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
         """The cache has got ``tokens`` of ``sequence`` out of DRAM: they are offered out of the cache."""
@@ -425,7 +425,7 @@ class StoreWriter:
                 identities = _between(pool.identities(later.isolation, tokens), first, end)
                 above = hbm.tolist()[: end - first]
                 below = dram.tolist()[: end - first - len(above)]
-                run = Run(0, later.isolation, tokens, first, above, identities, None, below, later.keep)
+                run = BlockRun(0, later.isolation, tokens, first, above, identities, None, below, later.keep)
                 offers.offer(run, target, now_ns)
                 later.first_block = end
             if end >= cached:  # all of it; or what is behind has left the cache

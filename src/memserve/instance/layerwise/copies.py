@@ -131,7 +131,7 @@ class _Arrival:
         return len(self.blocks) - self.begun
 
 
-class Arrivals:
+class SwapIns:
     """Sequences with blocks that come up, in the order in which they began."""
 
     __slots__ = ("_coming", "_layers", "_plan", "_pool", "_room")

@@ -26,7 +26,7 @@ from memserve.base.types import Tier, TokenArray
 from memserve.base.units import NS_PER_MS, ceil_div
 from memserve.instance.events import LinkUse, PlaceByLayer, StepPlan
 from memserve.instance.layerwise.budget import CHUNK_BLOCKS, LayerBudget, LayerPolicy, Lying, Overtaking, layer_order
-from memserve.instance.layerwise.copies import Arrivals, LayerMoves
+from memserve.instance.layerwise.copies import LayerMoves, SwapIns
 from memserve.instance.layerwise.state import LayeredKV
 from memserve.instance.scheduler.sequence import Phase
 
@@ -69,7 +69,7 @@ class LayerPlacer:
         self._steps_in_flight = steps_in_flight
         #: those that lie by layer, in order of admission
         self.sequences: list[Sequence] = []
-        self.arrivals = Arrivals(pool, budget.num_layers)
+        self.arrivals = SwapIns(pool, budget.num_layers)
         self._moves = LayerMoves(pool, budget.num_layers, block_tokens)
         self._plan: StepPlan | None = None  # that is being made
         self._wanted = 0  # blocks that a prompt needs which could begin by layer, and lacks

@@ -160,7 +160,7 @@ class SequenceAdmission:
             group.facts += [("cached_tokens_hbm", from_hbm), ("cached_tokens_dram", from_dram)]
 
 
-class Sharing:
+class PrefixSharing:
     """Chooses the sequences to preempt, and for which others."""
 
     __slots__ = ("_state",)

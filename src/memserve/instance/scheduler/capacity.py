@@ -92,7 +92,7 @@ def impossible_reason(request: Request, context: int, slots: int) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Hardware:
     """The resources that instances may use."""
 
     cores: int
@@ -118,7 +118,7 @@ def instance_bytes(kv_bytes: int, weight_bytes: int) -> int:
     return kv_bytes + 2 * weight_bytes + PROCESS_BYTES
 
 
-def choose_shape(machine: Machine, one_instance_bytes: int | None) -> Shape:
+def choose_shape(machine: Hardware, one_instance_bytes: int | None) -> Shape:
     """One colocated instance, or a prefill and a decode instance where there is room for both.
 
     ``one_instance_bytes``: host memory that an instance takes; ``None``: unknown, because the model is not downloaded

@@ -19,7 +19,7 @@ from memserve import _core
 from memserve.base.config import PROMPT_LOGPROBS_MAX, SchedulerConfig
 from memserve.base.errors import check
 from memserve.instance.events import StepPlan
-from memserve.instance.scheduler.admission import SequenceAdmission, Sharing
+from memserve.instance.scheduler.admission import PrefixSharing, SequenceAdmission
 from memserve.instance.scheduler.batch import BatchBuilder, InflightPlan
 from memserve.instance.scheduler.capacity import chunk_tokens
 from memserve.instance.scheduler.memory import Pins
@@ -44,7 +44,7 @@ class Planner:
         #: None: no drafts
         self.speculation = speculation
         self.admission = SequenceAdmission(state)
-        self.sharing = Sharing(state)
+        self.sharing = PrefixSharing(state)
         #: the head of the line, when the last plan had no room for it
         self._no_room_for: Sequence | None = None
         self.next_step_id = 1

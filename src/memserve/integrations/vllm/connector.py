@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from memserve.base.errors import UserError
 from memserve.base.units import NS_PER_S
-from memserve.integrations.block_cache import BlockPool
+from memserve.integrations.block_cache import BlockCache
 from memserve.integrations.store_cache import PoolOptions
 from memserve.integrations.vllm.lookups import GroupOfKv, Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
@@ -69,7 +69,7 @@ class MemserveHandshake(KVConnectorHandshakeMetadata):
 class _Part:
     """Blocks under one kind of names: vLLM's own, or those of memserve's instances. One of its sides is here."""
 
-    pool: BlockPool
+    pool: BlockCache
     lookups: Lookups | None = None
     scheduler: SchedulerSide | None = None
     identities: Identities | None = None
@@ -99,7 +99,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         if why_not:
             log.warning("memserve keeps no KV here: %s", why_not)
             return
-        self._parts.append(_Part(BlockPool(self._options)))
+        self._parts.append(_Part(BlockCache(self._options)))
         if self._sharing.is_on:
             self._model = model_of(vllm_config, kv_cache_config)
             self._parts.append(_Part(KvPool(self._options, self._model)))
@@ -149,7 +149,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
                     raise
                 log.warning("memserve keeps no KV here: %s", error)
 
-    def _working(self, pool: BlockPool, of_groups: list[dict[str, Any]]) -> tuple[WorkerSide, tuple[RankNames, ...]]:
+    def _working(self, pool: BlockCache, of_groups: list[dict[str, Any]]) -> tuple[WorkerSide, tuple[RankNames, ...]]:
         """The worker's side, and how it names the blocks of each group."""
         blocks, given = self._kv_cache_config.num_blocks, self._options.namespace
         gpu = _gpu_of(of_groups)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from memserve.integrations.block_cache import BlockPool, Jobs
+from memserve.integrations.block_cache import BlockCache, CacheJobs
 from memserve.integrations.store_cache import Value
 from memserve.integrations.vllm.device_memory import DeviceMemory, Landing
 from memserve.integrations.vllm.lookups import RankNames
@@ -19,7 +19,7 @@ class DeviceMover:
     """See :class:`memserve.integrations.vllm.worker.Mover`."""
 
     def __init__(
-        self, pool: BlockPool, memories: Sequence[DeviceMemory], names: Sequence[RankNames], *, by_layer: bool
+        self, pool: BlockCache, memories: Sequence[DeviceMemory], names: Sequence[RankNames], *, by_layer: bool
     ) -> None:
         """``by_layer``: vLLM says in every forward when a layer begins. False: it may replay whole forwards, which wait
         for all layers at once."""
@@ -183,7 +183,7 @@ class _DeviceSaving:
             memory.stage(numbers, slots, [block_id for _, _, block_id in blocks])
             self._left[at] -= set(numbers)
 
-    def finish(self, savers: Jobs) -> None:
+    def finish(self, savers: CacheJobs) -> None:
         for at, left in enumerate(self._left):
             self._stage(at, sorted(left))
         marks = [memory.staged() for memory, _, _ in self._saved]

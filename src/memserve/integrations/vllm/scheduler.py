@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class KvLoad:
     """Blocks that a request waits for."""
 
     request_id: str
@@ -42,14 +42,14 @@ class Save:
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     groups: tuple[int, ...] = ()
-    """As in :class:`Load`."""
+    """As in :class:`KvLoad`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
     """Of one step."""
 
-    loads: tuple[Load, ...] = ()
+    loads: tuple[KvLoad, ...] = ()
     saves: tuple[Save, ...] = ()
     begun: tuple[str, ...] = ()
     """Requests that run in this step for the first time since their blocks were loaded: the blocks are theirs."""
@@ -145,7 +145,7 @@ class SchedulerSide:
         self._saved: dict[str, int] = {}  # blocks that were looked at, whether they had to be saved or not
         self._promises: dict[str, _Promise] = {}
         self._tables: dict[str, list[list[int]]] = {}
-        self._loads: list[Load] = []
+        self._loads: list[KvLoad] = []
         self._loaded: set[str] = set()  # requests that have not run since their blocks were loaded
         self._queued_until_ns = 0  # 0: nothing waits, or what was held was let go of since
         self._offered: OrderedDict[tuple[int, bytes], int] = OrderedDict()
@@ -243,7 +243,7 @@ class SchedulerSide:
         ]
         groups, names, block_ids = (tuple(column) for column in zip(*chosen, strict=True))
         promise.phase, promise.block_ids = _Phase.LOADING, frozenset(block_ids)
-        self._loads.append(Load(request_id, names, block_ids, groups if len(tables) > 1 else ()))
+        self._loads.append(KvLoad(request_id, names, block_ids, groups if len(tables) > 1 else ()))
 
     def step(self, output: Any, now_ns: int) -> Orders:
         """What the workers shall do in the step that ``output`` describes. Called once for each."""

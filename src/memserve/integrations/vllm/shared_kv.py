@@ -36,7 +36,7 @@ from memserve import _core
 from memserve.base.errors import UserError
 from memserve.base.types import KVGeometry
 from memserve.base.units import ceil_div
-from memserve.integrations.block_cache import AT_ONCE, BlockPool, drop
+from memserve.integrations.block_cache import AT_ONCE, BlockCache, drop
 from memserve.integrations.store_cache import Piece, Value, address, copied, namespace, places
 from memserve.integrations.vllm.lookups import RankNames
 from memserve.integrations.vllm.memory import BlockLayout
@@ -73,8 +73,8 @@ class KvNames(RankNames):
         return KvBlock(block_hash, pieces or [(0, nbytes) for nbytes in self.layout.piece_bytes])
 
 
-class KvPool(BlockPool):
-    """As :class:`BlockPool`, of KV blocks: also those that instances of memserve have computed."""
+class KvPool(BlockCache):
+    """As :class:`BlockCache`, of KV blocks: also those that instances of memserve have computed."""
 
     def clear(self, *prefixes: bytes) -> bool:
         """Forget all KV blocks. False: the store is away."""

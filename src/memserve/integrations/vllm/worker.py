@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-from memserve.integrations.block_cache import BlockPool, Jobs
+from memserve.integrations.block_cache import BlockCache, CacheJobs
 from memserve.integrations.store_cache import Value
 from memserve.integrations.vllm.lookups import RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.scheduler import Load, Orders, Save
+from memserve.integrations.vllm.scheduler import KvLoad, Orders, Save
 
 _LOADERS = 2
 _LOADS_MAX = 4096
@@ -58,7 +58,7 @@ class Saving(Protocol):
         """This layer of the blocks is complete, unless it is told again: micro-batches and drafts run a layer several
         times in a step. Unknown ones are left for the end."""
 
-    def finish(self, savers: Jobs) -> None:
+    def finish(self, savers: CacheJobs) -> None:
         """The step has run: copy the rest, and have ``savers`` give them to the store."""
 
     def drop(self) -> None:
@@ -68,7 +68,7 @@ class Saving(Protocol):
 class HostMover:
     """The KV of all groups in memory of the host: one copy, into memory out of which the store takes values."""
 
-    def __init__(self, pool: BlockPool, memories: Sequence[HostMemory], names: Sequence[RankNames]) -> None:
+    def __init__(self, pool: BlockCache, memories: Sequence[HostMemory], names: Sequence[RankNames]) -> None:
         self._pool, self._memories, self._names = pool, memories, names
 
     def values(self, blocks: Sequence[Block]) -> list[Value]:
@@ -100,13 +100,13 @@ class _HostSaving:
     """All layers at once: a copy competes with the next layer for the same cores, and thirty take longer than one
     (``bench/vllm_prefill.py``)."""
 
-    def __init__(self, pool: BlockPool, values: Sequence[Value]) -> None:
+    def __init__(self, pool: BlockCache, values: Sequence[Value]) -> None:
         self._pool, self._values = pool, values
 
     def save_layer(self, layer: str) -> None:
         pass
 
-    def finish(self, savers: Jobs) -> None:
+    def finish(self, savers: CacheJobs) -> None:
         collected = self._pool.collect(self._values)
         if collected and not savers.start(partial(self._pool.put_collected, collected)):
             for _, memory in collected:
@@ -119,13 +119,13 @@ class _HostSaving:
 class WorkerSide:
     """One object per worker, used by one thread, and by its own."""
 
-    def __init__(self, pool: BlockPool, mover: Mover, *, fails_whole: bool = False) -> None:
+    def __init__(self, pool: BlockCache, mover: Mover, *, fails_whole: bool = False) -> None:
         """``fails_whole``: a failed load is told of the request, and not of blocks (:meth:`take_failed_requests`)."""
         self._pool = pool
         self._mover = mover
         self._fails_whole = fails_whole
-        self._loaders = Jobs(_LOADERS, _LOADS_MAX)
-        self._savers = Jobs(1, _SAVES_MAX)
+        self._loaders = CacheJobs(_LOADERS, _LOADS_MAX)
+        self._savers = CacheJobs(1, _SAVES_MAX)
         self._saving: Saving | None = None
         self._changed = threading.Lock()
         self._received: set[str] = set()
@@ -144,7 +144,7 @@ class WorkerSide:
             if not self._loaders.start(partial(self._load, load, end_s)):
                 self._over(load, [False] * len(load.hashes))
 
-    def _load(self, load: Load, end_s: float) -> None:
+    def _load(self, load: KvLoad, end_s: float) -> None:
         told = list[list[bool]]()
 
         def over(found: list[bool]) -> None:
@@ -158,7 +158,7 @@ class WorkerSide:
             if not told:
                 over([False] * len(load.hashes))
 
-    def _over(self, load: Load, found: Iterable[bool]) -> None:
+    def _over(self, load: KvLoad, found: Iterable[bool]) -> None:
         with self._changed:
             failed = {block_id for block_id, ok in zip(load.block_ids, found, strict=True) if not ok}
             if failed and self._fails_whole:
@@ -219,6 +219,6 @@ class WorkerSide:
         self._pool.close()
 
 
-def _blocks(told: Load | Save) -> list[Block]:
+def _blocks(told: KvLoad | Save) -> list[Block]:
     groups = told.groups or (0,) * len(told.hashes)
     return list(zip(groups, told.hashes, told.block_ids, strict=True))

@@ -1,7 +1,7 @@
 """Where the values of a graph lie when its fused operations run natively.
 
 A step of few tokens spends as long in Python between its operations as inside them. So runs of fused operations become
-one native call (``_kernels.Program``), with values at fixed places in one workspace. A :class:`Place` says where
+one native call (``_kernels.Program``), with values at fixed places in one workspace. A :class:`StoragePlace` says where
 a value lies and with which strides; views are places too and cost nothing.
 """
 
@@ -24,7 +24,7 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoragePlace:
     """A strided view of a buffer. Exactly one dimension counts rows; dimensions of size 1 may be added and removed."""
 
     buffer: Any  # the Buffer or External it lies in
@@ -36,7 +36,7 @@ class Place:
         """The dimensions with a size other than 1."""
         return tuple(dim for dim in self.dims if dim.size != 1)
 
-    def view(self, shape: tuple[int | None, ...]) -> Place | None:
+    def view(self, shape: tuple[int | None, ...]) -> StoragePlace | None:
         """The place under another shape (None: rows), if rows stay rows and the rest is dense or only regrouped."""
         tail, new_tail = _after_rows(self.shape()), _after_rows(shape)
         head = [size for size in shape[: len(shape) - len(new_tail) - 1] if size != 1]
@@ -52,19 +52,19 @@ class Place:
         """Sizes, None for the rows."""
         return tuple(dim.size for dim in self.dims)
 
-    def transposed(self, a: int, b: int) -> Place:
+    def transposed(self, a: int, b: int) -> StoragePlace:
         """Two dimensions swapped."""
         dims = list(self.dims)
         dims[a], dims[b] = dims[b], dims[a]
         return replace(self, dims=tuple(dims))
 
-    def unsqueezed(self, at: int) -> Place:
+    def unsqueezed(self, at: int) -> StoragePlace:
         """A dimension of size 1 put in at ``at``."""
         dims = list(self.dims)
         dims.insert(at if at >= 0 else len(dims) + 1 + at, Dim(1, 0))
         return replace(self, dims=tuple(dims))
 
-    def columns(self, start: int, width: int) -> Place:
+    def columns(self, start: int, width: int) -> StoragePlace:
         """``[..., start : start + width]``"""
         last = self.dims[-1]
         return replace(self, offset=self.offset + start * last.stride, dims=(*self.dims[:-1], Dim(width, last.stride)))
@@ -118,7 +118,7 @@ class Workspace:
             self._free.append(self._taken.pop(buffer))
 
 
-def dense_place(buffer: Any, shape: tuple[int | None, ...], count: int) -> Place | None:
+def dense_place(buffer: Any, shape: tuple[int | None, ...], count: int) -> StoragePlace | None:
     """A dense value of this shape; None unless its only leading dimensions are of size 1 and rows come next."""
     lead = 0
     while lead < len(shape) and shape[lead] == 1:
@@ -129,7 +129,7 @@ def dense_place(buffer: Any, shape: tuple[int | None, ...], count: int) -> Place
     width = 1
     for size in tail:
         width *= size
-    return Place(buffer, 0, (*(Dim(1, 0),) * lead, Dim(None, width), *_dense(tail)), count)
+    return StoragePlace(buffer, 0, (*(Dim(1, 0),) * lead, Dim(None, width), *_dense(tail)), count)
 
 
 def _after_rows(shape: tuple[int | None, ...]) -> tuple[int, ...]:

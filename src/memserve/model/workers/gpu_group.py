@@ -103,7 +103,7 @@ class TorchCommunicator:
 
 
 class GpuCrew:
-    """One worker's connection to the others; an :class:`memserve.model.workers.group.Exchange`."""
+    """One worker's connection to the others; an :class:`memserve.model.workers.group.GroupExchange`."""
 
     copies = True
     """Every worker makes the copies of its part: each has a memory of its own."""
@@ -145,21 +145,21 @@ class GpuCrew:
         """Nothing is shared that workers would have to meet for: the order of each device's own work is enough."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See :class:`memserve.model.workers.group.Exchange`; ``x`` may be changed."""
+        """See :class:`memserve.model.workers.group.GroupExchange`; ``x`` may be changed."""
         x = x.contiguous()
         if self._stage is not None:
             self._stage.all_reduce(x)
         return x
 
     def receive(self, x: Tensor) -> Tensor:
-        """See :class:`memserve.model.workers.group.Exchange`."""
+        """See :class:`memserve.model.workers.group.GroupExchange`."""
         got = torch.empty_like(x, memory_format=torch.contiguous_format)
         if self._before is not None:
             self._before.broadcast(got, 0)
         return got
 
     def send(self, x: Tensor) -> Tensor:
-        """See :class:`memserve.model.workers.group.Exchange`."""
+        """See :class:`memserve.model.workers.group.GroupExchange`."""
         x = x.contiguous()
         if self._behind is not None:
             self._behind.broadcast(x, 0)

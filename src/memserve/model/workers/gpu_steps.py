@@ -103,7 +103,7 @@ class Reports:
             self._lost(f"worker {at + 1} reports no more")
 
 
-class Guard:
+class StepGuard:
     """Calls off what takes too long."""
 
     def __init__(self, limit_s: float, late: Callable[[str], None]) -> None:
@@ -152,7 +152,7 @@ class DividedGpu(Divided):
         self._reports = Reports(workers.lines, self._give_up)
         super().__init__(own, workers, crew)
         self._part, self._told = own, 0
-        self._guard = Guard(limit_s, self._give_up)
+        self._guard = StepGuard(limit_s, self._give_up)
         self._reports.listen()
 
     @property

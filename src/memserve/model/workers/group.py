@@ -20,7 +20,7 @@ from memserve.base.kv_layout import Share
 from memserve.model.capture.operations import DTYPE_CODES
 
 
-class Exchange(Protocol):
+class GroupExchange(Protocol):
     """What cut modules call."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -34,14 +34,14 @@ class Exchange(Protocol):
 
 
 class _Current(threading.local):
-    exchange: Exchange | None = None
+    exchange: GroupExchange | None = None
 
 
 _current = _Current()
 
 
 @contextmanager
-def exchanging(exchange: Exchange | None) -> Iterator[None]:
+def exchanging(exchange: GroupExchange | None) -> Iterator[None]:
     """Make ``exchange`` the current one of this thread."""
     outer, _current.exchange = _current.exchange, exchange
     try:
@@ -51,17 +51,17 @@ def exchanging(exchange: Exchange | None) -> Iterator[None]:
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """See :class:`Exchange`."""
+    """See :class:`GroupExchange`."""
     return x + _made_up(x) if _current.exchange is None else _current.exchange.all_reduce(x)
 
 
 def receive(x: Tensor) -> Tensor:
-    """See :class:`Exchange`."""
+    """See :class:`GroupExchange`."""
     return _made_up(x) if _current.exchange is None else _current.exchange.receive(x)
 
 
 def send(x: Tensor) -> Tensor:
-    """See :class:`Exchange`."""
+    """See :class:`GroupExchange`."""
     return x if _current.exchange is None else _current.exchange.send(x)
 
 
@@ -109,21 +109,21 @@ class Crew:
         return self.stage.waited_ns + self.whole.waited_ns
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See :class:`Exchange`."""
+        """See :class:`GroupExchange`."""
         x = x.contiguous()
         out = torch.empty_like(x)
         self.stage.all_reduce(x.data_ptr(), out.data_ptr(), x.numel(), DTYPE_CODES[x.dtype])
         return out
 
     def receive(self, x: Tensor) -> Tensor:
-        """See :class:`Exchange`."""
+        """See :class:`GroupExchange`."""
         got = torch.empty(x.shape, dtype=x.dtype)
         for stage in range(self.share.stage):
             self._hand_on(got, stage)
         return got
 
     def send(self, x: Tensor) -> Tensor:
-        """See :class:`Exchange`."""
+        """See :class:`GroupExchange`."""
         x = x.contiguous()
         self._hand_on(x, self.share.stage)
         rest = torch.empty_like(x)

@@ -26,7 +26,7 @@ from memserve.router.admission.needs import on_terms
 from memserve.router.members.registry import Member, MemberState
 from memserve.router.parts import RequestFlow, RouterParts
 from memserve.router.placement.candidates import Candidate, Route
-from memserve.router.requests.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
+from memserve.router.requests.requests import Attempt, RequestCause, RequestPhase, RequestState, RequestTable
 
 LEASE_SHARE = 2
 """Of the time after which a silent follower is taken to be dead, its lease lasts one Nth: clocks may differ, and the
@@ -140,7 +140,7 @@ class Guests:
         req.emitted[0] = [0] * ask.emitted
         guest = self._by_id[name] = follower.guests[ask.number] = _Guest(peer, ask.number, req)
         if ask.is_admitted:
-            req.move(Cause.ADMITTED)
+            req.move(RequestCause.ADMITTED)
             self._admission.recover(guest.req, now_ns)
         elif ask.returns:
             self._admission.let_return(req)
@@ -155,7 +155,7 @@ class Guests:
             self._prefilled(req, attempt)
             self._admission.memory.handed_over(attempt)
             attempt.involved.remove(attempt.first)
-            req.move(Cause.HANDED_OVER)
+            req.move(RequestCause.HANDED_OVER)
         elif attempt is None or not is_same or place.at != there or place.holders != attempt.holders:
             if attempt is not None:
                 self._give_up(guest, attempt)
@@ -170,7 +170,7 @@ class Guests:
 
     def _prefilled(self, req: RequestState, attempt: Attempt) -> None:
         if req.phase is RequestPhase.PREFILLING:
-            req.move(Cause.PREFILLED)
+            req.move(RequestCause.PREFILLED)
             self._admission.memory.prefilled(attempt)
 
     # -- what becomes of them
@@ -192,7 +192,7 @@ class Guests:
         guest = self._by_id[rejection.req.request_id]
         grant = GuestGrant(guest.number, (), rejection.cause, rejection.reason, rejection.retry_after_s)
         self._followers[guest.peer].grants.append(grant)
-        self._leave(guest, Cause.REJECTED, now_ns)
+        self._leave(guest, RequestCause.REJECTED, now_ns)
 
     def _end(self, guest: _Guest | None, *, completed: bool, now_ns: int) -> None:
         """``None``: it has ended already."""
@@ -204,9 +204,9 @@ class Guests:
             held_ns = self._admission.memory.release(attempt, completed=completed)
             if held_ns:
                 self._timers.arm(now_ns + held_ns, self._not_held_any_more, None)
-        self._leave(guest, Cause.FINISHED, now_ns)
+        self._leave(guest, RequestCause.FINISHED, now_ns)
 
-    def _leave(self, guest: _Guest, cause: Cause, now_ns: int) -> None:
+    def _leave(self, guest: _Guest, cause: RequestCause, now_ns: int) -> None:
         guest.req.move(cause)
         del self._by_id[guest.req.request_id], self._followers[guest.peer].guests[guest.number]
         self._admission.release(guest.req, now_ns)
@@ -223,14 +223,14 @@ class Guests:
         req.attempt = attempt = Attempt(
             name, number, first, decode_at, holders, route, now_ns, now_ns, list(members), []
         )
-        req.move(Cause.DISPATCHED)
+        req.move(RequestCause.DISPATCHED)
         for handle in self._admission.memory.reserve(req, attempt):
             self._handles.give_way(handle)
         self._sessions.route(req.request.tenant, req.request.session, attempt.involved)
 
     def _give_up(self, guest: _Guest, attempt: Attempt) -> None:
         self._admission.memory.release(attempt, completed=False)
-        guest.req.move(Cause.ATTEMPT_FAILED)
+        guest.req.move(RequestCause.ATTEMPT_FAILED)
         guest.req.attempt = None
 
     # -- speaking

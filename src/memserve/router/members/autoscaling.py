@@ -79,7 +79,7 @@ class RoleLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class InstancesWanted:
     """A decision: another count."""
 
     instances: int
@@ -120,7 +120,7 @@ class RoleScaling:
         self._last_ns: int | None = None
         self._tokens_s = self._answers = self._late = self._prompts = self._lost = 0.0
 
-    def look(self, load: RoleLoad, now_ns: int) -> Wanted | None:
+    def look(self, load: RoleLoad, now_ns: int) -> InstancesWanted | None:
         """Take a look into account. None: the count stays."""
         self._count(load, now_ns)
         count = load.instances
@@ -147,7 +147,7 @@ class RoleScaling:
         self._answers, self._late = FADES * self._answers + load.answers, FADES * self._late + load.late
         self._prompts, self._lost = FADES * self._prompts + load.prompt_tokens, FADES * self._lost + load.lost_tokens
 
-    def _grow(self, load: RoleLoad, worst: _Excess, now_ns: int) -> Wanted | None:
+    def _grow(self, load: RoleLoad, worst: _Excess, now_ns: int) -> InstancesWanted | None:
         self._calm_ns, count = None, load.instances
         if self._full_ns is None:
             self._full_ns, self._full_tokens = now_ns, 0.0
@@ -160,7 +160,7 @@ class RoleScaling:
         self._failed[count] = max(self._tokens_s, self._full_tokens * NS_PER_S / full_ns if full_ns else 0.0)
         return self._ask(count, wanted, worst.why, now_ns)
 
-    def _shrink(self, load: RoleLoad, now_ns: int) -> Wanted | None:
+    def _shrink(self, load: RoleLoad, now_ns: int) -> InstancesWanted | None:
         if load.instances <= self._range.least or not self._could_be_fewer(load):
             self._calm_ns = None
             return None
@@ -171,10 +171,10 @@ class RoleScaling:
         seconds = f"{self._down_ns / NS_PER_S:g} s"
         return self._ask(count, count - 1, f"{count - 1} could have done what came in the last {seconds}", now_ns)
 
-    def _ask(self, count: int, wanted: int, why: str, now_ns: int) -> Wanted:
+    def _ask(self, count: int, wanted: int, why: str, now_ns: int) -> InstancesWanted:
         self._asked, self._asked_ns = wanted, now_ns
         self._full_ns = self._calm_ns = None
-        return Wanted(count, wanted, why)
+        return InstancesWanted(count, wanted, why)
 
     def _excesses(self, load: RoleLoad) -> Iterator[_Excess]:
         count = load.instances
@@ -386,7 +386,7 @@ class Scaling:
                 orders.append(ScaleRole(role, found.instances, found.wanted, found.why))
         return orders
 
-    def _decided(self, role: Role, found: Wanted) -> None:
+    def _decided(self, role: Role, found: InstancesWanted) -> None:
         count, is_more = self._counts[role], found.wanted > found.instances
         more, fewer = count.more + is_more, count.fewer + (not is_more)
         self._counts[role] = replace(count, wanted=found.wanted, more=more, fewer=fewer)

@@ -68,7 +68,7 @@ class Matches(NamedTuple):
 
 
 @dataclass(slots=True)
-class Feed:
+class MemberFeed:
     """The KV events of one incarnation."""
 
     publishes: bool
@@ -114,7 +114,7 @@ class Trees:
         self._config = config
         self._counters = counters
         self._key = key
-        self._feeds: dict[int, Feed] = {}
+        self._feeds: dict[int, MemberFeed] = {}
         self._names: dict[tuple[str, str], bytes] = {}
 
     # -- members
@@ -122,7 +122,7 @@ class Trees:
     def enter(self, number: int, *, publishes: bool, role: Role = Role.COLOCATED) -> None:
         """A new member. What it has cached it says itself, or its first heartbeat shows."""
         check(number not in self._feeds, f"instance {number} has a feed already")
-        self._feeds[number] = Feed(publishes, role)
+        self._feeds[number] = MemberFeed(publishes, role)
 
     def recover(self, number: int, next_event: int, hbm: bytes, dram: bytes, ssd: bytes = b"") -> None:
         """What the last router knew of a member right before its change ``next_event``; it has just entered."""
@@ -139,7 +139,7 @@ class Trees:
         del self._feeds[number]
         self.directory.clear(number)
 
-    def feed(self, number: int) -> Feed:
+    def feed(self, number: int) -> MemberFeed:
         """How far a member's events are applied; to look at."""
         return self._feeds[number]
 
@@ -194,7 +194,7 @@ class Trees:
         upper = b"".join(identity for identity, above, _ in known if above)
         return upper, b"".join(identity for identity, above, below in known if below and not above)
 
-    def _apply_from(self, number: int, feed: Feed, first: int, changes: tuple[KvChange, ...]) -> None:
+    def _apply_from(self, number: int, feed: MemberFeed, first: int, changes: tuple[KvChange, ...]) -> None:
         for change in changes[feed.next_event - first :]:
             if change.kind == KvEventKind.LOST:
                 return  # its own buffer overflowed: this number can only be passed by a snapshot
@@ -208,13 +208,13 @@ class Trees:
             feed.asked_ns = None  # a gap behind this one is another gap
             self._counters.kv_changes += 1
 
-    def _put_aside(self, feed: Feed, batch: KvEvents) -> None:
+    def _put_aside(self, feed: MemberFeed, batch: KvEvents) -> None:
         known = feed.aside.get(batch.first, ())
         more = len(batch.changes) - len(known)
         if more > 0 and feed.aside_changes + more <= ASIDE_CHANGES_MAX:
             feed.aside[batch.first] = batch.changes
 
-    def _fill_from_aside(self, number: int, feed: Feed, now_ns: int) -> AskEvents | None:
+    def _fill_from_aside(self, number: int, feed: MemberFeed, now_ns: int) -> AskEvents | None:
         """Apply what was kept aside as far as it follows; ask when there is yet another gap."""
         for first in sorted(feed.aside):
             if first > feed.next_event:
@@ -223,7 +223,7 @@ class Trees:
             self._apply_from(number, feed, first, changes)
         return None
 
-    def _ask(self, feed: Feed, now_ns: int) -> AskEvents | None:
+    def _ask(self, feed: MemberFeed, now_ns: int) -> AskEvents | None:
         if feed.asked_ns is not None and now_ns - feed.asked_ns < ASK_AGAIN_NS:
             return None
         self._counters.kv_gaps += feed.asked_ns is None
@@ -286,7 +286,7 @@ BYTES_MAX = 4 << 20
 """And their identities' bytes in total: 262,144 blocks."""
 
 
-class Held(NamedTuple):
+class HeldBlocks(NamedTuple):
     """What one member has of a run of blocks."""
 
     member: str
@@ -307,7 +307,7 @@ class PrefixNode:
     """Prompts, of those that are remembered, that go through all of it."""
     used_ns: int
     """When the last of them was placed."""
-    holders: tuple[Held, ...]
+    holders: tuple[HeldBlocks, ...]
     children: tuple[PrefixNode, ...]
     """Most used first."""
 
@@ -377,10 +377,10 @@ def _node(group: Sequence[_Prompt], depth: int, match: Match) -> PrefixNode:
     )
 
 
-def _held(found: tuple[str, int, int], depth: int) -> Held:
+def _held(found: tuple[str, int, int], depth: int) -> HeldBlocks:
     """Of a prefix with ``blocks``, what lies behind ``depth``. What a member has in its lower tier alone is its end:
     blocks leave the upper tier from the leaves."""
     member, blocks, lower = found
     behind = max(0, blocks - depth)
     lower = min(lower, behind)
-    return Held(member, behind - lower, lower)
+    return HeldBlocks(member, behind - lower, lower)

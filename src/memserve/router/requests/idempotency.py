@@ -82,7 +82,7 @@ its first connection is dead. One reader also means one that stops sequences, an
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldAnswer:
     """What one instance has of an answer."""
 
     answer: Answer
@@ -114,7 +114,7 @@ class Answer:
     until_ns: int = 0
     """When it is dropped, while no client waits for it."""
     log: AnswerLog = field(default_factory=AnswerLog)
-    held: list[Held] = field(default_factory=list)
+    held: list[HeldAnswer] = field(default_factory=list)
     """What instances have told, as long as the request was not placed."""
     awaited: dict[Peer, None] = field(default_factory=dict)
     """Instances that were asked for it, and have not told yet."""
@@ -144,7 +144,7 @@ class Answers:
         self._by_key: dict[str, Answer] = {}
         self._by_request: dict[str, Answer] = {}  # of live requests
         self._by_reader: dict[str, Answer] = {}
-        self._by_attempt: dict[tuple[Peer, str], Held] = {}  # of a handover both instances have some
+        self._by_attempt: dict[tuple[Peer, str], HeldAnswer] = {}  # of a handover both instances have some
         self._idle: dict[str, Answer] = {}  # those that no client reads, by key, in the order in which that began
         self._awaited: dict[Peer, None] = {}  # members of the last router that have not told what they have
         self._asking: dict[str, Answer] = {}  # those of which instances have not told yet what they have, by key
@@ -355,7 +355,7 @@ class Answers:
                 self._outbox.send(member.peer, Cancel(told.attempt_id))
             return
         outputs = [structs.replace(output, request_id=told.attempt_id) for output in told.told]
-        held = Held(answer, member.peer, told.attempt_id, told.runs, told.created_s, AnswerLog(outputs))
+        held = HeldAnswer(answer, member.peer, told.attempt_id, told.runs, told.created_s, AnswerLog(outputs))
         answer.held.append(held)
         self._by_attempt[held.name] = held
         self.nbytes += held.log.nbytes
@@ -377,7 +377,7 @@ class Answers:
         if held is not None:
             held.runs = False
 
-    def take_held(self, req: RequestState) -> Held | None:
+    def take_held(self, req: RequestState) -> HeldAnswer | None:
         """The best that instances have for ``req``, which is about to be placed; others are given up."""
         answer = self._by_request.get(req.request_id)
         if answer is None or not answer.held:
@@ -393,20 +393,20 @@ class Answers:
             answer.created_s = best.created_s
         return best
 
-    def _worth(self, req: RequestState, held: Held) -> tuple[bool, bool, int]:
+    def _worth(self, req: RequestState, held: HeldAnswer) -> tuple[bool, bool, int]:
         alive = held.runs and self._registry.get(held.peer) is not None
         return held.log.is_complete(req.request.n), alive, held.log.tokens
 
-    def give_up(self, held: Held) -> None:
+    def give_up(self, held: HeldAnswer) -> None:
         """What :meth:`take_held` has returned goes no further than it is."""
         self._stop(held)
 
-    def _stop(self, held: Held) -> None:
+    def _stop(self, held: HeldAnswer) -> None:
         if held.runs and self._registry.get(held.peer) is not None:
             self._outbox.send(held.peer, Cancel(held.attempt_id))
         held.runs = False
 
-    def _forget(self, held: Held) -> None:
+    def _forget(self, held: HeldAnswer) -> None:
         del self._by_attempt[held.name]
         self.nbytes -= held.log.nbytes
 
@@ -472,7 +472,7 @@ class Answers:
         check(nbytes == self.nbytes, "{} bytes were counted, there are {}", self.nbytes, nbytes)
 
 
-def _agrees(req: RequestState, held: Held) -> bool:
+def _agrees(req: RequestState, held: HeldAnswer) -> bool:
     """Whether what an instance has told can be the beginning of the answer."""
     outputs, request = held.log.outputs(req.request_id), req.request
     return all(0 <= o.index < request.n and o.offset + len(o.tokens) <= request.stop.max_tokens for o in outputs)

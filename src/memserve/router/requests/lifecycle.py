@@ -34,10 +34,10 @@ from memserve.router.placement.reuse_ceiling import ReuseCeiling
 from memserve.router.placement.shards import PATIENCE, SpanPlacer
 from memserve.router.report import Counters
 from memserve.router.requests.idempotency import Answers
-from memserve.router.requests.requests import Attempt, Cause, RequestPhase, RequestState, RequestTable
+from memserve.router.requests.requests import Attempt, RequestCause, RequestPhase, RequestState, RequestTable
 
 
-class Arrivals:
+class AdmissionFlow:
     """Asks admission for each request, and acts on what it says."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Arrivals:
     def _admit(self, now_ns: int) -> None:
         while not self._admission.is_idle(now_ns):
             while (req := self._admission.admit(now_ns)) is not None:
-                req.move(Cause.ADMITTED)
+                req.move(RequestCause.ADMITTED)
                 if req.is_guest:
                     self._guests.admitted(req, now_ns)
                 else:
@@ -112,7 +112,7 @@ class Arrivals:
         """``req``, of which its client has nothing, will not be run. ``retry_after_s`` None: it can never run."""
         self._counters.requests_rejected += 1
         self._outbox.reject(req.request_id, reason, retry_after_s, overloaded)
-        self._requests.leave(req, Cause.REJECTED)
+        self._requests.leave(req, RequestCause.REJECTED)
         self._admission.release(req, now_ns)
         if req.request.key:
             self._answers.over(req.request_id, now_ns)
@@ -193,7 +193,7 @@ class Lifecycle:
         self.answers = Answers(parts, self)
         self.tallies = Tallies(parts.config, parts.placer, parts.outbox, parts.counters)
         self.guests = Guests(parts, self.requests, self)
-        self.arrivals = Arrivals(parts, self.requests, self.guests, self.answers, self)
+        self.arrivals = AdmissionFlow(parts, self.requests, self.guests, self.answers, self)
 
     # -- the way of requests, as its parts see it (RequestFlow)
 
@@ -385,7 +385,7 @@ class Lifecycle:
     def prefilled(self, req: RequestState, attempt: Attempt) -> None:
         """An instance speaks of the attempt: if it was prefilling, the prompt's work is done."""
         if req.phase is RequestPhase.PREFILLING:
-            req.move(Cause.PREFILLED)
+            req.move(RequestCause.PREFILLED)
             self.admission.memory.prefilled(attempt)
             self._loads.discharge(attempt.charges.pop(0))
 
@@ -512,7 +512,7 @@ class Lifecycle:
     def leave(self, req: RequestState, now_ns: int) -> None:
         """All sequences of ``req`` have ended."""
         attempt = req.attempt
-        self.requests.leave(req, Cause.FINISHED)
+        self.requests.leave(req, RequestCause.FINISHED)
         if attempt is not None:
             held_ns = self._settle(attempt, completed=req.request.use_cache)
             if held_ns:

@@ -102,7 +102,7 @@ class RequestPhase(Enum):
     REJECTED = auto()
 
 
-class Cause(Enum):
+class RequestCause(Enum):
     """Why a request changes its phase."""
 
     ADMITTED = auto()
@@ -118,20 +118,20 @@ REQUEST_PHASES = Transitions(
     "A request at the router",
     RequestPhase.QUEUED,
     {
-        (RequestPhase.QUEUED, Cause.ADMITTED): RequestPhase.UNPLACED,
-        (RequestPhase.QUEUED, Cause.REJECTED): RequestPhase.REJECTED,
-        (RequestPhase.QUEUED, Cause.FINISHED): RequestPhase.FINISHED,
-        (RequestPhase.UNPLACED, Cause.DISPATCHED): RequestPhase.PREFILLING,
-        (RequestPhase.UNPLACED, Cause.REJECTED): RequestPhase.REJECTED,
-        (RequestPhase.UNPLACED, Cause.FINISHED): RequestPhase.FINISHED,
-        (RequestPhase.PREFILLING, Cause.PREFILLED): RequestPhase.DECODING,
-        (RequestPhase.PREFILLING, Cause.ATTEMPT_FAILED): RequestPhase.UNPLACED,
-        (RequestPhase.PREFILLING, Cause.FINISHED): RequestPhase.FINISHED,
-        (RequestPhase.DECODING, Cause.HANDED_OVER): RequestPhase.HANDED_OVER,
-        (RequestPhase.DECODING, Cause.ATTEMPT_FAILED): RequestPhase.UNPLACED,
-        (RequestPhase.DECODING, Cause.FINISHED): RequestPhase.FINISHED,
-        (RequestPhase.HANDED_OVER, Cause.ATTEMPT_FAILED): RequestPhase.UNPLACED,
-        (RequestPhase.HANDED_OVER, Cause.FINISHED): RequestPhase.FINISHED,
+        (RequestPhase.QUEUED, RequestCause.ADMITTED): RequestPhase.UNPLACED,
+        (RequestPhase.QUEUED, RequestCause.REJECTED): RequestPhase.REJECTED,
+        (RequestPhase.QUEUED, RequestCause.FINISHED): RequestPhase.FINISHED,
+        (RequestPhase.UNPLACED, RequestCause.DISPATCHED): RequestPhase.PREFILLING,
+        (RequestPhase.UNPLACED, RequestCause.REJECTED): RequestPhase.REJECTED,
+        (RequestPhase.UNPLACED, RequestCause.FINISHED): RequestPhase.FINISHED,
+        (RequestPhase.PREFILLING, RequestCause.PREFILLED): RequestPhase.DECODING,
+        (RequestPhase.PREFILLING, RequestCause.ATTEMPT_FAILED): RequestPhase.UNPLACED,
+        (RequestPhase.PREFILLING, RequestCause.FINISHED): RequestPhase.FINISHED,
+        (RequestPhase.DECODING, RequestCause.HANDED_OVER): RequestPhase.HANDED_OVER,
+        (RequestPhase.DECODING, RequestCause.ATTEMPT_FAILED): RequestPhase.UNPLACED,
+        (RequestPhase.DECODING, RequestCause.FINISHED): RequestPhase.FINISHED,
+        (RequestPhase.HANDED_OVER, RequestCause.ATTEMPT_FAILED): RequestPhase.UNPLACED,
+        (RequestPhase.HANDED_OVER, RequestCause.FINISHED): RequestPhase.FINISHED,
     },
 )
 """A failed attempt is followed by another one, with the tokens that the client has."""
@@ -280,7 +280,7 @@ class RequestState:
         self.request_id, n = self.request.request_id, self.request.n
         self.emitted, self.finished, self.introduced = [[] for _ in range(n)], [None] * n, [False] * n
 
-    def move(self, cause: Cause) -> None:
+    def move(self, cause: RequestCause) -> None:
         """To the next phase. Raises :class:`InvariantError` for an illegal move."""
         self.phase = REQUEST_PHASES.step(self.phase, cause)
 
@@ -376,7 +376,7 @@ class RequestTable:
 
     def begin(self, req: RequestState, attempt: Attempt) -> None:
         """``attempt`` is under way for ``req``."""
-        req.move(Cause.DISPATCHED)
+        req.move(RequestCause.DISPATCHED)
         del self.unplaced[req.request_id]
         req.attempt, req.parts = attempt, attempt.parts
         self.by_attempt[attempt.attempt_id] = req
@@ -385,17 +385,17 @@ class RequestTable:
 
     def hand_over(self, req: RequestState, attempt: Attempt) -> None:
         """The instance that computed the prompt no longer matters."""
-        req.move(Cause.HANDED_OVER)
+        req.move(RequestCause.HANDED_OVER)
         attempt.involved.remove(attempt.first)
         del attempt.first.attempts[attempt.attempt_id]
 
     def fail(self, req: RequestState, attempt: Attempt) -> None:
         """``req`` has lost its attempt."""
-        req.move(Cause.ATTEMPT_FAILED)
+        req.move(RequestCause.ATTEMPT_FAILED)
         self._detach(req, attempt)
         self.unplaced[req.request_id] = req
 
-    def leave(self, req: RequestState, cause: Cause) -> None:
+    def leave(self, req: RequestState, cause: RequestCause) -> None:
         """``req`` was rejected, or has finished."""
         req.move(cause)
         if req.attempt is not None:

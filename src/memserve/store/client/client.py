@@ -39,7 +39,7 @@ from memserve.protocol.store import (
     StoreVerify,
 )
 from memserve.store.client import arguments
-from memserve.store.client.connection import Answer, Connection
+from memserve.store.client.connection import Answer, StoreConnection
 from memserve.store.client.get import bring, bring_sealed, fetch_values, get_held_value, get_value, get_values_into
 from memserve.store.client.memory import Staged, View
 from memserve.store.client.put import Value, put_values
@@ -85,7 +85,7 @@ class StoreClient:
         if staging_bytes < 1:
             raise UserError(f"staging memory of {staging_bytes} bytes", hint="at least 1", param="staging_bytes")
         secret = arguments.secret_in(secret_file)
-        self._line = Connection(address, tenant, secret, staging_bytes, listen or arguments.own_host(address), kv)
+        self._line = StoreConnection(address, tenant, secret, staging_bytes, listen or arguments.own_host(address), kv)
         try:
             self._line.session(time.monotonic() + timeout_s)
         except BaseException:

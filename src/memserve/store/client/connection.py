@@ -107,7 +107,7 @@ class _Call:
     """Set once the caller has gone without an answer: to be called when there is one."""
 
 
-class Connection:
+class StoreConnection:
     """One client's line. Thread-safe; of no use in a child of ``fork``."""
 
     def __init__(

@@ -13,8 +13,8 @@ from memserve.base.errors import StoreUnavailable, UserError
 from memserve.base.units import MIB
 from memserve.protocol.messages import AnyMessage
 from memserve.protocol.store import StoreCode, StoreDone, StoreGet
-from memserve.store.client.connection import Connection, Session
-from memserve.store.client.memory import Pin, View, mapped
+from memserve.store.client.connection import Session, StoreConnection
+from memserve.store.client.memory import ClientPin, View, mapped
 
 _KEYS_A_CALL = 4096
 _TRIES = 3
@@ -27,7 +27,7 @@ class _HoldsTooMuchError(Exception):
     """This client's views hold as much of the store's memory as they may: the next values come as copies."""
 
 
-def get_value(line: Connection, name: bytes, deadline_s: float) -> View | None:
+def get_value(line: StoreConnection, name: bytes, deadline_s: float) -> View | None:
     """One value. None: there is none."""
     session = line.session(deadline_s)
     if session.reader is None:
@@ -52,7 +52,7 @@ def get_value(line: Connection, name: bytes, deadline_s: float) -> View | None:
     return None if data is None else View(data, None)
 
 
-def held_value(line: Connection, session: Session | None, name: bytes) -> View | None:
+def held_value(line: StoreConnection, session: Session | None, name: bytes) -> View | None:
     """The value where it lies in the store's memory. None: it does not, or that memory is not mapped. Raises
     :class:`_HoldsTooMuchError`."""
     if session is None or session.reader is None:
@@ -61,12 +61,12 @@ def held_value(line: Connection, session: Session | None, name: bytes) -> View |
     if held is None:
         return None
     address, nbytes, number = held
-    view = View(mapped(address, nbytes, Pin(session, number)), session.still)
+    view = View(mapped(address, nbytes, ClientPin(session, number)), session.still)
     session.pins[number] = weakref.ref(view)
     return view
 
 
-def get_held_value(line: Connection, name: bytes) -> View | None:
+def get_held_value(line: StoreConnection, name: bytes) -> View | None:
     """As :func:`get_value`, without a word to the store. None: it does not lie in memory, or that is not mapped."""
     try:
         return held_value(line, line.known_session, name)
@@ -75,7 +75,7 @@ def get_held_value(line: Connection, name: bytes) -> View | None:
 
 
 def _hold(
-    line: Connection, session: Session, reader: _core.TierReader, key: bytes, name: bytes
+    line: StoreConnection, session: Session, reader: _core.TierReader, key: bytes, name: bytes
 ) -> tuple[int, int, int] | None:
     """Address, length and pin. None: not in memory; or the store has dropped this client, and is greeted again.
     Raises :class:`_HoldsTooMuchError`."""
@@ -91,7 +91,7 @@ def _hold(
         return None
 
 
-def bring(line: Connection, names: Sequence[bytes], deadline_s: float) -> tuple[Session, list[int]]:
+def bring(line: StoreConnection, names: Sequence[bytes], deadline_s: float) -> tuple[Session, list[int]]:
     """Have the store bring values into its memory; the length of each, -1: there is none."""
     lengths: list[int] = []
     session = line.session(deadline_s)
@@ -102,7 +102,7 @@ def bring(line: Connection, names: Sequence[bytes], deadline_s: float) -> tuple[
     return session, lengths
 
 
-def bring_sealed(line: Connection, names: Sequence[bytes], deadline_s: float) -> list[tuple[int, int]]:
+def bring_sealed(line: StoreConnection, names: Sequence[bytes], deadline_s: float) -> list[tuple[int, int]]:
     """As :func:`bring`, of KV blocks: of each its length, -1: there is none; and its seal."""
     found = list[tuple[int, int]]()
     for first in range(0, len(names), _KEYS_A_CALL):
@@ -114,7 +114,7 @@ def bring_sealed(line: Connection, names: Sequence[bytes], deadline_s: float) ->
     return found
 
 
-def _is_there(line: Connection, code: int) -> bool:
+def _is_there(line: StoreConnection, code: int) -> bool:
     if code == StoreCode.NO_ROOM:
         hint = "release views, or try again"
         raise StoreUnavailable(f"all memory of the store at {line.address} is in use", hint=hint)
@@ -124,7 +124,7 @@ def _is_there(line: Connection, code: int) -> bool:
     return code in (StoreCode.DONE, StoreCode.PRESENT)
 
 
-def fetch_values(line: Connection, names: Sequence[bytes], deadline_s: float) -> list[memoryview | None]:
+def fetch_values(line: StoreConnection, names: Sequence[bytes], deadline_s: float) -> list[memoryview | None]:
     """Values as copies of the caller's own, read-only, which came in messages. None: there is none."""
     found: list[memoryview | None] = [None] * len(names)
     wanted = list(range(len(names)))
@@ -144,7 +144,7 @@ def fetch_values(line: Connection, names: Sequence[bytes], deadline_s: float) ->
 
 
 def _whole(
-    line: Connection, session: Session, name: bytes, answer: StoreDone, at: int, deadline_s: float
+    line: StoreConnection, session: Session, name: bytes, answer: StoreDone, at: int, deadline_s: float
 ) -> memoryview | None:
     """The value that ``answer`` has at ``at``, what follows its first part being asked for. None: it went meanwhile."""
     for _ in range(_TRIES):
@@ -167,7 +167,7 @@ def _whole(
     raise StoreUnavailable("a value came damaged, again and again", hint="`memserve store verify` looks for the cause")
 
 
-def _fill(line: Connection, name: bytes, whole: bytearray, part: bytes, seal: int, deadline_s: float) -> bool:
+def _fill(line: StoreConnection, name: bytes, whole: bytearray, part: bytes, seal: int, deadline_s: float) -> bool:
     """Ask for the parts behind ``part``. False: there is no such value any more."""
     end = 0
     while True:
@@ -193,7 +193,7 @@ def _seal_of(value: memoryview) -> int:
 
 
 def _ask(
-    line: Connection, names: Sequence[bytes], inline: bool, first_byte: int, deadline_s: float
+    line: StoreConnection, names: Sequence[bytes], inline: bool, first_byte: int, deadline_s: float
 ) -> tuple[Session, StoreDone]:
     def ask(call: int, left_ns: int) -> AnyMessage:
         now = line.session(deadline_s)
@@ -212,7 +212,7 @@ def _ask(
 
 
 def get_values_into(
-    line: Connection, names: Sequence[bytes], buffers: Sequence[memoryview], threads: int, deadline_s: float
+    line: StoreConnection, names: Sequence[bytes], buffers: Sequence[memoryview], threads: int, deadline_s: float
 ) -> list[int]:
     """Bytes written to each buffer; -1: there is no such value. Raises :class:`UserError` when a buffer is too small,
     before anything is written."""
@@ -233,7 +233,7 @@ def get_values_into(
 
 
 def _copied_at_once(
-    line: Connection,
+    line: StoreConnection,
     session: Session,
     reader: _core.TierReader,
     names: Sequence[bytes],
@@ -251,7 +251,7 @@ def _copied_at_once(
         return None
 
 
-def _lengths(line: Connection, names: Sequence[bytes], deadline_s: float) -> list[int]:
+def _lengths(line: StoreConnection, names: Sequence[bytes], deadline_s: float) -> list[int]:
     """Of each value, -1: there is none. Those on a disk are brought into memory."""
     session = line.session(deadline_s)
     lengths, missed = [-1] * len(names), list(range(len(names)))
@@ -265,7 +265,7 @@ def _lengths(line: Connection, names: Sequence[bytes], deadline_s: float) -> lis
 
 
 def _lengths_in_memory(
-    line: Connection, session: Session, reader: _core.TierReader, names: Sequence[bytes], lengths: list[int]
+    line: StoreConnection, session: Session, reader: _core.TierReader, names: Sequence[bytes], lengths: list[int]
 ) -> list[int]:
     """Fill ``lengths`` from what lies in memory; the numbers of those that may lie elsewhere."""
     everything, keys = session.told(names), session.keys(names)
@@ -298,7 +298,7 @@ def _portions(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _copy(
-    line: Connection,
+    line: StoreConnection,
     some: list[int],
     names: Sequence[bytes],
     buffers: Sequence[memoryview],

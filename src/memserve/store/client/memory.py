@@ -29,7 +29,7 @@ from memserve.base.units import ceil_div
 _HINT = "get the value again: what was read of it may belong to another one"
 
 
-class Holder(Protocol):
+class MemoryHolder(Protocol):
     """Holds values where they are; see :class:`memserve.store.client.connection.Session`."""
 
     pins: dict[int, Any]
@@ -38,7 +38,7 @@ class Holder(Protocol):
         """One of them is not needed any more."""
 
 
-class Pin:
+class ClientPin:
     """Keeps one value where it is, until the last buffer that was made of it is gone.
 
     A ``memoryview`` of memory that is only mapped holds its exporter, an array of ctypes; that array holds the pin. So
@@ -47,7 +47,7 @@ class Pin:
 
     __slots__ = ("_holder", "_number", "_pid")
 
-    def __init__(self, holder: Holder, number: int) -> None:
+    def __init__(self, holder: MemoryHolder, number: int) -> None:
         self._holder = holder
         self._number = number
         self._pid = os.getpid()
@@ -58,7 +58,7 @@ class Pin:
             self._holder.let_go(self._number)
 
 
-def mapped(address: int, nbytes: int, pin: Pin) -> memoryview:
+def mapped(address: int, nbytes: int, pin: ClientPin) -> memoryview:
     """The bytes at ``address``, read-only; whatever is made of them holds ``pin``."""
     exporter: Any = (ctypes.c_char * nbytes).from_address(address)
     exporter.pin = pin

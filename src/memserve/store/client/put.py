@@ -12,7 +12,7 @@ from memserve.base.units import MIB, human_bytes
 from memserve.protocol.codec import LETTER_BYTES_MAX
 from memserve.protocol.messages import AnyMessage
 from memserve.protocol.store import CALL_KEYS_MAX, INLINE_BYTES_MAX, StoreCode, StoreDone, StorePair, StorePut
-from memserve.store.client.connection import Connection, Session
+from memserve.store.client.connection import Session, StoreConnection
 from memserve.store.client.memory import Staged
 
 INLINE_BYTES = 16 * 1024
@@ -51,7 +51,7 @@ class _Batch:
 
 
 def put_values(
-    line: Connection, names: Sequence[bytes], values: Sequence[Value], overwrite: bool, deadline_s: float
+    line: StoreConnection, names: Sequence[bytes], values: Sequence[Value], overwrite: bool, deadline_s: float
 ) -> list[bool]:
     """Whether the store has taken each value. Raises :class:`UserError`, :class:`StoreUnavailable`."""
     taken = [False] * len(names)
@@ -74,7 +74,7 @@ def put_values(
     return taken
 
 
-def _check_fits(line: Connection, session: Session, value: Value) -> None:
+def _check_fits(line: StoreConnection, session: Session, value: Value) -> None:
     if isinstance(value, Staged):
         if value.place(line.staging) is None:
             raise UserError("this memory is not of this client, or was released", hint="client.allocate(nbytes)")
@@ -84,7 +84,7 @@ def _check_fits(line: Connection, session: Session, value: Value) -> None:
 
 
 def _batches(
-    line: Connection,
+    line: StoreConnection,
     session: Session,
     names: Sequence[bytes],
     keys: bytes,
@@ -135,7 +135,7 @@ def _bytes_of(value: Value) -> memoryview:
     return value.data if isinstance(value, Staged) else value
 
 
-def _send(line: Connection, batch: _Batch, overwrite: bool, deadline_s: float) -> bytes:
+def _send(line: StoreConnection, batch: _Batch, overwrite: bool, deadline_s: float) -> bytes:
     """A code for each pair; the pieces go back when the store is done with them, whatever happens."""
     pairs, pieces = tuple(batch.pairs), batch.pieces
 
@@ -152,7 +152,9 @@ def _send(line: Connection, batch: _Batch, overwrite: bool, deadline_s: float) -
     return answer.codes
 
 
-def _put_inline(line: Connection, name: bytes, key: bytes, value: Value, overwrite: bool, deadline_s: float) -> bool:
+def _put_inline(
+    line: StoreConnection, name: bytes, key: bytes, value: Value, overwrite: bool, deadline_s: float
+) -> bool:
     data = _bytes_of(value)
     if data.nbytes > _ALONE_BYTES_MAX:
         return False
@@ -161,7 +163,7 @@ def _put_inline(line: Connection, name: bytes, key: bytes, value: Value, overwri
     return _send(line, batch, overwrite, deadline_s)[0] == StoreCode.DONE
 
 
-def _failed(line: Connection, code: int) -> StoreUnavailable:
+def _failed(line: StoreConnection, code: int) -> StoreUnavailable:
     if code == StoreCode.LATE:
         hint = "it is overloaded: try again, or with a longer timeout_s"
         return StoreUnavailable(f"the store at {line.address} did not finish in time", hint=hint)

@@ -39,11 +39,11 @@ from memserve.store.disks.events import PAGE_BYTES, DiskDone, DiskFull, DiskHasR
 from memserve.store.disks.jobs import (
     CheckStep,
     CommandStep,
+    DiskContext,
     MoveRead,
     MoveWrite,
     ReadStep,
     RecordsToCheck,
-    Shared,
     Step,
     Verification,
     WriteStep,
@@ -114,7 +114,7 @@ NO_ROOM = frozenset({"ENOSPC", "EDQUOT"})
 class DiskRoom:
     """Of one disk: whether it is written, and which of the log's commands wait for that."""
 
-    def __init__(self, number: int, shared: Shared) -> None:
+    def __init__(self, number: int, shared: DiskContext) -> None:
         self._number, self._shared = number, shared
         self.is_full = False
         self._refused = 0  # writes in a row
@@ -203,9 +203,9 @@ _WRITE, _SYNC, _MOVE = range(3)  # kinds of a log's commands
 
 
 class Disk:
-    """The jobs of one disk. Whatever calls it takes ``Shared.actions`` and ``Shared.outcomes`` afterwards."""
+    """The jobs of one disk. Whatever calls it takes ``DiskContext.actions`` and ``DiskContext.outcomes`` afterwards."""
 
-    def __init__(self, number: int, log: SegmentLog, shared: Shared) -> None:
+    def __init__(self, number: int, log: SegmentLog, shared: DiskContext) -> None:
         self.number = number
         self.log: SegmentLog | None = log
         """None: the disk is lost."""

@@ -20,13 +20,13 @@ from memserve._core import Frequency, SegmentLog
 from memserve.base.errors import check
 from memserve.store.disks.disk import Disk
 from memserve.store.disks.events import DiskAction, DiskDone, DiskOutcome, DisksConfig, Verified
-from memserve.store.disks.jobs import Shared, Verification, WriteBudget, record_bytes
+from memserve.store.disks.jobs import DiskContext, Verification, WriteBudget, record_bytes
 
-__all__ = ["Disks", "DisksConfig", "Record"]
+__all__ = ["DiskRecord", "Disks", "DisksConfig"]
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class DiskRecord:
     """A record that is found: bytes of its payload, its owner's tag, its checksum, bytes of its name."""
 
     length: int
@@ -41,7 +41,7 @@ class Disks:
     def __init__(self, logs: Sequence[SegmentLog], config: DisksConfig | None = None) -> None:
         """``logs``: formatted or recovered; none: nothing is ever here or wanted."""
         self.config = config or DisksConfig()
-        self._shared = Shared(self.config, WriteBudget(self.config.writes_per_day_bytes), max(1, len(logs)))
+        self._shared = DiskContext(self.config, WriteBudget(self.config.writes_per_day_bytes), max(1, len(logs)))
         self._disks = [Disk(number, log, self._shared) for number, log in enumerate(logs)]
         self._frequency = Frequency(self.config.frequency_keys)
         self._reads: dict[int, Disk] = {}
@@ -68,12 +68,12 @@ class Disks:
         """All of them, one behind the other, in no order."""
         return b"".join(log.keys() for log in self._logs())
 
-    def find(self, key: bytes) -> Record | None:
+    def find(self, key: bytes) -> DiskRecord | None:
         """What is known of a value without reading it. No hit."""
         for log in self._logs():
             found = log.look(key)
             if found is not None:
-                return Record(found.length, found.scope, found.seal, found.name_bytes)
+                return DiskRecord(found.length, found.scope, found.seal, found.name_bytes)
         return None
 
     # -- writing

@@ -140,7 +140,7 @@ class WriteBudget:
 
 
 @dataclass(slots=True)
-class Shared:
+class DiskContext:
     """What all disks of a store have in common."""
 
     config: DisksConfig

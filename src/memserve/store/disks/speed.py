@@ -31,17 +31,17 @@ _PIECE_NS = CostModel().disk.piece_ns  # the store's own work for each block, wh
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ReadSpan:
     """Whole pages of a disk that begin with a record."""
 
     offset: int
     nbytes: int
 
 
-def spans_to_read(log: SegmentLog) -> list[Span]:
+def spans_to_read(log: SegmentLog) -> list[ReadSpan]:
     """Some records of the disk, far from each other. Empty: there are too few of them."""
     keys, left = log.keys(), MEASURE_BYTES_MAX
-    spans: list[Span] = []
+    spans: list[ReadSpan] = []
     count = len(keys) // 16
     for at in range(0, count, max(1, ceil_div(count, _LOOKS))):
         found = log.look(keys[16 * at : 16 * at + 16])
@@ -49,32 +49,32 @@ def spans_to_read(log: SegmentLog) -> list[Span]:
             continue
         nbytes = min(record_bytes(found.length, found.name_bytes), PAGE_BYTES + RECORD_BYTES_MAX)
         if nbytes <= left and len(spans) < RECORDS_MAX:
-            spans.append(Span(found.head_offset, nbytes))
+            spans.append(ReadSpan(found.head_offset, nbytes))
             left -= nbytes
     return spans if len(spans) >= RECORDS_MIN else []
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class ReadArrived:
     """So many bytes were there after ``ns``."""
 
     nbytes: int
     ns: int
 
 
-def curve_of_reads(arrived: Sequence[Arrived], next_bytes: int, waited_ns: int) -> CopyCurve:
+def curve_of_reads(arrived: Sequence[ReadArrived], next_bytes: int, waited_ns: int) -> CopyCurve:
     """The curve through what has come. ``next_bytes``: of the next record, which had not come after ``waited_ns``; 0:
     all have come."""
     points = list(arrived)
     if next_bytes:
-        late = Arrived((points[-1].nbytes if points else 0) + next_bytes, waited_ns)
+        late = ReadArrived((points[-1].nbytes if points else 0) + next_bytes, waited_ns)
         if not points or _line(points).ns(late.nbytes) < waited_ns:
             points.append(late)
     line = _line(points)
     return CopyCurve(line.start_ns, _PIECE_NS, line.byte_ns)
 
 
-def _line(points: Sequence[Arrived]) -> CopyCurve:
+def _line(points: Sequence[ReadArrived]) -> CopyCurve:
     """Least squares; neither coefficient is negative."""
     count = len(points)
     mean_bytes, mean_ns = sum(one.nbytes for one in points) / count, sum(one.ns for one in points) / count

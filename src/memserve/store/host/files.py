@@ -38,7 +38,7 @@ from memserve.journal.folder import write_private
 from memserve.kv.costs import CopyCurve
 from memserve.kv.identity import kv_secret
 from memserve.store.disks.events import PAGE_BYTES, SYNC_CODES, DisksConfig, segments_of
-from memserve.store.disks.speed import MEASURE_NS, Arrived, Span, curve_of_disks, curve_of_reads, spans_to_read
+from memserve.store.disks.speed import MEASURE_NS, ReadArrived, ReadSpan, curve_of_disks, curve_of_reads, spans_to_read
 
 log = logging.getLogger(__name__)
 
@@ -163,9 +163,9 @@ class _Reading:
     """The reads of one disk, in a thread of their own: a disk that stands still holds up no start. The thread ends when
     the disk has answered, however late."""
 
-    def __init__(self, path: Path, spans: list[Span], make_queue: Callable[[str], ReadQueue]) -> None:
+    def __init__(self, path: Path, spans: list[ReadSpan], make_queue: Callable[[str], ReadQueue]) -> None:
         self._path, self._spans, self._make_queue = path, spans, make_queue
-        self._arrived: list[Arrived] = []
+        self._arrived: list[ReadArrived] = []
         self._failed = False
         self._asked_ns = self._began_ns = time.monotonic_ns()
         self.ended = threading.Event()
@@ -211,7 +211,7 @@ class _Reading:
                 nbytes = self._spans[tag].nbytes
                 _core.seal_ranges(addresses[tag], _NO_OFFSET, nbytes)  # as every read of the store is compared
                 total += nbytes
-                self._arrived.append(Arrived(total, time.monotonic_ns() - self._began_ns))
+                self._arrived.append(ReadArrived(total, time.monotonic_ns() - self._began_ns))
 
 
 def measured_curve(

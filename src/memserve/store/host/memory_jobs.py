@@ -30,10 +30,10 @@ from memserve.protocol.store import StoreHello
 from memserve.store.machine.block_pool import KV_SCOPE
 from memserve.store.machine.events import (
     ExtentsSealed,
-    Part,
     SealExtents,
     SendValues,
     TakeValues,
+    ValuePart,
     ValuesSent,
     ValuesTaken,
 )
@@ -120,7 +120,7 @@ class ValueJobs:
                 seals[number] = seal
         return tuple(seals)
 
-    def _take(self, client: Peer, parts: tuple[Part, ...]) -> tuple[int | None, ...]:
+    def _take(self, client: Peer, parts: tuple[ValuePart, ...]) -> tuple[int | None, ...]:
         seals: list[int | None] = [0 if part.length == 0 else None for part in parts]
         try:
             self._take_inline(parts, seals)
@@ -131,13 +131,13 @@ class ValueJobs:
             return tuple(None for _ in parts)
         return tuple(seals)
 
-    def _take_inline(self, parts: tuple[Part, ...], seals: list[int | None]) -> None:
+    def _take_inline(self, parts: tuple[ValuePart, ...], seals: list[int | None]) -> None:
         for number, part in enumerate(parts):
             if part.data:
                 source = np.frombuffer(part.data, np.uint8).ctypes.data
                 seals[number] = self._copy(source, [(part.extent, 0)], part.length)[0]
 
-    def _take_mapped(self, client: Peer, parts: tuple[Part, ...], seals: list[int | None]) -> None:
+    def _take_mapped(self, client: Peer, parts: tuple[ValuePart, ...], seals: list[int | None]) -> None:
         wanted = [number for number, part in enumerate(parts) if part.data is None and part.length]
         if not wanted:
             return

@@ -32,7 +32,7 @@ from memserve.protocol.store import (
     StoreWelcome,
 )
 from memserve.store.machine.block_pool import KV_SCOPE
-from memserve.store.machine.events import Jobs, Part, Piece, SendValues, TakeValues, ValuesSent, ValuesTaken
+from memserve.store.machine.events import Jobs, Piece, SendValues, TakeValues, ValuePart, ValuesSent, ValuesTaken
 from memserve.store.machine.loads import Loads
 from memserve.store.machine.values import Values
 
@@ -213,7 +213,7 @@ class _Held:
     over: bool = False
 
 
-class Answers:
+class DelayedReplies:
     """All that are held back."""
 
     def __init__(self, values: Values, jobs: Jobs) -> None:
@@ -274,7 +274,7 @@ class _Put:
 class Puts:
     """All puts under way."""
 
-    def __init__(self, values: Values, jobs: Jobs, answers: Answers, value_bytes_max: int) -> None:
+    def __init__(self, values: Values, jobs: Jobs, answers: DelayedReplies, value_bytes_max: int) -> None:
         self._answers = answers
         self._values = values
         self._jobs = jobs
@@ -297,7 +297,7 @@ class Puts:
                 continue
             put.indexes.append(index)
             put.extents.append(extent)
-            parts.append(Part(extent, pair.length, pair.offset, pair.data))
+            parts.append(ValuePart(extent, pair.length, pair.offset, pair.data))
         self._values.settle()
         if not parts:
             self._answer(put)

@@ -33,7 +33,7 @@ from memserve.protocol.store import (
     StoreWelcome,
 )
 from memserve.store.machine.block_pool import KV_SCOPE
-from memserve.store.machine.client_io import Answers, Client, Gets, Puts
+from memserve.store.machine.client_io import Client, DelayedReplies, Gets, Puts
 from memserve.store.machine.events import Jobs, MeetClient, PartFromClient, StoreConfig, ValuesSent, ValuesTaken
 from memserve.store.machine.loads import Loads
 from memserve.store.machine.sweeps import Sweeps
@@ -76,7 +76,7 @@ class Clients:
         self._clients: dict[Peer, Client] = {}
         self._numbers = 0
         self.value_bytes_max = min(config.value_bytes_max, values.tier.block_bytes * values.tier.blocks_total // 4)
-        self.answers = Answers(values, jobs)
+        self.answers = DelayedReplies(values, jobs)
         self.puts = Puts(values, jobs, self.answers, self.value_bytes_max)
         self.gets = Gets(values, loads, jobs)
         self.sweeps = Sweeps(values, jobs, self.answers, config)

@@ -35,7 +35,7 @@ class SealExtents:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ValuePart:
     """A value that a client gives."""
 
     extent: int
@@ -52,7 +52,7 @@ class TakeValues:
 
     job: int
     client: Peer
-    parts: tuple[Part, ...]
+    parts: tuple[ValuePart, ...]
 
 
 @dataclass(frozen=True, slots=True)

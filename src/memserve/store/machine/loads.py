@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memserve.base.errors import check
-from memserve.store.disks.disks import Record
+from memserve.store.disks.disks import DiskRecord
 from memserve.store.disks.events import ExtentFree, ReadEnded
 from memserve.store.machine.block_pool import KV_SCOPE
 from memserve.store.machine.events import ExtentsSealed, Jobs, SealExtents, StoreConfig
@@ -37,7 +37,7 @@ class _Load:
     """What is being compared, with a reference."""
     extent: int = 0
     """Where a disk's value goes, with a reference."""
-    record: Record | None = None
+    record: DiskRecord | None = None
     """What is being read."""
     is_void: bool = False
     """The value was forgotten meanwhile."""
@@ -143,7 +143,7 @@ class Loads:
         values.counters.loads += 1
         self._reading[read] = load
 
-    def _allocate(self, record: Record) -> int | None:
+    def _allocate(self, record: DiskRecord) -> int | None:
         tier = self._values.tier
         if record.scope != KV_SCOPE:
             return tier.allocate(max(1, record.length + record.name_bytes))

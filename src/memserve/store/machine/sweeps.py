@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from memserve.protocol.store import StoreCode, StoreDone, StoreEntry, StoreList, StoreListing, StorePurge
 from memserve.store.disks.events import Verified
-from memserve.store.machine.client_io import Answers, Client
+from memserve.store.machine.client_io import Client, DelayedReplies
 from memserve.store.machine.events import ExtentsSealed, Jobs, SealExtents, StoreConfig
 from memserve.store.machine.values import Values, split
 
@@ -40,7 +40,7 @@ class _Check:
 class Sweeps:
     """All of it that is under way."""
 
-    def __init__(self, values: Values, jobs: Jobs, answers: Answers, config: StoreConfig) -> None:
+    def __init__(self, values: Values, jobs: Jobs, answers: DelayedReplies, config: StoreConfig) -> None:
         self._answers = answers
         self._values = values
         self._jobs = jobs

@@ -28,7 +28,7 @@ from memserve.base.units import MIB, ns_from_s
 from memserve.protocol.peers import ArenaPlace, Peer, PeerInfo
 from memserve.transport.links.gpu_memory import GpuMemory, shards_of
 from memserve.transport.links.nixl_agent import Agent
-from memserve.transport.links.nixl_slots import SlotReader, Source
+from memserve.transport.links.nixl_slots import SlotReader, SlotSource
 from memserve.transport.ports import ArenaMemory, Arenas, LinkError, Seals, check_ranges, place_of
 from memserve.transport.ranges import Ranges
 
@@ -210,7 +210,7 @@ class NixlLink:
         """Agents from which something is still under way."""
         return self._reader.sweep() | (self._gpu_reader.sweep() if self._gpu_reader is not None else set())
 
-    def _begin(self, peer: Peer, tier: Tier) -> tuple[ArenaPlace, Source]:
+    def _begin(self, peer: Peer, tier: Tier) -> tuple[ArenaPlace, SlotSource]:
         """Where the peer's tier lies, and how it is read; from now on a read is under way from its agents."""
         with self._lock:
             info = self._peers.get(peer)
@@ -231,9 +231,9 @@ class NixlLink:
             names = tuple(known[metadata] for metadata in agents)
             self._leaving = [other for other in self._leaving if other not in names]
             self._reading.update(names)
-            return place, Source(names, addresses, place.on_gpu, shards)
+            return place, SlotSource(names, addresses, place.on_gpu, shards)
 
-    def _read(self, peer: Peer, source: Source, target: ArenaMemory, ranges: Ranges) -> Seals:
+    def _read(self, peer: Peer, source: SlotSource, target: ArenaMemory, ranges: Ranges) -> Seals:
         reader = self._gpu_reader if isinstance(target, GpuMemory) and self._gpu_reader else self._reader
         try:
             return reader.read(source, target, ranges, lambda: peer in self._peers)

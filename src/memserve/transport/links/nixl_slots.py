@@ -58,7 +58,7 @@ class _Filling:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SlotSource:
     """Where a peer's arena is read: one memory, or the shards of all its workers."""
 
     agent_names: tuple[str, ...]
@@ -89,7 +89,7 @@ class SlotReader:
         self._abandoned: list[_Filling] = []
         """READs that were given up but were not over when last looked at."""
 
-    def read(self, source: Source, target: ArenaMemory, ranges: Ranges, is_wanted: Callable[[], bool]) -> Seals:
+    def read(self, source: SlotSource, target: ArenaMemory, ranges: Ranges, is_wanted: Callable[[], bool]) -> Seals:
         """Copy ``ranges`` from a peer's arena into one of ours; one checksum each of what was written.
 
         Raises :class:`LinkError` when a slot does not fill in time, or is not wanted any more.
@@ -134,7 +134,7 @@ class SlotReader:
             self._agent.close()
         self._free.clear()
 
-    def _fill(self, source: Source, part: Ranges) -> _Filling:
+    def _fill(self, source: SlotSource, part: Ranges) -> _Filling:
         """Post the READs of a slot: each memory's pieces go to where the whole ranges have them."""
         slot = self._take()
         offsets = np.arange(len(part), dtype=np.int64) * part.range_bytes

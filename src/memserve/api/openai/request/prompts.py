@@ -181,7 +181,7 @@ class PromptEncoder:
         self.vocab_size = model.vocab_size
         self._token_bytes_max = longest_token_bytes(self.tokenizer)
         self._known = KnownTexts(self.tokenizer)
-        self.workers = Workers()
+        self.workers = TextWorkers()
         # One text gains nothing from the library's own threads, and must not wait for them behind another one.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
@@ -395,7 +395,7 @@ TURNS_A_ROUND = 2
 and a chance to lose the interpreter to another thread."""
 
 
-class Workers:
+class TextWorkers:
     """Runs work on clients' texts in threads where it would stall the event loop. Lives in the event loop.
 
     Parsing, chat templates and tokenizing take milliseconds to seconds for long texts. Tiny texts are processed in the

@@ -166,7 +166,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CallPiece:
     """News: content, or thoughts, or arguments of a call, with its beginning if it begins here."""
 
     content: str = ""
@@ -223,24 +223,24 @@ class CallReader:
         self._opening = True  # no content, no mark yet
         self._wrapped = False  # the arguments stand in an object that ends after them
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[CallPiece]:
         """What ``text`` adds."""
         if self._style is None:  # the whole answer is one call's arguments
             return self._whole(text)
         self._text += text
-        pieces: list[Piece] = []
+        pieces: list[CallPiece] = []
         while self._step(pieces):
             pass
         return pieces
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[CallPiece]:
         """What was held back is content, except where calls are forced."""
         rest, self._text = self._text, ""
         if not rest or self._plan.forced or self._value is not None or (self._within and not rest.strip(_BETWEEN)):
             return []
-        return [Piece(rest)]
+        return [CallPiece(rest)]
 
-    def _whole(self, text: str) -> list[Piece]:
+    def _whole(self, text: str) -> list[CallPiece]:
         if not text:
             return []
         begins = not self.calls
@@ -249,15 +249,15 @@ class CallReader:
                 return []
             self.calls.append(ToolCall(0, self._plan.named))
         self.calls[0].arguments += text
-        return [Piece(call=self.calls[0], begins=begins, arguments=text)]
+        return [CallPiece(call=self.calls[0], begins=begins, arguments=text)]
 
-    def _step(self, pieces: list[Piece]) -> bool:
+    def _step(self, pieces: list[CallPiece]) -> bool:
         """Take something off the held text; False: more of it must come first."""
         if self._value is not None:
             return self._take_arguments(pieces)
         return self._take_call(pieces) if self._within else self._take_content(pieces)
 
-    def _take_content(self, pieces: list[Piece]) -> bool:
+    def _take_content(self, pieces: list[CallPiece]) -> bool:
         style = self._style
         assert style is not None
         if style.only_first:
@@ -280,15 +280,15 @@ class CallReader:
         held = next((n for n in range(min(len(mark) - 1, len(self._text)), 0, -1) if self._text.endswith(mark[:n])), 0)
         return self._show(pieces, len(self._text) - held)
 
-    def _show(self, pieces: list[Piece], chars: int) -> bool:
+    def _show(self, pieces: list[CallPiece], chars: int) -> bool:
         shown, self._text = self._text[:chars], self._text[chars:]
         if self.calls and not shown.strip():  # a line between calls
             return False
         if shown:
-            pieces.append(Piece(shown))
+            pieces.append(CallPiece(shown))
         return False
 
-    def _take_call(self, pieces: list[Piece]) -> bool:
+    def _take_call(self, pieces: list[CallPiece]) -> bool:
         style = self._style
         assert style is not None
         self._text = self._text.lstrip(_BETWEEN + ("}" if self._wrapped else ""))
@@ -305,16 +305,16 @@ class CallReader:
         found = head or bare
         if found is None:
             if len(self._text) > HEAD_CHARS_MAX and not self._plan.forced:
-                pieces.append(Piece(self._text))
+                pieces.append(CallPiece(self._text))
                 self._text, self._within = "", False
             return False
         name = json.loads(f'"{found.group(1)}"') if head else found.group(1)
         self._text, self._value, self._wrapped = self._text[found.end() :], _Value(), head is not None
         self.calls.append(ToolCall(len(self.calls), name))
-        pieces.append(Piece(call=self.calls[-1], begins=True))
+        pieces.append(CallPiece(call=self.calls[-1], begins=True))
         return True
 
-    def _take_arguments(self, pieces: list[Piece]) -> bool:
+    def _take_arguments(self, pieces: list[CallPiece]) -> bool:
         assert self._value is not None
         if not self.calls[-1].arguments:
             self._text = self._text.lstrip()
@@ -324,7 +324,7 @@ class CallReader:
         taken, self._text = (self._text, "") if end is None else (self._text[:end], self._text[end:])
         if taken:
             self.calls[-1].arguments += taken
-            pieces.append(Piece(call=self.calls[-1], arguments=taken))
+            pieces.append(CallPiece(call=self.calls[-1], arguments=taken))
         if end is not None:
             self._value = None
         return end is not None

@@ -13,14 +13,14 @@ import msgspec
 
 from memserve.api.openai.interfaces import TokenNames
 from memserve.api.openai.request.plan import Generation
-from memserve.api.openai.response.reply import Delta, Reply, Sequence
+from memserve.api.openai.response.reply import Delta, Reply, ReplySequence
 from memserve.base.types import FinishReason, TokenLogprobs
 
 _encode = msgspec.json.Encoder().encode
 Json = dict[str, Any]
 
 
-class Shape(Protocol):
+class AnswerFormat(Protocol):
     """How one endpoint writes its answers."""
 
     @property
@@ -31,7 +31,7 @@ class Shape(Protocol):
     def chunk_kind(self) -> str:
         """``object`` of a chunk."""
 
-    def choice(self, reply: Reply, sequence: Sequence) -> Iterator[bytes]:
+    def choice(self, reply: Reply, sequence: ReplySequence) -> Iterator[bytes]:
         """One encoded entry of ``choices`` of a whole response, in pieces."""
 
     def opening(self, reply: Reply, delta: Delta) -> bytes:
@@ -98,7 +98,7 @@ class ChatShape:
     def __init__(self, names: TokenNames) -> None:
         self._names = names
 
-    def choice(self, reply: Reply, sequence: Sequence) -> Iterator[bytes]:
+    def choice(self, reply: Reply, sequence: ReplySequence) -> Iterator[bytes]:
         """One entry of ``choices`` of a whole response."""
         plan = reply.plan
         message: Json = {
@@ -152,10 +152,10 @@ class ChatShape:
         return {"prompt_token_ids": _prompt_ids(reply, 0)} if reply.plan.token_ids else {}
 
     @staticmethod
-    def _echo(reply: Reply, sequence: Sequence) -> str:
+    def _echo(reply: Reply, sequence: ReplySequence) -> str:
         return (reply.plan.prompts[sequence.at].text or "") if reply.plan.echo else ""
 
-    def _logprobs(self, plan: Generation, sequence: Sequence, first: int, last: int) -> Iterator[bytes]:
+    def _logprobs(self, plan: Generation, sequence: ReplySequence, first: int, last: int) -> Iterator[bytes]:
         if plan.logprobs is None:
             yield b"null"
             return
@@ -180,7 +180,7 @@ def _alternative(name: tuple[str, bytes], logprob: float) -> Json:
     return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
 
-def _reason(plan: Generation, sequence: Sequence) -> str | None:
+def _reason(plan: Generation, sequence: ReplySequence) -> str | None:
     """``tool_calls`` where the model has chosen to call; a call that was named in the request is an answer like any."""
     reason = sequence.stream.finish_reason
     if sequence.calls and reason is FinishReason.STOP and plan.calls is not None and not plan.calls.named:
@@ -197,7 +197,7 @@ class CompletionShape:
     def __init__(self, names: TokenNames) -> None:
         self._names = names
 
-    def choice(self, reply: Reply, sequence: Sequence) -> Iterator[bytes]:
+    def choice(self, reply: Reply, sequence: ReplySequence) -> Iterator[bytes]:
         """One entry of ``choices`` of a whole response."""
         generates = reply.plan.generates
         text = self._echo(reply, sequence) + ("".join(sequence.texts) if generates else "")
@@ -244,10 +244,12 @@ class CompletionShape:
         yield b"".join([*parts, b',"finish_reason":', _encode(reason), b"," * bool(ids), _encode(ids)[1:], b"]"])
 
     @staticmethod
-    def _echo(reply: Reply, sequence: Sequence) -> str:
+    def _echo(reply: Reply, sequence: ReplySequence) -> str:
         return (reply.plan.prompts[sequence.at].text or "") if reply.plan.echo else ""
 
-    def _logprobs(self, reply: Reply, sequence: Sequence, first: int, last: int, *, opens: bool) -> Iterator[bytes]:
+    def _logprobs(
+        self, reply: Reply, sequence: ReplySequence, first: int, last: int, *, opens: bool
+    ) -> Iterator[bytes]:
         if reply.plan.logprobs is None:
             yield b"null"
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from memserve.api.openai.request.tool_calls import CallPlan, CallReader, Piece, ToolCall
+from memserve.api.openai.request.tool_calls import CallPiece, CallPlan, CallReader, ToolCall
 
 BEGIN, END = "<think>", "</think>"
 
@@ -53,10 +53,10 @@ class AnswerReader:
         """The text so far ends within thoughts."""
         return self._thoughts is Thoughts.BEGUN
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[CallPiece]:
         """What ``text`` adds."""
         self._text += text
-        pieces: list[Piece] = []
+        pieces: list[CallPiece] = []
         if self._thoughts is Thoughts.POSSIBLE:
             self._look_for_beginning()
         if self._thoughts is Thoughts.BEGUN:
@@ -65,12 +65,12 @@ class AnswerReader:
             pieces += self._content()
         return pieces
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[CallPiece]:
         """What was held back."""
-        pieces: list[Piece] = []
+        pieces: list[CallPiece] = []
         if self._thoughts is Thoughts.BEGUN:
             rest, self._text = self._text.rstrip(), ""
-            pieces = [Piece(reasoning=rest)] if rest else []
+            pieces = [CallPiece(reasoning=rest)] if rest else []
         self._thoughts = Thoughts.NONE
         return pieces + self._content() + (self._calls.finish() if self._calls is not None else [])
 
@@ -81,7 +81,7 @@ class AnswerReader:
         elif not BEGIN.startswith(stripped):
             self._thoughts, self._starts = Thoughts.NONE, False
 
-    def _reasoning(self) -> list[Piece]:
+    def _reasoning(self) -> list[CallPiece]:
         if self._starts:
             self._text = self._text.lstrip()
             self._starts = not self._text
@@ -92,16 +92,16 @@ class AnswerReader:
         else:
             told = self._text.removesuffix(_begun(self._text, END)).rstrip()
             self._text = self._text[len(told) :]
-        return [Piece(reasoning=told)] if told else []
+        return [CallPiece(reasoning=told)] if told else []
 
-    def _content(self) -> list[Piece]:
+    def _content(self) -> list[CallPiece]:
         text, self._text = self._text, ""
         if self._starts and self.had_thoughts:  # the lines between thoughts and answer
             text = text.lstrip()
             self._starts = not text
         if not text:
             return []
-        return [Piece(text)] if self._calls is None else self._calls.push(text)
+        return [CallPiece(text)] if self._calls is None else self._calls.push(text)
 
 
 def _begun(text: str, mark: str) -> str:

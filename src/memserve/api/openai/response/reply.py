@@ -12,16 +12,16 @@ from tokenizers import Tokenizer
 from memserve.api.http.errors import ApiError, deadline_passed, internal, rejected, row_failed, shutting_down
 from memserve.api.metrics.http import ApiMetrics
 from memserve.api.openai.request.plan import Generation
-from memserve.api.openai.request.tool_calls import Piece, ToolCall
+from memserve.api.openai.request.tool_calls import CallPiece, ToolCall
 from memserve.api.openai.response.detokenizer import Stops, TextStream
 from memserve.api.openai.response.reasoning import AnswerReader, Thoughts
-from memserve.api.openai.streams import Call
+from memserve.api.openai.streams import StreamCall
 from memserve.base.types import FinishReason, TokenLogprobs, TokenOutput
 from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.host.engine import Rejected
 
 
-class Sequence(Struct):
+class ReplySequence(Struct):
     """One sequence: of prompt ``at``, number ``index`` among those drawn from it."""
 
     at: int
@@ -61,14 +61,14 @@ class Sequence(Struct):
 class Delta(Struct, frozen=True):
     """News of one sequence, ready to be shown: tokens ``[first, last)`` and the text that came with them."""
 
-    sequence: Sequence
+    sequence: ReplySequence
     text: str
     first: int
     last: int
     finish_reason: FinishReason | None
     opens: bool
     """The first news of the sequence."""
-    pieces: tuple[Piece, ...] | None = None
+    pieces: tuple[CallPiece, ...] | None = None
     """Of a chat with tools or thoughts: the text as content, thoughts and calls; ``text`` is then empty."""
 
     @property
@@ -77,7 +77,7 @@ class Delta(Struct, frozen=True):
         return [_delta_of(piece) for piece in self.pieces or ()]
 
 
-def _delta_of(piece: Piece) -> dict[str, Any]:
+def _delta_of(piece: CallPiece) -> dict[str, Any]:
     call = piece.call
     if call is None:
         return {"reasoning_content": piece.reasoning} if piece.reasoning else {"content": piece.content}
@@ -163,7 +163,7 @@ class Reply:
         self._story: list[list[tuple[str, str | int | float]]] = [[] for _ in plan.prompts]
         self._unfinished = len(self.sequences)
 
-    def _sequence(self, at: int, index: int, tokenizer: Tokenizer) -> Sequence:
+    def _sequence(self, at: int, index: int, tokenizer: Tokenizer) -> ReplySequence:
         stop = self.plan.requests[at].stop
         stream = TextStream(
             tokenizer,
@@ -175,7 +175,7 @@ class Reply:
         plan = self.plan
         reads = plan.calls is not None or plan.thoughts is not Thoughts.NONE
         reader = AnswerReader(plan.thoughts, plan.calls) if reads else None
-        return Sequence(at, index, at * self.plan.n + index, stream, reader=reader)
+        return ReplySequence(at, index, at * self.plan.n + index, stream, reader=reader)
 
     @property
     def response_id(self) -> str:
@@ -189,7 +189,7 @@ class Reply:
         """Every sequence has ended."""
         return self._unfinished == 0
 
-    def absorb(self, call: Call, at: int, news: TokenOutput | Rejected) -> Delta | None:
+    def absorb(self, call: StreamCall, at: int, news: TokenOutput | Rejected) -> Delta | None:
         """Take in one piece of news; ``None`` when it adds nothing.
 
         Raises :class:`ApiError` when the engine refused or gave up the request.
@@ -227,7 +227,7 @@ class Reply:
             self._queue_ns = output.queue_ns
             self._metrics.first_token((self._first_ns - self._started_ns) / NS_PER_S, output.queue_ns)
 
-    def _advance(self, call: Call, sequence: Sequence, output: TokenOutput) -> Delta:
+    def _advance(self, call: StreamCall, sequence: ReplySequence, output: TokenOutput) -> Delta:
         opens = not sequence.stream.tokens
         before = len(sequence.stream.tokens)
         news = sequence.stream.push(output)
@@ -256,13 +256,13 @@ class Reply:
             self._unfinished -= 1
         return Delta(sequence, text, first, sequence.shown_tokens, news.finish_reason, opens, pieces)
 
-    def _name_calls(self, sequence: Sequence, pieces: tuple[Piece, ...]) -> None:
+    def _name_calls(self, sequence: ReplySequence, pieces: tuple[CallPiece, ...]) -> None:
         """The same call has the same id in every answer with the key."""
         for call in [piece.call for piece in pieces if piece.begins and piece.call is not None]:
             name = f"{self.response_id} {sequence.choice} {call.index}"
             call.call_id = f"call_{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}"
 
-    def _count(self, sequence: Sequence, tokens: int, opens: bool) -> None:
+    def _count(self, sequence: ReplySequence, tokens: int, opens: bool) -> None:
         now_ns = time.monotonic_ns()
         if self.plan.generates:
             self.completion_tokens += tokens
@@ -316,7 +316,7 @@ class Reply:
             self._story,
         )
 
-    def best(self) -> list[Sequence]:
+    def best(self) -> list[ReplySequence]:
         """The sequences to return, in the order of the response's choices."""
         plan, chosen = self.plan, []
         for at in range(len(plan.prompts)):

@@ -19,10 +19,10 @@ from memserve.api.http.errors import ApiError, internal
 from memserve.api.http.limits import ClientGone, wait_for_disconnect
 from memserve.api.http.request import WHEN_GONE_KEY
 from memserve.api.openai.request.schema import IGNORED_HEADER
-from memserve.api.openai.response.formats import Shape
+from memserve.api.openai.response.formats import AnswerFormat
 from memserve.api.openai.response.idempotency import EventIds, singles
 from memserve.api.openai.response.reply import Delta, Reply
-from memserve.api.openai.streams import Call, Hub, News
+from memserve.api.openai.streams import Hub, News, StreamCall
 from memserve.host.engine import Rejected
 
 _encode = msgspec.json.Encoder().encode
@@ -36,7 +36,7 @@ SLICE_PIECES = 32
 """Tokens whose logprobs are written without a pause: a millisecond, with 20 alternatives each."""
 
 
-class Envelope(msgspec.Struct, frozen=True):
+class AnswerEnvelope(msgspec.Struct, frozen=True):
     """What every part of one response repeats."""
 
     response_id: str
@@ -54,13 +54,13 @@ class Envelope(msgspec.Struct, frozen=True):
         }
 
 
-def new_envelope(response_id: str, model: str) -> Envelope:
+def new_envelope(response_id: str, model: str) -> AnswerEnvelope:
     """An envelope created now."""
-    return Envelope(response_id, model, int(time.time()))
+    return AnswerEnvelope(response_id, model, int(time.time()))
 
 
 async def answer(
-    hub: Hub, reply: Reply, shape: Shape, envelope: Envelope, scope: Scope, receive: Receive, send: Send
+    hub: Hub, reply: Reply, shape: AnswerFormat, envelope: AnswerEnvelope, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Run ``reply.plan`` in the engine and answer the client.
 
@@ -80,7 +80,7 @@ async def answer(
         hub.close(call)
 
 
-def _watch(call: Call, scope: Scope, receive: Receive) -> Callable[[], object]:
+def _watch(call: StreamCall, scope: Scope, receive: Receive) -> Callable[[], object]:
     """Abandon ``call`` when its client leaves. Returns what ends that."""
     when_gone: Callable[[Callable[[], None]], Callable[[], None]] | None = scope.get(WHEN_GONE_KEY)
     if when_gone is not None:
@@ -88,13 +88,15 @@ def _watch(call: Call, scope: Scope, receive: Receive) -> Callable[[], object]:
     return asyncio.create_task(abandon_on_disconnect(call, receive)).cancel
 
 
-async def abandon_on_disconnect(call: Call, receive: Receive) -> None:
+async def abandon_on_disconnect(call: StreamCall, receive: Receive) -> None:
     """Wait for the client to leave, then abandon its call. Runs as a task, cancelled when the call has ended."""
     await wait_for_disconnect(receive)
     call.abandon()
 
 
-async def _answer_whole(call: Call, reply: Reply, shape: Shape, envelope: Envelope, send: Send) -> None:
+async def _answer_whole(
+    call: StreamCall, reply: Reply, shape: AnswerFormat, envelope: AnswerEnvelope, send: Send
+) -> None:
     while not reply.done:
         for at, news in await call.news():
             reply.absorb(call, at, news)
@@ -108,7 +110,7 @@ async def _answer_whole(call: Call, reply: Reply, shape: Shape, envelope: Envelo
     await send_json(send, 200, b"".join([*parts, _encode(rest)[1:]]), ignored_header(reply))
 
 
-def _choices(reply: Reply, shape: Shape) -> Iterator[bytes]:
+def _choices(reply: Reply, shape: AnswerFormat) -> Iterator[bytes]:
     for sequence in reply.best():
         yield from shape.choice(reply, sequence)
         yield b","
@@ -140,7 +142,9 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
 class Streamer:
     """One stream. The headers wait for the first news, so that a refused request gets its proper status."""
 
-    def __init__(self, reply: Reply, shape: Shape, envelope: Envelope, call: Call, send: Send) -> None:
+    def __init__(
+        self, reply: Reply, shape: AnswerFormat, envelope: AnswerEnvelope, call: StreamCall, send: Send
+    ) -> None:
         self._reply, self._shape, self._call, self._send = reply, shape, call, send
         self._envelope, self._head = envelope, b""
         self._ids = EventIds(reply.plan) if reply.plan.is_keyed else None

@@ -34,7 +34,7 @@ from memserve.api.openai.request.schema import (
     TopK,
     body_of,
 )
-from memserve.api.openai.request.tool_calls import Piece, ToolCall
+from memserve.api.openai.request.tool_calls import CallPiece, ToolCall
 from memserve.api.openai.response.formats import ChatShape
 from memserve.api.openai.response.reply import Delta
 
@@ -263,7 +263,7 @@ class Items:
         if self._plan.logprobs is not None:
             entries = delta.sequence.logprobs[delta.first : delta.last]
             self._fresh += [self._shape.entry(self._plan, entry) for entry in entries]
-        for piece in (Piece(delta.text),) if delta.pieces is None else delta.pieces:
+        for piece in (CallPiece(delta.text),) if delta.pieces is None else delta.pieces:
             if piece.call is not None:
                 yield from self._arguments(piece)
             elif piece.reasoning:
@@ -306,7 +306,7 @@ class Items:
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         yield self._event("response.content_part.added", content_index=0, part=part)
 
-    def _arguments(self, piece: Piece) -> Iterator[Event]:
+    def _arguments(self, piece: CallPiece) -> Iterator[Event]:
         call = piece.call
         assert call is not None
         if piece.begins:

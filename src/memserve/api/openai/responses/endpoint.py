@@ -23,16 +23,22 @@ from memserve.api.http.errors import ApiError, bad_request
 from memserve.api.http.limits import TENANT_KEY, ClientGone, json_body
 from memserve.api.http.middleware import REPLY_KEY
 from memserve.api.http.request import new_id
-from memserve.api.openai.endpoints import ChatPlanner, Shared, addressed, keep_session
+from memserve.api.openai.endpoints import ChatPlanner, EndpointParts, addressed, keep_session
 from memserve.api.openai.interfaces import ModelNames
 from memserve.api.openai.request.plan import Caller, Generation
 from memserve.api.openai.request.schema import parse_leniently
 from memserve.api.openai.request.structured_output import work_of
 from memserve.api.openai.response.formats import ChatShape
 from memserve.api.openai.response.reply import Delta, Reply
-from memserve.api.openai.response.responders import Envelope, Streamer, abandon_on_disconnect, ignored_header, send_json
+from memserve.api.openai.response.responders import (
+    AnswerEnvelope,
+    Streamer,
+    abandon_on_disconnect,
+    ignored_header,
+    send_json,
+)
 from memserve.api.openai.responses.body import Items, Messages, ResponsesBody, chat_of, messages_of
-from memserve.api.openai.streams import Call
+from memserve.api.openai.streams import StreamCall
 from memserve.base.types import FinishReason
 from memserve.base.units import ns_from_s
 
@@ -139,7 +145,7 @@ class _Asked:
 class ResponsesRoutes:
     """All routes below ``/v1/responses``."""
 
-    def __init__(self, shared: Shared, planner: ChatPlanner, names: ModelNames, shape: ChatShape) -> None:
+    def __init__(self, shared: EndpointParts, planner: ChatPlanner, names: ModelNames, shape: ChatShape) -> None:
         self._shared, self._planner, self._names, self._shape = shared, planner, names, shape
         self._store = ResponseStore()
 
@@ -305,7 +311,7 @@ class _Create:
         await self._routes.create(scope, receive, send)
 
 
-async def _run(call: Call, reply: Reply, items: Items) -> None:
+async def _run(call: StreamCall, reply: Reply, items: Items) -> None:
     while not reply.done:
         for at, news in await call.news():
             if (delta := reply.absorb(call, at, news)) is not None:
@@ -317,9 +323,9 @@ class _Events(Streamer):
     """The stream of one response."""
 
     def __init__(
-        self, routes: ResponsesRoutes, asked: _Asked, reply: Reply, items: Items, call: Call, send: Send
+        self, routes: ResponsesRoutes, asked: _Asked, reply: Reply, items: Items, call: StreamCall, send: Send
     ) -> None:
-        envelope = Envelope(asked.response["id"], asked.response["model"], asked.response["created_at"])
+        envelope = AnswerEnvelope(asked.response["id"], asked.response["model"], asked.response["created_at"])
         super().__init__(reply, routes._shape, envelope, call, send)
         self._routes, self._asked, self._items = routes, asked, items
         self._number = 0
