@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import AS_COMPUTED, Parallel, check_lower_dtype, check_tiers, hbm_blocks, lower_block_bytes
@@ -40,9 +41,16 @@ DRAIN_S = 20.0
 """How long streams may go on after the first signal."""
 
 POLICIES = ("least-load", "session", "prompt-tree", "cost", "affinity", "best-fit")
+POLICY_GROUP = "memserve.policies"
+"""Entry points of routing policies from other distributions (docs/guides/EXTENDING.md)."""
 
 PROMPT_LOGPROBS_MAX = 256
 """Prompt tokens of one plan whose logits are wanted: each takes a row of the vocabulary (200 KB, or more)."""
+
+
+def policies_installed() -> list[str]:
+    """Names of the routing policies that other distributions bring, sorted."""
+    return sorted({entry.name for entry in entry_points(group=POLICY_GROUP)} - set(POLICIES))
 
 
 def _positive(name: str, value: int, hint: str) -> None:
@@ -289,8 +297,9 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _positive("handle_tokens_max", self.handle_tokens_max, "give named prefixes some room")
-        if self.policy not in POLICIES:
-            raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {', '.join(POLICIES)}", param="policy")
+        if self.policy not in POLICIES and self.policy not in (named := policies_installed()):
+            known = ", ".join([*POLICIES, *named])
+            raise UserError(f"unknown policy {self.policy!r}", hint=f"use one of {known}", param="policy")
         if not re.fullmatch(r"auto|off|[2-9]|[1-9]\d{1,3}", self.sequence_parallel):
             what = f"sequences cannot be shared by {self.sequence_parallel!r} instances"
             raise UserError(what, hint="use auto, off or a number from 2 on", param="sequence_parallel")

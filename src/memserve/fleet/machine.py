@@ -57,7 +57,7 @@ from memserve.router.members.registry import Registry
 from memserve.router.outbox import Timers
 from memserve.router.placement.candidates import Ask, Candidate, Route
 from memserve.router.placement.prefix_directory import Trees
-from memserve.router.placement.routing import POLICY
+from memserve.router.placement.routing import policy_named
 from memserve.router.report import AdmissionStats, Counters
 from memserve.router.requests.requests import RequestState
 
@@ -98,6 +98,7 @@ class Fleet:
     ) -> None:
         """``prefill_tokens``: uncached tokens that are worth a second engine."""
         self.config, self._prefill_tokens = config, prefill_tokens
+        self._decide = policy_named(config.policy)
         self._timers, self._loads, self._actions = Timers(), LoadTable(), list[FleetAction]()
         self._trees = Trees(config, self._timers, Counters(), identity_key)
         self._admission = AdmissionController(config.admission, config.policy, Registry(), self._loads)
@@ -198,7 +199,7 @@ class Fleet:
         cached = max(candidate.matched_tokens for candidate in candidates.values())
         splits = entry.may_split and len(request.prompt) - cached >= self._prefill_tokens
         team = team_of(engines, splits=splits, is_computed=entry.is_computed)
-        route = POLICY[self.config.policy](ask, [candidates[engine.name] for engine in team], ())
+        route = self._decide(ask, [candidates[engine.name] for engine in team], ())
         chosen = next(engine for engine in team if engine.number == route.first.number)
         entry.is_computing = chosen.spec.role is Role.PREFILL and len(team) < len(engines)
         self._dispatch(entry, chosen, route.first, now_ns)

@@ -23,7 +23,7 @@ from memserve.router.members.loads import ROLE_CODE, Ints, LoadTable, Work, side
 from memserve.router.members.registry import Member, Registry
 from memserve.router.placement.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate, Holding, Route
 from memserve.router.placement.prefix_directory import Matches, Trees, tiers_of
-from memserve.router.placement.routing import DECODE_WINDOW, POLICY
+from memserve.router.placement.routing import DECODE_WINDOW, policy_named
 from memserve.router.requests.requests import Parts, RequestState
 from memserve.router.requests.sessions import Handles, Sessions
 
@@ -39,6 +39,8 @@ _RESPECTS = {
 }
 """What of ``_core.shortlist`` a policy may choose, or compares with. ``cost`` goes by ``_core.cheapest``; for
 ``best-fit`` the list is made of instances that fit equally well."""
+_ANY_RESPECT = (_IDLEST, _LONGEST, _LONGEST_FAIR)
+"""For policies of other distributions."""
 HOLDERS_MAX = 3
 """Peers named to the instance for fetching from."""
 
@@ -80,7 +82,7 @@ class Placement(NamedTuple):
 class Placer:
     """Decides; changes nothing."""
 
-    __slots__ = ("_config", "_handles", "_loads", "_memory", "_registry", "_sessions", "_trees")
+    __slots__ = ("_config", "_decide", "_handles", "_loads", "_memory", "_registry", "_sessions", "_trees")
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class Placer:
         memory: MemoryBudget,
     ) -> None:
         self._config, self._memory = config, memory
+        self._decide = policy_named(config.policy)
         self._registry, self._trees, self._loads = registry, trees, loads
         self._sessions, self._handles = sessions, handles
 
@@ -113,7 +116,7 @@ class Placer:
         most = self._most(matches)
         ask = self._ask(req, prompt_tokens, most)
         first_of, *decoders = self._candidates(ask, sides, matches)
-        decided = POLICY[self._config.policy](ask, first_of, decoders[0] if decoders else ())
+        decided = self._decide(ask, first_of, decoders[0] if decoders else ())
         first = self._registry.numbered(decided.first.number)
         decode_at = decided.decode_at and self._registry.numbered(decided.decode_at.number)
         holders = self._holders(ask, decided.first, most) if first.info.caching else ()
@@ -203,7 +206,7 @@ class Placer:
         """Those worth a look, of each team."""
         if self._config.policy == "cost":
             return self._cheapest(ask, sides, matches)
-        respects, loads = _RESPECTS[self._config.policy], self._loads
+        respects, loads = _RESPECTS.get(self._config.policy, _ANY_RESPECT), self._loads
         overload = OVERLOAD_FACTOR, OVERLOAD_TOKENS
         found = []
         for side in sides:

@@ -22,9 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import astuple
+from importlib.metadata import entry_points
 from typing import NamedTuple
 
 from memserve import _core
+from memserve.base.config import POLICY_GROUP
+from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.base.units import NS_PER_MS
 from memserve.kv.costs import CopyCurve, CostModel
@@ -39,6 +42,9 @@ from memserve.router.placement.candidates import (
     not_overloaded,
     with_decoder,
 )
+
+REASON_CHARS_MAX = 500
+"""Of what a policy of another distribution says."""
 
 DECODE_WINDOW = 16
 """Decode steps that count in a decision. More will follow, but other work may have left by then."""
@@ -67,9 +73,9 @@ def split(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candid
 
 
 def route(policy: str, ask: Ask, candidates: Sequence[Candidate]) -> Route | None:
-    """Decide by ``policy``; ``None``: no candidate takes requests. Raises ``KeyError`` for an unknown policy."""
+    """Decide by ``policy``; ``None``: no candidate takes requests. Raises :class:`UserError` for an unknown policy."""
     first, decoders = split(candidates)
-    return POLICY[policy](ask, first, decoders) if first else None
+    return policy_named(policy)(ask, first, decoders) if first else None
 
 
 def least_load(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
@@ -286,3 +292,36 @@ POLICY: dict[str, Policy] = {
     "best-fit": best_fit_route,
 }
 """Policies by their names in ``ClusterConfig.policy``."""
+
+
+def policy_named(name: str) -> Policy:
+    """One of :data:`POLICY`, or of another distribution by its entry point; raises :class:`UserError` where there is
+    none, or where it cannot be loaded.
+
+    A policy from elsewhere may be wrong: where it raises, or chooses what it was not offered, the request goes by load,
+    and the reason says why.
+    """
+    if name in POLICY:
+        return POLICY[name]
+    for entry in entry_points(group=POLICY_GROUP):
+        if entry.name == name:
+            try:
+                return _guarded(name, entry.load())
+            except Exception as error:
+                raise UserError(f"policy {name!r} ({entry.value}) cannot be loaded: {error}", param="policy") from error
+    raise UserError(f"unknown policy {name!r}", param="policy")
+
+
+def _guarded(name: str, policy: Policy) -> Policy:
+    def decide(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
+        try:
+            decided = policy(ask, first, decoders)
+            if decided.first in first and (decided.decode_at is None or decided.decode_at in decoders):
+                return decided._replace(reason=f"{name}: {decided.reason}"[:REASON_CHARS_MAX])
+            why = "it chose an instance that it was not offered"
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        spare = least_load(ask, first, decoders)
+        return spare._replace(reason=f"policy {name} failed ({why}); {spare.reason}"[:REASON_CHARS_MAX])
+
+    return decide
