@@ -35,7 +35,7 @@ from memserve.transport.links.encrypted import CurveLink
 from memserve.transport.links.nixl import NixlLink
 from memserve.transport.ports import PageLink
 from memserve.transport.ranges import Ranges
-from memserve.transport.request_server import Listening
+from memserve.transport.request_server import ListenAddress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from net_hosts import Host, Quality, Wired, why_none
@@ -62,7 +62,7 @@ def _link(name: str, address: str, nbytes: int) -> tuple[PageLink, Any]:
     arena.generation = 1
     if name == "nixl":
         return NixlLink({Tier.HBM: arena}, GEOMETRY.block_bytes, host=address), arena
-    return CurveLink({Tier.HBM: arena}, Listening(SECRET, address), GEOMETRY.block_bytes), arena
+    return CurveLink({Tier.HBM: arena}, ListenAddress(SECRET, address), GEOMETRY.block_bytes), arena
 
 
 def own(name: str, address: str, nbytes: int) -> None:

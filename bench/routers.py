@@ -44,7 +44,7 @@ from memserve.system.process import new_generation
 from memserve.system.secrets import followed
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import Listening
+from memserve.transport.request_server import ListenAddress
 
 PERIOD_US = 100_000
 """A router's share is given to it anew this often: the kernel's default. Shorter ones cost the routers more."""
@@ -98,7 +98,7 @@ def be_instance(name: str, model: Path, join: str) -> None:
     member = MemberProcess(
         machine, NullDevice(), info, [f"tcp://{join}"],
         lambda me, hear: ZmqMailbox(me, secret, "127.0.0.1", 0, hear),
-        lambda on_pages: open_data_port("shm", geometry, {}, on_pages, Listening(secret, "127.0.0.1", None)),
+        lambda on_pages: open_data_port("shm", geometry, {}, on_pages, ListenAddress(secret, "127.0.0.1", None)),
     )  # fmt: skip
     member.start()
     assert member.wait_joined(60), "the router does not answer"

@@ -16,7 +16,6 @@ from memserve.base.types import FinishReason, KVGeometry, Request, Role, Samplin
 from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.kv.identity import block_identities, namespace_id
 from memserve.protocol.messages import (
-    AskAttempts,
     AttemptsUnknown,
     Cancel,
     Dispatch,
@@ -32,6 +31,7 @@ from memserve.protocol.messages import (
     PeerGone,
     Pin,
     Pinned,
+    QueryAttempts,
     RequestRefused,
     StopSequence,
     Tokens,
@@ -139,7 +139,7 @@ class FakeInstance:
         elif isinstance(message, Dispatch):
             self.dispatches_heard += 1
             self._dispatched(message)
-        elif isinstance(message, AskAttempts):
+        elif isinstance(message, QueryAttempts):
             unknown = tuple(name for name in message.attempts if name not in self.running)
             self.outbox.append(AttemptsUnknown(unknown, message.dispatches, self.dispatches_heard, self.answers_told))
         elif isinstance(message, Cancel):

@@ -18,7 +18,7 @@ from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.messages import Fetch, JoinAccepted, Offer, PeerGone, PeerJoined, Release
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.protocol.store import ForgetKv
-from memserve_lab.sim.reference.device import TruthDevice
+from memserve_lab.sim.reference.device import OracleDevice
 
 
 class FlatPool(BlockPool):
@@ -47,7 +47,7 @@ class StoreMember(Member):
         self.fleet, self.peer = fleet, Peer(name, generation)
         self.pool = FlatPool(blocks)
         self.exchange = Exchange(self.pool, GEOMETRY, ExchangeConfig(), self.peer)
-        self.device = TruthDevice(BLOCK, blocks, 0, VOCAB, layers=GEOMETRY.num_layers)
+        self.device = OracleDevice(BLOCK, blocks, 0, VOCAB, layers=GEOMETRY.num_layers)
         self.plans, self.builds, self.masks, self.jobs, self.said, self.heard = (), (), (), deque(), [], []
         self.corrupt_pulls, self.mute, self.host_id = 0, False, host_id
         self.kept = set()

@@ -39,7 +39,7 @@ from memserve.protocol.messages import (
     Tokens,
 )
 from memserve.protocol.peers import ROUTER, Peer, PeerInfo
-from memserve_lab.sim.reference.device import TruthDevice
+from memserve_lab.sim.reference.device import OracleDevice
 from memserve_lab.sim.reference.oracle import lone_tokens
 
 BLOCK = 4
@@ -61,7 +61,7 @@ class Member:
     def __init__(self, fleet, name, cfg, generation=1):
         self.fleet, self.cfg, self.peer = fleet, cfg, Peer(name, generation)
         self.machine = Instance(cfg, BLOCK, me=self.peer, geometry=GEOMETRY)
-        self.device = TruthDevice(BLOCK, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB, layers=LAYERS)
+        self.device = OracleDevice(BLOCK, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB, layers=LAYERS)
         self.plans, self.jobs, self.builds, self.masks = deque(), deque(), deque(), deque()
         self.built = {0}  # jobs
         chance = Random(name)

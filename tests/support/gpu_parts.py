@@ -21,7 +21,7 @@ from memserve.base.types import KVGeometry
 from memserve.model.attention.backends import TritonAttention
 from memserve.model.forward import EagerForward
 from memserve.model.gpu.device import GpuDevice
-from memserve.model.workers.gpu_group import GpuCrew
+from memserve.model.workers.gpu_group import GpuWorkerGroup
 from memserve.model.workers.gpu_steps import DividedGpu, GpuPart, follow_leader
 from memserve.model.workers.processes import Processes
 from memserve.model.workers.sharding import shard
@@ -213,7 +213,7 @@ class Together:
             model, gpu = loaded(copy.deepcopy(module)), self.gpus[share.rank]
             with gpu.compute.use():
                 vocabularies = shard(model.module, share, model.geometry)
-                crew = GpuCrew(
+                crew = GpuWorkerGroup(
                     share,
                     vocabularies,
                     lambda ranks: FakeCommunicator(self.world, ranks, share.rank, gpu),

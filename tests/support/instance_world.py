@@ -25,7 +25,7 @@ from memserve.kv.costs import PreemptionCosts
 from memserve.kv.pool import BlockPool
 from memserve.protocol.events import EmitTokens, RejectRequest, RequestArrived
 from memserve_lab.sim.fuzz.scenario_features import foretell
-from memserve_lab.sim.reference.device import LiteralDevice, fail_row
+from memserve_lab.sim.reference.device import SymbolicDevice, fail_row
 from memserve_lab.sim.reference.oracle import lone_beams as beams_of
 from memserve_lab.sim.reference.oracle import lone_tokens
 from pool_twin import TwinPool
@@ -83,7 +83,7 @@ class World:
         self.cfg, self.block_tokens, self.twin, self.costs = cfg, block_tokens, twin, costs
         self.machine = self.new_machine()
         sizes = block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB
-        self.device = LiteralDevice(*sizes, layers=1 if cfg.scheduler.layerwise == "off" else LAYERS)
+        self.device = SymbolicDevice(*sizes, layers=1 if cfg.scheduler.layerwise == "off" else LAYERS)
         self.plans, self.builds, self.masks = deque(), deque(), deque()
         self.built = {0}  # jobs
         self.jobs = {}  # job -> grammar

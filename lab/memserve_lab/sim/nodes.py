@@ -34,17 +34,17 @@ from memserve.kv.transfer.events import CancelPulls, PullPages, SealPages
 from memserve.protocol.events import EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.protocol.member import ANY_ROUTER, MemberMachine
 from memserve.protocol.member_events import (
-    BecomeNew,
-    Deliver,
-    DialRouter,
+    AddPeer,
+    ChangeGeneration,
+    ConnectRouter,
+    ForwardMessage,
+    GenerationChanged,
     Left,
-    MeetPeer,
+    LogWarning,
     MemberAction,
     MemberEvent,
-    Notice,
-    PartFromPeer,
     ReadLoad,
-    Reborn,
+    RemovePeer,
 )
 from memserve.protocol.messages import AnyMessage, Expelled, RequestRefused, Tokens
 from memserve.protocol.peers import ROUTER, Peer, PeerInfo
@@ -112,16 +112,16 @@ class MemberNode(Process):
         """A process that starts knows no other member, and no router."""
         #: what the mailbox knows: other members by name, and where it looks for a router
         self._lines: dict[str, Peer] = {}
-        self._dialled: DialRouter | None = None
+        self._dialled: ConnectRouter | None = None
 
-    def line(self, action: DialRouter | MeetPeer | PartFromPeer) -> None:
+    def line(self, action: ConnectRouter | AddPeer | RemovePeer) -> None:
         """The mailbox gets to know a member, or forgets it, or looks for a router elsewhere."""
         match action:
-            case DialRouter():
+            case ConnectRouter():
                 self._dialled = action
-            case MeetPeer(info):
+            case AddPeer(info):
                 self._lines[info.peer.name] = info.peer
-            case PartFromPeer(peer):
+            case RemovePeer(peer):
                 del self._lines[peer.name]
 
     def port_job(self, job: SealPages | PullPages | CancelPulls) -> None:
@@ -279,28 +279,28 @@ class InstanceNode(MemberNode):
 
     def _do_one(self, action: MemberAction) -> None:
         match action:
-            case Deliver(sender, message):
+            case ForwardMessage(sender, message):
                 self.post(MessageArrived(sender, message))
             case Send(to, message):
                 self.send(to, message)
             case ReadLoad():
                 self._tell_member(self.machine.reading(self.now))
-            case DialRouter() | MeetPeer() | PartFromPeer():
+            case ConnectRouter() | AddPeer() | RemovePeer():
                 self.line(action)
-            case BecomeNew():
+            case ChangeGeneration():
                 self._become_new(action)
-            case Notice(text):
+            case LogWarning(text):
                 self.host.say(f"{self.peer.name}: {text}")
             case Left(refused):
                 self.kill()
                 self.refused(refused) if refused else self.left()
 
-    def _become_new(self, order: BecomeNew) -> None:
+    def _become_new(self, order: ChangeGeneration) -> None:
         """Drop all work, keep the cache, and take a new generation of the name."""
         self.post(MessageArrived(order.router, Expelled(order.reason)))
         self.peer = Peer(self.peer.name, order.generation_min)
         self.machine.reborn(self.peer)
-        self._tell_member(Reborn(self.host.peer_info(self)))
+        self._tell_member(GenerationChanged(self.host.peer_info(self)))
 
     def post(self, event: object) -> None:
         actions = self.machine.handle(event, self.now)  # type: ignore[arg-type]  # callers post events of this machine only
@@ -413,13 +413,13 @@ class FollowerNode(MemberNode):
                         self.host.emitted(output)
                 case RejectRequest(request_id, reason, retry_after_s):
                     self.host.turned_away(request_id, reason, retry_after_s)
-                case DialRouter() | MeetPeer() | PartFromPeer():
+                case ConnectRouter() | AddPeer() | RemovePeer():
                     self.line(action)
-                case Notice(text):
+                case LogWarning(text):
                     self.host.say(f"{self.peer.name}: {text}")
-                case BecomeNew(generation_min=generation):
+                case ChangeGeneration(generation_min=generation):
                     self.peer = Peer(self.peer.name, generation)
-                    self.post(Reborn(structs.replace(self.machine.member.info, peer=self.peer)))
+                    self.post(GenerationChanged(structs.replace(self.machine.member.info, peer=self.peer)))
                 case Left(refused):
                     self.kill()
                     self.refusal = refused

@@ -28,7 +28,15 @@ from memserve.base.units import NS_PER_MS, NS_PER_S, NS_PER_US, ceil_div
 from memserve.kv.costs import CopyCurve
 from memserve.kv.transfer.events import CancelPulls, PullPages, SealPages
 from memserve.protocol.events import MessageArrived, Send
-from memserve.protocol.member_events import BecomeNew, DialRouter, DrainAsked, MeetPeer, Notice, PartFromPeer, Reborn
+from memserve.protocol.member_events import (
+    AddPeer,
+    ChangeGeneration,
+    ConnectRouter,
+    DrainRequested,
+    GenerationChanged,
+    LogWarning,
+    RemovePeer,
+)
 from memserve.protocol.messages import AnyMessage
 from memserve.protocol.peers import Peer
 from memserve.store.disks import events as disk
@@ -333,7 +341,7 @@ class StoreNode(MemberNode):
 
     def drain(self, patience_ns: int) -> None:
         """Its operator ends it: what is to be written is written before, for ``patience_ns`` at most."""
-        self.submit(DrainAsked(patience_ns, "asked"))
+        self.submit(DrainRequested(patience_ns, "asked"))
 
     def ended(self, refused: str) -> None:
         """The process has ended, because it was asked to, or was ``refused`` by the router."""
@@ -368,12 +376,12 @@ class StoreNode(MemberNode):
                 self.port_job(action)
             case SealExtents():
                 self.devices.seal(action)
-            case DialRouter() | MeetPeer() | PartFromPeer():
+            case ConnectRouter() | AddPeer() | RemovePeer():
                 self.line(action)
-            case BecomeNew():
+            case ChangeGeneration():
                 self.peer = Peer(self.peer.name, action.generation_min)
-                self.post(Reborn(replace(self.machine.info, peer=self.peer)))
-            case Notice(text):
+                self.post(GenerationChanged(replace(self.machine.info, peer=self.peer)))
+            case LogWarning(text):
                 self.host.say(f"{self.peer.name}: {text}")
             case Ended(refused):
                 self.kill()

@@ -19,7 +19,7 @@ from memserve.cli.watch import Samples
 from memserve.kv.identity import secrets_in
 from memserve.system.secrets import read_secret
 from memserve.transport.links.nixl_agent import nixl_is_installed
-from memserve.transport.probe import Knock, knock
+from memserve.transport.probe import ProbeResult, knock
 
 CALL_S = 10.0
 KNOCK_S = 3.0
@@ -86,14 +86,16 @@ def examine_port(join: str, secret_file: Path | None) -> Iterator[Finding]:
     secrets = secrets_in(text) or (text,)
     for address in join.split(","):
         found = [knock(f"tcp://{address}", secret, KNOCK_S) for secret in secrets]
-        match next((one for one in (Knock.LET_IN, Knock.TURNED_AWAY) if one in found), Knock.SILENT):
-            case Knock.LET_IN:
-                which = f"line {found.index(Knock.LET_IN) + 1} of the secrets" if len(secrets) > 1 else "the secret"
+        match next((one for one in (ProbeResult.LET_IN, ProbeResult.TURNED_AWAY) if one in found), ProbeResult.SILENT):
+            case ProbeResult.LET_IN:
+                which = (
+                    f"line {found.index(ProbeResult.LET_IN) + 1} of the secrets" if len(secrets) > 1 else "the secret"
+                )
                 yield Finding("cluster port", Status.OK, f"{address} takes {which}")
-            case Knock.TURNED_AWAY:
+            case ProbeResult.TURNED_AWAY:
                 hint = "give the file that the routers were given; it must be the same for all members"
                 yield Finding("cluster port", Status.FAIL, f"{address} refuses the secret of {secret_file}", hint)
-            case Knock.SILENT:
+            case ProbeResult.SILENT:
                 hint = "is a router there, and do firewalls and network policies let this host reach its port?"
                 yield Finding("cluster port", Status.FAIL, f"nothing answers at {address}", hint)
 

@@ -12,7 +12,6 @@ from memserve.base.units import NS_PER_S
 from memserve.fleet.kv_events import EngineKvFeed, Hash
 from memserve.fleet.messages import (
     Abort,
-    AskReplay,
     EngineAnswered,
     EngineGone,
     EngineLeft,
@@ -21,9 +20,10 @@ from memserve.fleet.messages import (
     EngineSpec,
     EngineView,
     FleetAction,
-    KvHeard,
+    KvReceived,
     PromptSpace,
     ReplayEnded,
+    RequestReplay,
 )
 from memserve.kv.identity import namespace_id
 from memserve.protocol.peers import Load
@@ -200,7 +200,7 @@ class Engines:
         feed = self._by_name[name].feed
         return feed.counts() if feed is not None else {}
 
-    def heard(self, event: KvHeard, now_ns: int) -> None:
+    def heard(self, event: KvReceived, now_ns: int) -> None:
         """A batch of its KV events."""
         engine = self._by_name[event.name]
         feed, engine.unheard_ns = engine.feed, now_ns
@@ -231,7 +231,7 @@ class Engines:
             engine.asks_again = True
             return
         engine.is_repeating = True
-        self._act(AskReplay(engine.name, first))
+        self._act(RequestReplay(engine.name, first))
 
 
 def team_of(engines: list[FleetEngine], *, splits: bool, is_computed: bool) -> list[FleetEngine]:

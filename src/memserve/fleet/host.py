@@ -24,7 +24,6 @@ from memserve.fleet.messages import (
     PREFILL_TOKENS,
     Abort,
     AnswerEnded,
-    AskReplay,
     EngineAnswered,
     EngineGone,
     EngineJoined,
@@ -37,10 +36,11 @@ from memserve.fleet.messages import (
     FleetEvent,
     ForwardRequest,
     GiveUp,
-    KvHeard,
+    KvReceived,
     Prefill,
     PromptArrived,
     ReplayEnded,
+    RequestReplay,
     TimePassed,
 )
 from memserve.kv.identity import DEFAULT_KEY
@@ -203,7 +203,7 @@ class FleetHost:
         self._keep_time()
 
     def _do(self, action: FleetAction) -> None:
-        if isinstance(action, AskReplay):
+        if isinstance(action, RequestReplay):
             self._replays[action.engine] = asyncio.create_task(self._replay(action))
             return
         if isinstance(action, EngineGone):
@@ -289,9 +289,9 @@ class FleetHost:
             while True:
                 frames = await socket.recv_multipart()
                 if len(frames) == 3 and len(frames[1]) == 8:
-                    self.post(KvHeard(spec.name, int.from_bytes(frames[1], "big"), frames[2]))
+                    self.post(KvReceived(spec.name, int.from_bytes(frames[1], "big"), frames[2]))
 
-    async def _replay(self, action: AskReplay) -> None:
+    async def _replay(self, action: RequestReplay) -> None:
         spec = self.specs[action.engine]
         socket = self._socket(zmq.DEALER, spec.replay, lambda one: None)
         try:
@@ -303,7 +303,7 @@ class FleetHost:
                     break
                 if len(frames[-2]) == 8:
                     number = int.from_bytes(frames[-2], "big")
-                    self.post(KvHeard(spec.name, number, frames[-1], replayed=True))
+                    self.post(KvReceived(spec.name, number, frames[-1], replayed=True))
         except TimeoutError:
             log.warning("engine %s did not repeat its KV events", spec.name)
         finally:

@@ -217,7 +217,7 @@ class AttemptFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class KvHeard:
+class KvReceived:
     """A batch of KV events, as it came."""
 
     name: str
@@ -240,7 +240,7 @@ class TimePassed:
 
 FleetEvent = (
     EngineJoined | EngineLeft | EngineAnswered | EngineMissed | PromptArrived | PromptComputed | AnswerBegan
-    | AnswerEnded | AttemptFailed | KvHeard | ReplayEnded | TimePassed
+    | AnswerEnded | AttemptFailed | KvReceived | ReplayEnded | TimePassed
 )  # fmt: skip
 
 
@@ -289,7 +289,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class AskReplay:
+class RequestReplay:
     """Ask the engine for its batches of KV events from ``first`` on."""
 
     engine: str
@@ -303,7 +303,7 @@ class EngineGone:
     name: str
 
 
-FleetAction = ForwardRequest | Prefill | RejectRequest | GiveUp | Abort | AskReplay | EngineGone
+FleetAction = ForwardRequest | Prefill | RejectRequest | GiveUp | Abort | RequestReplay | EngineGone
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class DecisionFile:
             raise UserError(message, hint=hint, param="scale_file") from None
 
 
-class LastOrders:
+class LastDecisions:
     """Decisions that wait to be carried out: the last one of each role, because earlier ones mean nothing any more."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ def scaled(
         return
     scaling = Scaling(options, slo_ttft_ns)
     perform = DecisionFile(Path(options.told_in)).tell if options.told_in else perform
-    ended, orders = threading.Event(), LastOrders()
+    ended, orders = threading.Event(), LastDecisions()
 
     def look() -> None:
         while not ended.wait(LOOK_NS / NS_PER_S):

@@ -23,12 +23,12 @@ from memserve.protocol.peers import Peer, PeerInfo
 from memserve.system.gpus import take_gpu
 from memserve.system.imports import leave_compiler_out
 from memserve.system.memory import keep_heap_small, objects_that_stay, trim_heap
-from memserve.system.process import Askings, HealthFile, new_generation, on_ending_signals
+from memserve.system.process import HealthFile, SignalCounter, new_generation, on_ending_signals
 from memserve.system.secrets import Secret, followed
 from memserve.transport.data_port import open_data_port, uses_nixl
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.probe import knock_at_all, no_router, what_is_waited_for
-from memserve.transport.request_server import Listening
+from memserve.transport.request_server import ListenAddress
 
 if TYPE_CHECKING:
     from memserve.model.attention.query_server import SegmentPort
@@ -97,7 +97,7 @@ def run_instance(
         parts = build_parts(options, me=me, role=place.role, identity_key=key, nixl_at=nixl_at)
     member = _open_member(parts, place, me)
     members.append(member)
-    asked = Askings()
+    asked = SignalCounter()
 
     def end(sig: int, _frame: object) -> None:
         if asked.came(sig):  # the first time with patience; a second signal is meant
@@ -169,7 +169,7 @@ def wait_joined(member: MemberProcess, place: MemberOptions, say: Callable[[str]
 
 def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> MemberProcess:
     geometry, arenas = parts.model.geometry, parts.device.shared_arenas
-    where = Listening(place.secret, place.host, place.advertise)
+    where = ListenAddress(place.secret, place.host, place.advertise)
     segments = _open_segments(parts, where)
     info = _introduce(parts, place, me, segments)
     _forget_tokenizer(parts)
@@ -193,7 +193,7 @@ def _keep_vocabulary(parts: Parts) -> None:
         trim_heap()
 
 
-def _open_segments(parts: Parts, where: Listening) -> SegmentPort | None:
+def _open_segments(parts: Parts, where: ListenAddress) -> SegmentPort | None:
     """Where it may compute parts of longer sequences. None: its model or its options do not allow that."""
     able = parts.model.attends_plainly and parts.config.scheduler.layerwise == "off"
     if not able or getattr(parts.device, "held_kv", None) is None:

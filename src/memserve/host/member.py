@@ -28,25 +28,25 @@ from memserve.instance.machine import Instance
 from memserve.protocol.events import EmitTokens, MessageArrived, RejectRequest, Send
 from memserve.protocol.member import MemberMachine
 from memserve.protocol.member_events import (
-    BecomeNew,
-    Deliver,
-    DialRouter,
-    DrainAsked,
+    AddPeer,
+    ChangeGeneration,
+    ConnectRouter,
+    DrainRequested,
+    ForwardMessage,
+    GenerationChanged,
     Joined,
     Left,
     LoadRead,
-    MeetPeer,
+    LogWarning,
     MemberAction,
     MemberEvent,
-    Notice,
-    PartFromPeer,
     ReadLoad,
-    Reborn,
+    RemovePeer,
 )
 from memserve.protocol.messages import AnyMessage, Expelled, RequestRefused, Tokens
 from memserve.protocol.peers import Load, Peer, PeerInfo
 from memserve.system.loop import EngineStopped
-from memserve.system.process import STALL_S, Standing, new_generation
+from memserve.system.process import STALL_S, HealthState, new_generation
 from memserve.transport.ports import DataPort, Device, Mailbox, OnMessage, OnPages
 
 if TYPE_CHECKING:
@@ -132,13 +132,13 @@ class MemberProcess:
         return self._ended.is_set()
 
     @property
-    def standing(self) -> Standing | None:
+    def standing(self) -> HealthState | None:
         """What it is to its cluster. None: its thread, which keeps membership, hangs."""
         if time.monotonic() - self._worked_s > STALL_S:
             return None
         if self._member.drains:
-            return Standing.DRAINS
-        return Standing.MEMBER if self._member.router is not None else Standing.OUTSIDE
+            return HealthState.DRAINS
+        return HealthState.MEMBER if self._member.router is not None else HealthState.OUTSIDE
 
     def wait(self, each_second: Callable[[], None] = lambda: None) -> None:
         """Wait for the end: drained, told to leave, or broken. Raises :class:`UserError` when it was not in order."""
@@ -150,7 +150,7 @@ class MemberProcess:
     def drain(self, patience_s: float, why: str = "") -> None:
         """Take nothing new, finish what is here, then leave; for ``patience_s`` at most. May be called from a signal's
         handler, and again with less patience. ``why``: for the log."""
-        self._slow.put(DrainAsked(ns_from_s(patience_s), why))  # a handler must not wait for the lock
+        self._slow.put(DrainRequested(ns_from_s(patience_s), why))  # a handler must not wait for the lock
 
     def leave(self) -> None:
         """Say goodbye and end; other instances take over what runs here."""
@@ -182,21 +182,21 @@ class MemberProcess:
             match action:
                 case Send(to, message):
                     self._mailbox.send(to, message)
-                case Deliver(sender, message):
+                case ForwardMessage(sender, message):
                     self._instance.post(MessageArrived(sender, message))
-                case DialRouter(router, address):
+                case ConnectRouter(router, address):
                     self._mailbox.connect(router, address)
-                case MeetPeer(info):
+                case AddPeer(info):
                     self._mailbox.connect(info.peer, info.address)
                     self._port.add_peer(info)
-                case PartFromPeer(peer):
+                case RemovePeer(peer):
                     self._mailbox.disconnect(peer)
                     self._port.remove_peer(peer)
                     if self._segments is not None:
                         self._segments.gone(peer)
                 case Joined():
                     self._joined.set()
-                case Notice(text):
+                case LogWarning(text):
                     log.warning("%s", text)
                 case _:
                     self._slow.put(action)
@@ -255,11 +255,11 @@ class MemberProcess:
             return
         self._worked_s = time.monotonic()
         match work:
-            case DrainAsked():
+            case DrainRequested():
                 self._handle(work)
             case ReadLoad(with_stats):
                 self._handle(self._reading(with_stats))
-            case BecomeNew():
+            case ChangeGeneration():
                 self._become_new(work)
             case Left(refused):
                 self._left(refused)
@@ -279,12 +279,12 @@ class MemberProcess:
         except (TimeoutError, EngineStopped):
             return b""
 
-    def _become_new(self, order: BecomeNew) -> None:
+    def _become_new(self, order: ChangeGeneration) -> None:
         me = Peer(self.me.name, max(order.generation_min, new_generation()))
         self._instance.post(MessageArrived(order.router, Expelled(order.reason)))
         self._instance.ask(lambda: self._machine.reborn(me))
         self._mailbox.become(me)
-        self._handle(Reborn(self._port.describe(msgspec.structs.replace(self._member.info, peer=me))))
+        self._handle(GenerationChanged(self._port.describe(msgspec.structs.replace(self._member.info, peer=me))))
 
     def _left(self, refused: str) -> None:
         if refused:

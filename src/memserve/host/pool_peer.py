@@ -47,13 +47,13 @@ from memserve.kv.mempool import Address, Addresses, AddressList, MemPool, as_tok
 from memserve.kv.transfer.events import Delivered, ExchangeCounters, Inserted, PagesPulled, PagesSealed
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import MessageArrived, Send
-from memserve.protocol.member_events import MeetPeer, PartFromPeer, Reborn
+from memserve.protocol.member_events import AddPeer, GenerationChanged, RemovePeer
 from memserve.protocol.messages import AnyMessage
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.system.loop import MachineLoop
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import Listening
+from memserve.transport.request_server import ListenAddress
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class PoolHost:
         self._closed = False
         self._deliveries = ThreadPoolExecutor(1, thread_name_prefix="memserve-delivery")
         arenas = {tier: arena for tier, arena in memory.arenas.items() if isinstance(arena, _core.SharedArena)}
-        self._data = open_data_port(link, memory.geometry, arenas, self._pages_done, Listening(secret, address[0]))
+        self._data = open_data_port(link, memory.geometry, arenas, self._pages_done, ListenAddress(secret, address[0]))
         self._mailbox = ZmqMailbox(me, secret, *address, self._heard)
         info = self._data.describe(_info(memory, me, namespace, self._mailbox.address))
         exchange = Exchange(memory.pool, memory.geometry, config, me, namespace)
@@ -128,13 +128,13 @@ class PoolHost:
             match action:
                 case Send(to, message):
                     self._mailbox.send(to, message)
-                case MeetPeer(info):
+                case AddPeer(info):
                     self._mailbox.connect(info.peer, info.address)
                     self._data.add_peer(info)
-                case PartFromPeer(peer):
+                case RemovePeer(peer):
                     self._data.remove_peer(peer)
                     self._mailbox.disconnect(peer)
-                case Reborn(info):
+                case GenerationChanged(info):
                     self._mailbox.become(info.peer)
                     self._data.describe(info)
                 case Arrived(outcome):

@@ -30,8 +30,8 @@ from memserve.kv.transfer.events import (
 )
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import MessageArrived, Send
-from memserve.protocol.member_events import BecomeNew, Deliver, MeetPeer, PartFromPeer, Reborn
-from memserve.protocol.peer_group import GroupEvent, MeetAsked, PartAsked, PeerGroup
+from memserve.protocol.member_events import AddPeer, ChangeGeneration, ForwardMessage, GenerationChanged, RemovePeer
+from memserve.protocol.peer_group import AddRequested, GroupEvent, PeerGroup, RemoveRequested
 from memserve.protocol.peers import Peer, PeerInfo
 
 
@@ -62,7 +62,7 @@ class Arrived:
 
 
 PoolEvent = PoolCall | MessageArrived | PagesSealed | PagesPulled | ClockTicked
-PoolAction = ExchangeAction | MeetPeer | PartFromPeer | Reborn | Arrived
+PoolAction = ExchangeAction | AddPeer | RemovePeer | GenerationChanged | Arrived
 
 Answer = TypeVar("Answer")
 RemotePlace = tuple[int, Tier, int]
@@ -208,14 +208,14 @@ class PoolMachine:
         if (info.namespace, info.geometry) != (me.namespace, me.geometry):
             mine, its = (me.namespace, me.geometry), (info.namespace, info.geometry)
             raise UserError(f"{name} has other KV: {its}", hint=f"this peer has {mine}", param="info")
-        self._tell_group(MeetAsked(info), now_ns)
+        self._tell_group(AddRequested(info), now_ns)
         answered: Future[None] = self._meeting.setdefault(name, Future())
         self._settle_meetings()
         return answered
 
     def leave(self, name: str, now_ns: int) -> None:
         """End all dealings with a peer."""
-        self._tell_group(PartAsked(self.known(name)), now_ns)
+        self._tell_group(RemoveRequested(self.known(name)), now_ns)
 
     def close(self, now_ns: int) -> None:
         """Leave all peers; what still waits gets its "no"."""
@@ -226,14 +226,14 @@ class PoolMachine:
     def _tell_group(self, event: GroupEvent, now_ns: int) -> None:
         for action in self._group.handle(event, now_ns):
             match action:
-                case Deliver(sender, message):
+                case ForwardMessage(sender, message):
                     self._outcomes += self.exchange.handle(MessageArrived(sender, message), now_ns)
-                case MeetPeer(info):
+                case AddPeer(info):
                     self._actions.append(action)
                     self._outcomes += self.exchange.peer_joined(info, now_ns)
-                case PartFromPeer(peer):
+                case RemovePeer(peer):
                     self._part(peer, now_ns)
-                case BecomeNew(generation_min=generation):
+                case ChangeGeneration(generation_min=generation):
                     self._become_new(generation, now_ns)
                 case Send():
                     self._actions.append(action)
@@ -244,18 +244,18 @@ class PoolMachine:
         self._remote.forget(peer.generation)
         if peer.name in self._meeting:
             self._meeting.pop(peer.name).cancel()
-        self._actions += [*self.exchange.take_actions(), PartFromPeer(peer)]
+        self._actions += [*self.exchange.take_actions(), RemovePeer(peer)]
 
     def _become_new(self, generation: int, now_ns: int) -> None:
         info = replace(self.info, peer=Peer(self.info.peer.name, generation))
         self.exchange.reborn(info.peer)
-        self._actions += [*self.exchange.take_actions(), Reborn(info)]
+        self._actions += [*self.exchange.take_actions(), GenerationChanged(info)]
         self._remote = RemoteBlocks()
         self._forgot = set(self._group.peers())
         for end in self._waiting.values():
             end(None)
         self._waiting.clear()
-        self._tell_group(Reborn(info), now_ns)
+        self._tell_group(GenerationChanged(info), now_ns)
 
     def _settle_meetings(self) -> None:
         for name in [name for name in self._meeting if self._group.has_answered(name)]:

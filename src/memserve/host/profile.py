@@ -40,7 +40,7 @@ from memserve.kv.transfer.events import PagesPulled, PagesSealed, PullPages, Sea
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.transport.data_port import PagePort, open_data_port
 from memserve.transport.ports import Device
-from memserve.transport.request_server import Listening
+from memserve.transport.request_server import ListenAddress
 
 if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
@@ -351,7 +351,7 @@ def _port(
         1  # pages that exist: the kernel's zeros are no memory to read
     )
     answers: queue.SimpleQueue[PagesSealed | PagesPulled] = queue.SimpleQueue()
-    port = open_data_port(link, geometry, {Tier.HBM: arena}, answers.put, Listening(secret))
+    port = open_data_port(link, geometry, {Tier.HBM: arena}, answers.put, ListenAddress(secret))
     try:
         yield port, answers
     finally:

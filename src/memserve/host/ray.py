@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from memserve.base.errors import UserError
-from memserve.system.process import Standing, die_with
+from memserve.system.process import HealthState, die_with
 
 NAMESPACE, CONTROLLER = "memserve", "memserve-controller"
 PLACE_S = 60.0
@@ -110,7 +110,7 @@ class ProcessActor:
     def standing(self) -> tuple[str, bool]:
         """A name of this life of the actor, and whether a router has accepted its process, by the health file."""
         try:
-            return self._life, self._health.read_text().strip() == Standing.MEMBER.value
+            return self._life, self._health.read_text().strip() == HealthState.MEMBER.value
         except OSError:
             return self._life, False
 

@@ -29,7 +29,15 @@ from memserve.host.engine import EngineClients, Sink
 from memserve.host.stats import RouterStats
 from memserve.host.supervisor import ChildStats
 from memserve.journal.keeper import Durability, MetaKeeper
-from memserve.protocol.member_events import BecomeNew, DialRouter, Left, MeetPeer, Notice, PartFromPeer, Reborn
+from memserve.protocol.member_events import (
+    AddPeer,
+    ChangeGeneration,
+    ConnectRouter,
+    GenerationChanged,
+    Left,
+    LogWarning,
+    RemovePeer,
+)
 from memserve.protocol.messages import AnyMessage, Join, JoinAccepted
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.protocol.records import DocumentDropped, DocumentPut
@@ -353,29 +361,29 @@ class RouterEngine:
     def _do_as_member(self, action: Any) -> None:
         """What a follower does as a member of the owner's cluster."""
         match action:
-            case DialRouter(router, address):
+            case ConnectRouter(router, address):
                 self._mailbox.connect(router, address)
-            case MeetPeer(info):
+            case AddPeer(info):
                 self._mailbox.connect(info.peer, info.address)
                 self._enter(info)
-            case PartFromPeer(peer):
+            case RemovePeer(peer):
                 self._mailbox.disconnect(peer)
                 with self._changed:
                     self._members.pop(peer.name, None)
-            case BecomeNew():
+            case ChangeGeneration():
                 self._become_new(action)
             case Left(refused):
                 self.refused = refused
                 self.on_left(refused)
-            case Notice(text):
+            case LogWarning(text):
                 log.warning("%s", text)
 
-    def _become_new(self, order: BecomeNew) -> None:
+    def _become_new(self, order: ChangeGeneration) -> None:
         if self._follower is not None:
             info = self._follower.member.info
             me = Peer(info.peer.name, max(order.generation_min, time.time_ns() // NS_PER_MS))
             self._mailbox.become(me)
-            self._loop.post(Reborn(structs.replace(info, peer=me)))
+            self._loop.post(GenerationChanged(structs.replace(info, peer=me)))
 
     def _write(self, write: Write) -> None:
         keeper, gate, number = self._keeper, self._gate, write.number

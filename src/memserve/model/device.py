@@ -29,14 +29,14 @@ from memserve.model.forward import EagerForward, Forward
 from memserve.model.grammar.masks import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.lora import StepAdapters, adapting
-from memserve.model.sampling import Drawn, report_logprobs, sample, sample_drafts
+from memserve.model.sampling import Sampled, report_logprobs, sample, sample_drafts
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotTable, stage
-from memserve.model.workers.group import Crew, exchanging
+from memserve.model.workers.group import WorkerGroup, exchanging
 from memserve.system.memory import trim_heap
 from memserve.transport.ports import Arenas, OnLayer
 
 if TYPE_CHECKING:
-    from memserve.model.workers.gpu_group import GpuCrew
+    from memserve.model.workers.gpu_group import GpuWorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class ModelDevice:
         *,
         shared: bool = False,
         link_bytes_s: float | None = None,
-        crew: Crew | GpuCrew | None = None,
+        crew: WorkerGroup | GpuWorkerGroup | None = None,
         hbm: _core.SharedArena | None = None,
     ) -> None:
         """``forward`` defaults to the module as it is, ``attention`` to the best for the model's device. ``shared``
@@ -342,13 +342,13 @@ class ModelDevice:
         tokens = self._slots.tokens[owners, positions].astype(np.int64)
         return self._send(tokens), self._send(self._slots.given_positions(owners, positions))
 
-    def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Drawn:
+    def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Sampled:
         """Sample, and append each token to its slot; a slot that ``failed`` gets one too, because later plans may
         already refer to its position."""
         groups = [plan.sample_slots[row] for row in drawing]
         groups += [(draw.slot,) for draw in plan.late_draws]
         if not groups:
-            return Drawn(np.empty(0, np.int64))
+            return Sampled(np.empty(0, np.int64))
         slots = np.array([slot for group in groups for slot in group], np.int64)
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         drawn = sample(logits, rows, slots, self._slots)

@@ -197,7 +197,7 @@ _SLICE_ROWS = 64
 
 
 @dataclass(slots=True)
-class Drawn:
+class Sampled:
     """One token per draw, and the requested logprobs and candidates by position in ``tokens``."""
 
     tokens: Int64s
@@ -209,7 +209,7 @@ class Drawn:
     """Likewise, because their masks are not there: their logits are kept (``SlotTable.late``)."""
 
 
-def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable, ahead: Int64s | int = 0) -> Drawn:
+def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable, ahead: Int64s | int = 0) -> Sampled:
     """Draw a token for each of ``slots [n]`` from row ``rows[i]`` of ``logits [r, vocab]`` float32: its next one, or
     the one ``ahead [n]`` tokens behind that.
 
@@ -220,7 +220,7 @@ def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable, ahead:
     greedy: NDArray[np.bool_] = table.temperature[slots] == 0
     if plain and greedy.all():
         best, sound = _best(logits)
-        drawn = Drawn(best[rows])
+        drawn = Sampled(best[rows])
         return drawn if sound.all() else _without(drawn, slots, ~sound[rows], NOT_NUMBERS)
     if len(rows) != len(logits) or (rows != np.arange(len(rows))).any():
         logits = logits[torch.from_numpy(rows).to(logits.device)]
@@ -234,7 +234,7 @@ def sample(logits: Tensor, rows: Int64s, slots: Int64s, table: SlotTable, ahead:
         if int(slots[position]) not in late
     }
     best, sound = _best(logits)
-    drawn = Drawn(best, failed=failed, late=late)
+    drawn = Sampled(best, failed=failed, late=late)
     if failed or late or not sound.all():
         for position in np.flatnonzero(~sound).tolist():
             if int(slots[position]) not in late:
@@ -278,7 +278,7 @@ def sample_drafts(
     return drawn, found.failed
 
 
-def _without(drawn: Drawn, slots: Int64s, bad: NDArray[np.bool_], why: RowFailed) -> Drawn:
+def _without(drawn: Sampled, slots: Int64s, bad: NDArray[np.bool_], why: RowFailed) -> Sampled:
     for position in np.flatnonzero(bad).tolist():
         drawn.failed.setdefault(int(slots[position]), why)
     return drawn
@@ -382,7 +382,7 @@ def _draw(logits: Tensor, chosen: Int64s, slots: Int64s, table: SlotTable, ahead
     return tokens
 
 
-def _report(logits: Tensor, places: Int64s, slots: Int64s, table: SlotTable, drawn: Drawn) -> None:
+def _report(logits: Tensor, places: Int64s, slots: Int64s, table: SlotTable, drawn: Sampled) -> None:
     asked = defaultdict(list)  # by number of alternatives, and by named ones: one pass for each
     for position in places[table.reports[slots[places]]].tolist():
         sampling = table.sampling(int(slots[position]))

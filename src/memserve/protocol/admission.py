@@ -3,11 +3,11 @@
 ::
 
     follower                                     owner
-    GuestRequests(serial, asks) -------------->  each is a *guest* in the queue, as a request of the owner's own
-                                            <--  GuestGrants(serial, lease, grants)
-    GuestRequests(places, over) -------------->  the ledger counts where it runs, until it has ended
-    GuestRequests(open), with each heartbeat ->  repairs what was lost
-                                            <--  GuestGrants(serial, lease)         the follower goes on dispatching
+    AdmissionRequests(serial, asks) -------------->  each is a *guest* in the queue, as a request of the owner's own
+                                            <--  AdmissionGrants(serial, lease, grants)
+    AdmissionRequests(places, over) -------------->  the ledger counts where it runs, until it has ended
+    AdmissionRequests(open), with each heartbeat ->  repairs what was lost
+                                            <--  AdmissionGrants(serial, lease)         the follower goes on dispatching
 
 A follower dispatches under a lease alone. It ends before the owner may take the follower to be dead, and give what was
 granted to it to others.
@@ -19,7 +19,7 @@ from memserve.base.types import Request
 from memserve.protocol.peers import Holder, Message, Natural, Peer
 
 
-class GuestAsk(Message, frozen=True):
+class AdmissionRequest(Message, frozen=True):
     """A follower asks for the admission of one of its requests."""
 
     number: Natural
@@ -33,7 +33,7 @@ class GuestAsk(Message, frozen=True):
     """It was admitted before its follower was expelled: it is the next one."""
 
 
-class GuestPlace(Message, frozen=True):
+class AttemptPlacement(Message, frozen=True):
     """Where an admitted request runs now, for memory-aware admission."""
 
     number: Natural
@@ -49,13 +49,13 @@ class GuestPlace(Message, frozen=True):
     """Tokens that the client had when the attempt began."""
 
 
-class GuestRequests(Message, frozen=True, tag=True):
+class AdmissionRequests(Message, frozen=True, tag="GuestRequests"):
     """Follower -> owner: news of its requests."""
 
     serial: Natural
     """Grows: one that comes late is not read."""
-    asks: tuple[GuestAsk, ...] = ()
-    places: tuple[GuestPlace, ...] = ()
+    asks: tuple[AdmissionRequest, ...] = ()
+    places: tuple[AttemptPlacement, ...] = ()
     over: tuple[tuple[Natural, bool], ...] = ()
     """Numbers of requests that have ended; True: the KV that they have computed stays in the cache."""
     open: tuple[Natural, ...] | None = None
@@ -64,7 +64,7 @@ class GuestRequests(Message, frozen=True, tag=True):
     """``asks`` and ``places`` tell of all that have not ended."""
 
 
-class GuestGrant(Message, frozen=True):
+class AdmissionGrant(Message, frozen=True):
     """A request is admitted, or rejected."""
 
     number: Natural
@@ -77,11 +77,11 @@ class GuestGrant(Message, frozen=True):
     """None: it can never run."""
 
 
-class GuestGrants(Message, frozen=True, tag=True):
+class AdmissionGrants(Message, frozen=True, tag="GuestGrants"):
     """Owner -> follower: what was decided, and that the owner still counts the follower."""
 
     serial: Natural
     """Of the follower's last news."""
     lease_ns: Natural
     """How long the follower may dispatch, from when it sent those news."""
-    grants: tuple[GuestGrant, ...] = ()
+    grants: tuple[AdmissionGrant, ...] = ()

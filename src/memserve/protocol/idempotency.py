@@ -41,12 +41,12 @@ class AnswersHeld(Message, frozen=True, tag=True):
     is_last: bool
     """There is no more to be told."""
     key: str = ""
-    """The one that the router has asked for (``AskAnswers``); empty: all that an earlier router has left."""
+    """The one that the router has asked for (``QueryAnswers``); empty: all that an earlier router has left."""
     refused: str = ""
     """``asked`` of that question, where another request has the key: one that runs there, or whose answer is whole."""
 
 
-class AskAnswers(Message, frozen=True, tag=True):
+class QueryAnswers(Message, frozen=True, tag="AskAnswers"):
     """Router -> instance: a client asks me for the answer with this key. Tell me what you have of it; an attempt that
     runs there is mine from now on, if it is of the same request."""
 

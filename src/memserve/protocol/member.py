@@ -11,8 +11,8 @@
                                                                       router to call it
 
 ``host/member.py`` hosts this machine with threads and sockets, ``sim/nodes.py`` in virtual time. What the router
-says of requests passes through (``Deliver``); what it says of membership is followed here first, so that the instance
-machine never speaks to a peer that the mailbox does not know.
+says of requests passes through (``ForwardMessage``); what it says of membership is followed here first, so that the
+instance machine never speaks to a peer that the mailbox does not know.
 
 Where a member looks for its router.
 """
@@ -26,20 +26,20 @@ from memserve.base.errors import check
 from memserve.base.types import Role
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member_events import (
-    BecomeNew,
-    Deliver,
-    DialRouter,
-    DrainAsked,
+    AddPeer,
+    ChangeGeneration,
+    ConnectRouter,
+    DrainRequested,
+    ForwardMessage,
+    GenerationChanged,
     Joined,
     Left,
     LoadRead,
-    MeetPeer,
+    LogWarning,
     MemberAction,
     MemberEvent,
-    Notice,
-    PartFromPeer,
     ReadLoad,
-    Reborn,
+    RemovePeer,
 )
 from memserve.protocol.messages import (
     AnyMessage,
@@ -156,7 +156,7 @@ class MemberMachine:
         #: those of them that are routers, by name
         self.followers: dict[str, Peer] = {}
         self._members_digest: int | None = None  # of all members; counted when it is asked for
-        self._is_reborn = True  # False between BecomeNew and Reborn
+        self._is_reborn = True  # False between ChangeGeneration and Reborn
         self.drains = False
         """True: it accepts no new request, and leaves when it is idle."""
         self._has_left = False
@@ -173,7 +173,7 @@ class MemberMachine:
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When to look again. None: it has left, is alone, or waits for ``Reborn``."""
+        """When to look again. None: it has left, is alone, or waits for ``GenerationChanged``."""
         return None if self._has_left or not self._is_reborn else self._next_beat_ns
 
     @property
@@ -202,9 +202,9 @@ class MemberMachine:
                 self._hear(sender, message, now_ns)
             case LoadRead():
                 self._send_heartbeat(event, now_ns)
-            case DrainAsked():
+            case DrainRequested():
                 self._drain(event, now_ns)
-            case Reborn(info):
+            case GenerationChanged(info):
                 self._begin_anew(info, now_ns)
         due_ns = self.next_deadline_ns
         if due_ns is not None and now_ns >= due_ns:
@@ -216,7 +216,7 @@ class MemberMachine:
 
     def _dial(self, router: Peer) -> None:
         self._dialled = router
-        self._do(DialRouter(router, self.addresses.address))
+        self._do(ConnectRouter(router, self.addresses.address))
 
     def _take_actions(self) -> list[MemberAction]:
         actions, self._actions = self._actions, []
@@ -226,7 +226,7 @@ class MemberMachine:
 
     def _hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
         if sender.name != ROUTER:
-            self._do(Deliver(sender, message))
+            self._do(ForwardMessage(sender, message))
             return
         if isinstance(message, JoinRequest | RejoinRequest) and not self._may_join(sender, message):
             self._do(Send(sender, Refused(f"{self.me.name} belongs to the router at {self.addresses}")))
@@ -263,15 +263,15 @@ class MemberMachine:
                     self._be_alone(f"the router at {self.addresses} ends")
             case PeerJoined(info):
                 self._meet(info)
-                self._do(Deliver(sender, message))
+                self._do(ForwardMessage(sender, message))
             case PeerGone(peer):
-                self._do(Deliver(sender, message))
+                self._do(ForwardMessage(sender, message))
                 self._part(peer)
             case Drain():  # repeated with each heartbeat
                 self.drains = True
-                self._do(Deliver(sender, message))
+                self._do(ForwardMessage(sender, message))
             case _:
-                self._do(Deliver(sender, message))
+                self._do(ForwardMessage(sender, message))
 
     def _may_join(self, sender: Peer, message: JoinRequest | RejoinRequest) -> bool:
         """Whether this member may follow what ``sender`` asks, or does so already.
@@ -305,7 +305,7 @@ class MemberMachine:
         if sender != self.router:
             self.router, self._next_beat_ns = sender, now_ns  # its first heartbeat shows what there is, at once
             self._do(Joined())
-        self._do(Deliver(sender, message))
+        self._do(ForwardMessage(sender, message))
 
     def _rejoin(self, sender: Peer, address: str, now_ns: int) -> None:
         """Join the new router. Requests running here are orphaned; those that no client can ask for again are dropped
@@ -313,7 +313,7 @@ class MemberMachine:
         if not address or sender == (self.router or self._rejoins_at) or self._is_outdated(sender):
             return
         what = "calls" if self.is_alone else "takes over"
-        self._do(Notice(f"the router at {address} {what}: joining it"))
+        self._do(LogWarning(f"the router at {address} {what}: joining it"))
         self.router, self._rejoins_at = None, sender
         self.addresses.lead_to(address, now_ns)
         self._dial(ANY_ROUTER)
@@ -325,8 +325,8 @@ class MemberMachine:
             return
         self.router, self.addresses.home = None, None
         self._is_reborn = False
-        self._do(Notice(f"expelled ({message.reason}): joining again"))
-        self._do(BecomeNew(sender, message.reason, max(self.me.generation, message.newest) + 1))
+        self._do(LogWarning(f"expelled ({message.reason}): joining again"))
+        self._do(ChangeGeneration(sender, message.reason, max(self.me.generation, message.newest) + 1))
 
     def _begin_anew(self, info: PeerInfo, now_ns: int) -> None:
         check(info.peer.generation > self.me.generation, f"{info.peer} is not newer than {self.me}")
@@ -339,18 +339,18 @@ class MemberMachine:
             self._peers[info.peer.name], self._members_digest = info, None
             if info.role is Role.ROUTER:
                 self.followers[info.peer.name] = info.peer
-            self._do(MeetPeer(info))
+            self._do(AddPeer(info))
 
     def _part(self, peer: Peer) -> None:
         if self.knows(peer):
             del self._peers[peer.name]
             self.followers.pop(peer.name, None)
             self._members_digest = None
-            self._do(PartFromPeer(peer))
+            self._do(RemovePeer(peer))
 
     def _be_alone(self, why: str) -> None:
         """Wait to be called again; the other members are those of a router that is gone."""
-        self._do(Notice(f"{why}; {self.me.name} waits to be called by another"))
+        self._do(LogWarning(f"{why}; {self.me.name} waits to be called by another"))
         self.router = self._rejoins_at = self._next_beat_ns = None
         self._dialled = ANY_ROUTER
         self.addresses.forget()
@@ -366,7 +366,7 @@ class MemberMachine:
             return
         self._next_beat_ns = now_ns + self._config.beat_ns
         if self.addresses.turn(now_ns):
-            self._do(Notice(f"no router is heard: trying {self.addresses.address}"))
+            self._do(LogWarning(f"no router is heard: trying {self.addresses.address}"))
             self._dial(ANY_ROUTER)
         if self.router is None:
             self._do(Send(ANY_ROUTER, Join(self.info, self.addresses.address)))
@@ -389,7 +389,7 @@ class MemberMachine:
                 if self.drains:
                     self._do(Send(follower, Drain()))
         if self._why:
-            self._do(Notice(self._drain_notice(read.load, now_ns)))
+            self._do(LogWarning(self._drain_notice(read.load, now_ns)))
         if self.drains:
             is_idle = not (read.load.requests_waiting or read.load.sequences_running or read.load.transfers_open)
             if is_idle or (self._leaves_at_ns is not None and now_ns >= self._leaves_at_ns):
@@ -397,7 +397,7 @@ class MemberMachine:
 
     # -- leaving
 
-    def _drain(self, asked: DrainAsked, now_ns: int) -> None:
+    def _drain(self, asked: DrainRequested, now_ns: int) -> None:
         self.drains, self._leaves_at_ns, self._why = True, now_ns + asked.patience_ns, asked.why
         if self._has_left:
             return

@@ -13,7 +13,7 @@ from memserve.protocol.peers import Load, Peer, PeerInfo
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
+class DrainRequested:
     """The process wants to leave: finish what runs here, for ``patience_ns`` at most."""
 
     patience_ns: int
@@ -36,8 +36,8 @@ class LoadRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Reborn:
-    """The answer to ``BecomeNew``: the instance has dropped its work, and is ``info.peer`` from now on."""
+class GenerationChanged:
+    """The answer to ``ChangeGeneration``: the instance has dropped its work, and is ``info.peer`` from now on."""
 
     info: PeerInfo
 
@@ -46,7 +46,7 @@ class Reborn:
 
 
 @dataclass(frozen=True, slots=True)
-class DialRouter:
+class ConnectRouter:
     """Send messages for ``router`` to ``address`` from now on. ``router.generation`` 0: any router at that address."""
 
     router: Peer
@@ -54,21 +54,21 @@ class DialRouter:
 
 
 @dataclass(frozen=True, slots=True)
-class MeetPeer:
+class AddPeer:
     """Exchange messages and pages with another member from now on."""
 
     info: PeerInfo
 
 
 @dataclass(frozen=True, slots=True)
-class PartFromPeer:
+class RemovePeer:
     """``peer`` is no member any more."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
+class ForwardMessage:
     """Hand a message to the instance machine."""
 
     sender: Peer
@@ -83,8 +83,8 @@ class ReadLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class BecomeNew:
-    """Drop all work, keep the cache, take a new generation, and answer with ``Reborn``."""
+class ChangeGeneration:
+    """Drop all work, keep the cache, take a new generation, and answer with ``GenerationChanged``."""
 
     router: Peer
     reason: str
@@ -105,11 +105,22 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class LogWarning:
     """A line for the operator's log."""
 
     text: str
 
 
-MemberEvent = MessageArrived | ClockTicked | DrainAsked | LoadRead | Reborn
-MemberAction = Send | DialRouter | MeetPeer | PartFromPeer | Deliver | ReadLoad | BecomeNew | Joined | Left | Notice
+MemberEvent = MessageArrived | ClockTicked | DrainRequested | LoadRead | GenerationChanged
+MemberAction = (
+    Send
+    | ConnectRouter
+    | AddPeer
+    | RemovePeer
+    | ForwardMessage
+    | ReadLoad
+    | ChangeGeneration
+    | Joined
+    | Left
+    | LogWarning
+)

@@ -45,8 +45,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from memserve.base.types import Request, Tier, TokenArray, TokenOutput, TransferMode
-from memserve.protocol.admission import GuestGrants, GuestRequests
-from memserve.protocol.idempotency import AnswersHeld, AnswerTaken, AskAnswers
+from memserve.protocol.admission import AdmissionGrants, AdmissionRequests
+from memserve.protocol.idempotency import AnswersHeld, AnswerTaken, QueryAnswers
 from memserve.protocol.peers import (
     Holder,
     Load,
@@ -85,7 +85,7 @@ class KvSnapshot(Message, frozen=True, tag=True):
     ssd: bytes = b""
 
 
-class AskEvents(Message, frozen=True, tag=True):
+class QueryKvEvents(Message, frozen=True, tag="AskEvents"):
     """Changes were missed: send them again from number ``first``, or a snapshot when they are gone."""
 
     first: Natural
@@ -255,7 +255,7 @@ class Tokens(Message, frozen=True, tag=True):
     outputs: tuple[TokenOutput, ...]
 
 
-class AskAttempts(Message, frozen=True, tag=True):
+class QueryAttempts(Message, frozen=True, tag="AskAttempts"):
     """Which of these attempts do you not have? Messages keep their order: the question follows all earlier dispatches,
     the answer all outputs of an attempt. So an attempt that is unknown there never arrived, or its end was lost."""
 
@@ -444,10 +444,11 @@ class Free(Message, frozen=True, tag=True):
 
 AnyMessage: TypeAlias = (
     Join | JoinAccepted | RejoinRequest | Refused | PeerJoined | PeerGone | Expelled | Drain | Leave | Heartbeat
-    | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | AskAttempts | AttemptsUnknown | HandedOver
-    | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | AskEvents | Offer | MoreBlocks | Wanted | Ready
+    | HeartbeatAck | Dispatch | Cancel | StopSequence | Tokens | QueryAttempts | AttemptsUnknown | HandedOver
+    | RequestRefused | Pin | Pinned | Unpin | KvEvents | KvSnapshot | QueryKvEvents | Offer | MoreBlocks | Wanted |
+    Ready
     | Handoff | Withdraw | Release | Fetch | Alloc | Allocated | Free | SegmentHeld | JoinRequest | StoreMessage
-    | AnswersHeld | AskAnswers | AnswerTaken | GuestRequests | GuestGrants
+    | AnswersHeld | QueryAnswers | AnswerTaken | AdmissionRequests | AdmissionGrants
 )  # fmt: skip
 """Every message that has a place of its own on the wire."""
 

@@ -4,13 +4,13 @@
 
     --MeetAsked, or PeerJoined of a peer--> greets with PeerJoined --any answer--> exchanges heartbeats
     --silence, Leave, PartAsked-----------> the peer is gone, and whatever it held is freed
-    --Expelled by a peer------------------> BecomeNew ... Reborn: greets all peers again, as a new incarnation
+    --Expelled by a peer------------------> ChangeGeneration ... Reborn: greets all peers again, as a new incarnation
 
 Each member does for its peers what a router does for its instances: it notices silence, and expels a process that was
 lost and speaks as if nothing had happened. As a member that is expelled it does what
 :class:`~memserve.protocol.member.MemberMachine` does, in the words of that machine. The host, too, does what the host
-of that machine does: ``MeetPeer`` and ``PartFromPeer`` open and close lines and tell the exchange, ``Deliver`` hands it
-a message, ``BecomeNew`` has it drop all work.
+of that machine does: ``AddPeer`` and ``RemovePeer`` open and close lines and tell the exchange, ``ForwardMessage``
+hands it a message, ``ChangeGeneration`` has it drop all work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from memserve.base.errors import check
 from memserve.base.types import ClockTicked
 from memserve.protocol.events import MessageArrived, Send
-from memserve.protocol.member_events import BecomeNew, Deliver, MeetPeer, PartFromPeer, Reborn
+from memserve.protocol.member_events import AddPeer, ChangeGeneration, ForwardMessage, GenerationChanged, RemovePeer
 from memserve.protocol.messages import AnyMessage, Expelled, Heartbeat, Leave, PeerJoined
 from memserve.protocol.peers import Load, Peer, PeerInfo
 
@@ -29,14 +29,14 @@ _BEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class MeetAsked:
+class AddRequested:
     """Event: get to know the process that says this of itself."""
 
     info: PeerInfo
 
 
 @dataclass(frozen=True, slots=True)
-class PartAsked:
+class RemoveRequested:
     """Event: end all dealings with a peer."""
 
     peer: Peer
@@ -49,8 +49,8 @@ class _Neighbour:
     has_answered: bool = False
 
 
-GroupEvent = MeetAsked | PartAsked | Reborn | MessageArrived | ClockTicked
-GroupAction = Send | MeetPeer | PartFromPeer | Deliver | BecomeNew
+GroupEvent = AddRequested | RemoveRequested | GenerationChanged | MessageArrived | ClockTicked
+GroupAction = Send | AddPeer | RemovePeer | ForwardMessage | ChangeGeneration
 
 
 class PeerGroup:
@@ -66,7 +66,7 @@ class PeerGroup:
         #: name -> latest generation that was lost or left: what it had promised is void, and so it stays
         self._gone: dict[str, int] = {}
         self._wanted: PeerInfo | None = None  # to be met by the next incarnation
-        self._is_reborn = True  # False between BecomeNew and Reborn
+        self._is_reborn = True  # False between ChangeGeneration and Reborn
         self._actions: list[GroupAction] = []
 
     @property
@@ -92,13 +92,13 @@ class PeerGroup:
         match event:
             case MessageArrived(sender, message) if self._is_reborn:  # else it was said to the incarnation that ends
                 self._hear(sender, message, now_ns)
-            case MeetAsked(info):
+            case AddRequested(info):
                 self._meet(info, now_ns)
-            case PartAsked(peer) if self.find(peer.name) == peer:
+            case RemoveRequested(peer) if self.find(peer.name) == peer:
                 self._left.add(peer)
                 self._lose(peer)
-                self._actions.append(Send(peer, Leave()))  # behind PartFromPeer, which drops what is queued
-            case Reborn(info):
+                self._actions.append(Send(peer, Leave()))  # behind RemovePeer, which drops what is queued
+            case GenerationChanged(info):
                 self._begin_anew(info, now_ns)
         if now_ns >= self._next_beat_ns:
             self._beat(now_ns)
@@ -123,7 +123,7 @@ class PeerGroup:
             case Expelled(reason):
                 self._end_incarnation(sender, reason)
             case _:
-                self._actions.append(Deliver(sender, message))
+                self._actions.append(ForwardMessage(sender, message))
 
     def _greeted(self, sender: Peer, info: PeerInfo, now_ns: int) -> None:
         """Where the KV differs the exchange refuses what is offered."""
@@ -147,7 +147,7 @@ class PeerGroup:
     def _end_incarnation(self, other: Peer, reason: str) -> None:
         """``other`` has freed all that was held there. What this incarnation has promised others is void as well."""
         self._is_reborn = False
-        self._actions.append(BecomeNew(other, reason, self.info.peer.generation + 1))
+        self._actions.append(ChangeGeneration(other, reason, self.info.peer.generation + 1))
 
     def _begin_anew(self, info: PeerInfo, now_ns: int) -> None:
         check(info.peer.generation > self.info.peer.generation, f"{info.peer} is not newer than {self.info.peer}")
@@ -155,7 +155,7 @@ class PeerGroup:
         self.info, self._is_reborn = info, True
         self._gone.clear()
         self._left.clear()
-        self._actions += [PartFromPeer(neighbour.info.peer) for neighbour in former]
+        self._actions += [RemovePeer(neighbour.info.peer) for neighbour in former]
         for neighbour in former:
             self._meet(neighbour.info, now_ns)
         wanted, self._wanted = self._wanted, None
@@ -173,14 +173,14 @@ class PeerGroup:
             self._lose(known.info.peer)
         self._left.discard(info.peer)
         self._neighbours[info.peer.name] = _Neighbour(info, now_ns)
-        self._actions.append(MeetPeer(info))
+        self._actions.append(AddPeer(info))
         self._next_beat_ns = min(self._next_beat_ns, now_ns + self._silent_ns // _BEATS)
         return True
 
     def _lose(self, peer: Peer) -> None:
         del self._neighbours[peer.name]
         self._gone[peer.name] = max(peer.generation, self._gone.get(peer.name, -1))
-        self._actions.append(PartFromPeer(peer))
+        self._actions.append(RemovePeer(peer))
 
     def _speak(self, neighbour: _Neighbour) -> None:
         """Greet until there is an answer, then send heartbeats."""

@@ -3,7 +3,7 @@
 ::
 
     owner -- JoinAccepted, PeerJoined, PeerGone --> MemberMachine --> Cluster <-- heartbeats, KV events, tokens
-    owner <------------ Join, Heartbeat ---------------+                +------> Dispatch, Cancel, AskAnswers
+    owner <------------ Join, Heartbeat ---------------+                +------> Dispatch, Cancel, QueryAnswers
 
 What must be exclusive is the owner's alone: which members there are, documents, pinned prefixes. While no owner is
 heard, a follower goes on with the members that it knows.
@@ -22,7 +22,15 @@ from memserve.base.types import Admission, ClockTicked, KVGeometry, Role
 from memserve.kv.identity import DEFAULT_KEY
 from memserve.protocol.events import MessageArrived
 from memserve.protocol.member import MemberMachine
-from memserve.protocol.member_events import BecomeNew, Deliver, DrainAsked, LoadRead, MemberAction, ReadLoad, Reborn
+from memserve.protocol.member_events import (
+    ChangeGeneration,
+    DrainRequested,
+    ForwardMessage,
+    GenerationChanged,
+    LoadRead,
+    MemberAction,
+    ReadLoad,
+)
 from memserve.protocol.peers import ROUTER, Load, PeerInfo
 from memserve.router.events import ClusterAction, ClusterEvent, RouterEnds
 from memserve.router.machine import Cluster
@@ -35,7 +43,7 @@ class FollowerStarts:
     address: str
 
 
-FollowerEvent = ClusterEvent | DrainAsked | Reborn | FollowerStarts
+FollowerEvent = ClusterEvent | DrainRequested | GenerationChanged | FollowerStarts
 FollowerAction = ClusterAction | MemberAction
 
 NO_KV = KVGeometry(1, 1, 1, 1, "float32", 1)
@@ -73,12 +81,12 @@ class Follower:
             case FollowerStarts(address):
                 self.member.info = structs.replace(self.member.info, address=address)
                 self._follow(self.member.start(now_ns), now_ns)
-            case DrainAsked() | Reborn():
+            case DrainRequested() | GenerationChanged():
                 self._follow(self.member.handle(event, now_ns), now_ns)
             case MessageArrived(sender, _) if sender.name == ROUTER:
                 self._follow(self.member.handle(event, now_ns), now_ns)
             case RouterEnds():
-                self._follow(self.member.handle(DrainAsked(0, ""), now_ns), now_ns)
+                self._follow(self.member.handle(DrainRequested(0, ""), now_ns), now_ns)
             case _:
                 self._actions += self.cluster.handle(event, now_ns)
                 due_ns = self.member.next_deadline_ns
@@ -91,7 +99,7 @@ class Follower:
         """What the host need not do is done at once."""
         for action in actions:
             match action:
-                case Deliver(sender, message):
+                case ForwardMessage(sender, message):
                     self._actions += self.cluster.handle(MessageArrived(sender, message), now_ns)
                 case ReadLoad():
                     live = self.cluster.stats().requests_live
@@ -99,7 +107,7 @@ class Follower:
                     if self.cluster.following is not None:
                         self.cluster.following.speak(now_ns, beats=True)
                         self._actions += self.cluster.handle(ClockTicked(), now_ns)
-                case BecomeNew():
+                case ChangeGeneration():
                     if self.cluster.following is not None:
                         self.cluster.following.all_gone(f"this router was expelled: {action.reason}", now_ns)
                     self._actions += self.cluster.handle(ClockTicked(), now_ns)

@@ -24,7 +24,7 @@ from memserve.base.config import ClusterConfig
 from memserve.base.errors import check
 from memserve.base.types import FinishReason, NamedPrefix, Request, TokenOutput
 from memserve.kv.identity import DEFAULT_KEY
-from memserve.protocol.admission import GuestRequests
+from memserve.protocol.admission import AdmissionRequests
 from memserve.protocol.idempotency import AnswersHeld, AnswerTaken
 from memserve.protocol.messages import (
     AnyMessage,
@@ -76,7 +76,7 @@ from memserve.router.report import ClusterStats, Counters, InstanceView
 from memserve.router.requests.lifecycle import Lifecycle
 from memserve.router.requests.outputs import OutputMerger
 from memserve.router.requests.requests import RequestPhase, RequestState, RouteStory
-from memserve.router.requests.sessions import Handles, HandleView, Sessions
+from memserve.router.requests.sessions import HandleView, NamedPrefixes, Sessions
 
 
 class Cluster:
@@ -103,7 +103,7 @@ class Cluster:
         trees = Trees(config, timers, counters, identity_key)
         asking = asking_for(config, registry, loads) if follows is not None else None
         admission = asking or AdmissionController(config.admission, config.policy, registry, loads)
-        handles = Handles(registry, trees, loads, admission.memory, timers, outbox, config)
+        handles = NamedPrefixes(registry, trees, loads, admission.memory, timers, outbox, config)
         sessions = Sessions(registry, outbox)
         placer = Placer(config, registry, trees, loads, sessions, handles, admission.memory)
         parts = RouterParts(
@@ -153,7 +153,7 @@ class Cluster:
             AnswerTaken: lambda member, message, now_ns: self._taken(member, message.request_id, now_ns),
             AttemptsUnknown: membership.answer,
             SegmentHeld: lambda member, message, now_ns: lifecycle.segment_held(message.request_id, member, now_ns),
-            GuestRequests: lifecycle.guests.hear,
+            AdmissionRequests: lifecycle.guests.hear,
             Pinned: self._handles.pinned,
             Drain: lambda member, _message, _now_ns: membership.drain(member),
             Leave: lambda member, _message, now_ns: membership.gone(member, "it left", now_ns, died=False),

@@ -20,7 +20,7 @@ from memserve.router.placement.placer import Placer
 from memserve.router.placement.prefix_directory import Trees
 from memserve.router.report import Counters
 from memserve.router.requests.requests import RequestState
-from memserve.router.requests.sessions import Handles, Sessions
+from memserve.router.requests.sessions import NamedPrefixes, Sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class RouterParts:
     loads: LoadTable
     admission: AdmissionController
     sessions: Sessions
-    handles: Handles
+    handles: NamedPrefixes
     placer: Placer
     timers: Timers
     outbox: Outbox

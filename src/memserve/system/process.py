@@ -21,7 +21,7 @@ from types import FrameType
 from memserve.base.errors import UserError
 
 
-class EndAsked(BaseException):
+class EndRequested(BaseException):
     """A signal asked for the end of the process. Not an ``Exception``: nothing that goes on may swallow it."""
 
     def __init__(self, name: str) -> None:
@@ -35,7 +35,7 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return tuple(sig for sig in asking if sig != signal.SIGHUP or signal.getsignal(sig) is not signal.SIG_IGN)
 
 
-class Askings:
+class SignalCounter:
     """Counts how often the end was asked for: a second time means now. A closing terminal sends several SIGHUP (the
     kernel, the shell): they count once."""
 
@@ -68,13 +68,13 @@ def ignore_terminal() -> None:
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Until the end of the block an ending signal raises :class:`EndAsked` here (Ctrl-C: ``KeyboardInterrupt``), once:
-    what was started by then is ended in good order, and no second signal may interrupt that."""
+    """Until the end of the block an ending signal raises :class:`EndRequested` here (Ctrl-C: ``KeyboardInterrupt``),
+    once: what was started by then is ended in good order, and no second signal may interrupt that."""
     before = {sig: signal.getsignal(sig) for sig in ending_signals()}
-    asked = Askings()
+    asked = SignalCounter()
 
     def end() -> BaseException:
-        return KeyboardInterrupt() if asked.names[0] == "SIGINT" else EndAsked(asked.names[0])
+        return KeyboardInterrupt() if asked.names[0] == "SIGINT" else EndRequested(asked.names[0])
 
     def raise_once(sig: int, frame: FrameType | None) -> None:
         if asked.came(sig) and asked.count == 1:
@@ -223,7 +223,7 @@ STALL_S = 15.0
 """A process whose own thread has done nothing for so long is not said to work any more."""
 
 
-class Standing(enum.StrEnum):
+class HealthState(enum.StrEnum):
     """What a process is to its cluster."""
 
     MEMBER = "member"
@@ -232,7 +232,7 @@ class Standing(enum.StrEnum):
 
 
 class HealthFile:
-    """Writes a :class:`Standing` into a file at most once a second, and removes it at the end.
+    """Writes a :class:`HealthState` into a file at most once a second, and removes it at the end.
 
     A process that hangs writes nothing: the file grows old. One that works without a router keeps it young, and says
     ``outside``: whether it is to be restarted, and whether it is ready, are two questions.
@@ -251,7 +251,7 @@ class HealthFile:
             message = f"cannot write {self._path}: {error.strerror or error}"
             raise UserError(message, hint=hint, param="health_file") from None
 
-    def tell(self, standing: Standing) -> None:
+    def tell(self, standing: HealthState) -> None:
         """Write ``standing``, unless that was done within this second. A full disk leaves the file to grow old."""
         now = time.monotonic()
         if now < self._next_s:

@@ -139,7 +139,7 @@ def listen_anew(socket: Socket, endpoint: str, keys: CurveKeys) -> bool:
     return True
 
 
-class Doorkeeper:
+class ZapAuthenticator:
     """Answers a context's questions whether a client may come in; only the cluster's own key may.
 
     Build it before anything is bound in ``context``, then call :meth:`answer_all` whenever :attr:`socket` can be read.
@@ -173,7 +173,7 @@ _OTHER_SECRET = "it has another cluster secret"
 _BROKE_OFF = "it broke off before it had shown the cluster's secret"
 
 
-class Strangers:
+class FailedHandshakes:
     """Watches the connections of one listening socket. For the thread that reads it alone."""
 
     def __init__(self, inbox: Socket, port: int) -> None:

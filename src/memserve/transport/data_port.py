@@ -37,7 +37,7 @@ from memserve.transport.links.nixl_agent import nixl_is_installed
 from memserve.transport.links.shared_memory import ShmLink, this_host
 from memserve.transport.ports import Arenas, ChecksumError, LinkError, OnPages, PageLink, UnreachableError
 from memserve.transport.ranges import Ranges, block_ranges, fits, layer_offsets
-from memserve.transport.request_server import Listening
+from memserve.transport.request_server import ListenAddress
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Lanes:
 
 
 def open_data_port(
-    link: str, geometry: KVGeometry, arenas: Arenas, on_pages: OnPages, where: Listening | None = None
+    link: str, geometry: KVGeometry, arenas: Arenas, on_pages: OnPages, where: ListenAddress | None = None
 ) -> PagePort:
     """The port for ``link`` (:data:`memserve.base.types.LINKS`), whose links listen as ``where`` says; None: NIXL at
     all addresses of this machine, and no member is asked through the cluster's channel.
@@ -140,7 +140,7 @@ def uses_nixl(link: str) -> bool:
     return link in ("trusted", "nixl")
 
 
-def _nixl(arenas: Arenas, geometry: KVGeometry, where: Listening | None, *, needed: bool) -> list[PageLink]:
+def _nixl(arenas: Arenas, geometry: KVGeometry, where: ListenAddress | None, *, needed: bool) -> list[PageLink]:
     """None where it is not needed and not to be had."""
     if not needed and not nixl_is_installed():
         log.warning("NIXL is not installed: KV goes to other hosts through the cluster's encrypted channel")

@@ -29,9 +29,9 @@ from memserve.transport.curve import (
     LOOK_MS,
     Context,
     CurveKeys,
-    Doorkeeper,
+    FailedHandshakes,
     Socket,
-    Strangers,
+    ZapAuthenticator,
     can_be_read,
     listen_anew,
 )
@@ -83,13 +83,13 @@ class ZmqMailbox:
         self._on_message = on_message
         self._counters = MailboxCounters()
         self._context = new_context(gives_way=gives_way)
-        self._doorkeeper = Doorkeeper(self._context, self._keys[0])
+        self._doorkeeper = ZapAuthenticator(self._context, self._keys[0])
         self._inbox = self._context.socket(zmq.PULL)
         configure(self._inbox, with_port(host, port))
         self._keys[0].listen(self._inbox)
         self._endpoint, bound_port = _bind(self._context, self._inbox, host, port)
         self._listens_with = self._keys[0]
-        self._strangers = Strangers(self._inbox, bound_port)
+        self._strangers = FailedHandshakes(self._inbox, bound_port)
         self.address = f"tcp://{with_port(advertise or host, bound_port)}"
         """Where others reach it, ``tcp://host:port``."""
         self._outbox = Outbound(self._context, self._keys, me, self.address, self._counters)

@@ -18,8 +18,8 @@ from memserve.transport.curve import (
     LOOK_MS,
     Context,
     CurveKeys,
-    Doorkeeper,
     Socket,
+    ZapAuthenticator,
     limit_frames,
     listen_anew,
     turned_away,
@@ -36,7 +36,7 @@ Answer = Callable[[Sequence[zmq.Frame]], Sequence[Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
+class ListenAddress:
     """Where a process of a cluster listens, and what it asks of those that come."""
 
     secret: Secret
@@ -57,14 +57,14 @@ class Answering:
     Raises :class:`UserError` when it cannot listen.
     """
 
-    def __init__(self, where: Listening, name: str, answer: Answer, *, bytes_max: int, queued_max: int) -> None:
+    def __init__(self, where: ListenAddress, name: str, answer: Answer, *, bytes_max: int, queued_max: int) -> None:
         """``bytes_max``: of a frame of a question; ``queued_max``: answers that wait for one reader, before further
         ones are lost. ``answer`` may raise: the question is left without an answer, and a line logged."""
         self._name, self._answer = name, answer
         self._secret = followed(where.secret).then(CurveKeys.all_in, tells=False)
         self._listens_with = self._secret.value()[0]
         self._context = new_context()
-        self._doorkeeper = Doorkeeper(self._context, self._listens_with)
+        self._doorkeeper = ZapAuthenticator(self._context, self._listens_with)
         self._socket: Socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, with_port(where.host, 0))
         limit_frames(self._socket, bytes_max)

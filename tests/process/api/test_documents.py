@@ -28,7 +28,7 @@ from memserve.host.engine import Engine
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
 from memserve.system.loop import EngineStopped
-from memserve_lab.sim.reference.device import LiteralDevice
+from memserve_lab.sim.reference.device import SymbolicDevice
 
 TEXT = "The capital of France is hello hello."
 ASK = [{"role": "user", "content": "Where?"}]
@@ -449,7 +449,7 @@ def test_what_is_pinned_begins_every_conversation(
 # -- with a real engine
 
 
-class LiteralDevice(LiteralDevice):
+class SymbolicDevice(SymbolicDevice):
     """As a port of the engine."""
 
     on_layer = None
@@ -466,7 +466,7 @@ def test_documents_and_sessions_outlive_pressure_in_a_real_engine() -> None:
     """A machine of 64 blocks; other chats use all of them several times over; only pins keep a prefix."""
     block, blocks = 4, 64
     machine = Instance(InstanceConfig(CONTEXT_TOKENS, pool=PoolConfig(hbm_blocks=blocks)), block)
-    engine = Engine(machine, LiteralDevice(block, blocks, 0, vocab=100))
+    engine = Engine(machine, SymbolicDevice(block, blocks, 0, vocab=100))
     assert isinstance(engine, PinningEngine)
 
     def cached(response: httpx.Response) -> int:

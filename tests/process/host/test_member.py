@@ -40,7 +40,7 @@ from memserve.protocol.peers import ROUTER, Peer, PeerInfo
 from memserve.router.machine import Cluster
 from memserve.system.process import new_generation
 from memserve.transport.mailbox import ZmqMailbox
-from memserve_lab.sim.reference.device import LiteralDevice
+from memserve_lab.sim.reference.device import SymbolicDevice
 from memserve_lab.sim.reference.oracle import lone_tokens
 from ports import free_port
 from waiting import eventually
@@ -54,7 +54,7 @@ IMPATIENT = replace(BRISK, asks_after_ns=50 * NS_PER_MS, silent_after_ns=600 * N
 """Addresses are tried in tenths of seconds."""
 
 
-class Device(LiteralDevice):
+class Device(SymbolicDevice):
     """The literal device as a port; each step may be held at a gate."""
 
     def __init__(self) -> None:
@@ -472,7 +472,7 @@ def test_a_machine_that_breaks_ends_the_member_and_its_work_goes_on_elsewhere(ro
     node("c2", router.address)
     assert router.wait_for(["c1", "c2"], WAIT_S)
     monkeypatch.setattr(
-        Device, "run", lambda self, plan: object() if self is it.device else LiteralDevice.run(self, plan)
+        Device, "run", lambda self, plan: object() if self is it.device else SymbolicDevice.run(self, plan)
     )
     it.device.gate.set()  # the machine is told something that is no event
     with pytest.raises(UserError, match="broke"):

@@ -17,7 +17,7 @@ from memserve.model.attention.query_server import SegmentPort, SegmentServer, Zm
 from memserve.model.attention.sequence_parallel import Query, SegmentLostError
 from memserve.protocol.messages import Segment
 from memserve.protocol.peers import Peer
-from memserve.transport.request_server import Listening
+from memserve.transport.request_server import ListenAddress
 from tiny_models import GREEDY, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 
 SECRET = "a secret of the tests of segments"
@@ -40,7 +40,7 @@ def holders(count: int, family: str = "llama") -> Iterator[list[Holder]]:
     try:
         for number in range(count):
             driver = Driver(loaded(tiny_module(family)), blocks=4)
-            port = SegmentPort(driver.device, Listening(SECRET), "float32")
+            port = SegmentPort(driver.device, ListenAddress(SECRET), "float32")
             made.append(Holder(driver, port, Peer(f"i{number}", 1)))
         yield made
     finally:
@@ -128,7 +128,7 @@ def test_answers_come_to_their_questions_and_strangers_get_none() -> None:
     def attend(asked: Query) -> tuple[torch.Tensor, torch.Tensor]:
         return asked.q + asked.layer, torch.full(asked.q.shape[:2], float(asked.layer))
 
-    server = SegmentServer(Listening(SECRET), "float32", attend)
+    server = SegmentServer(ListenAddress(SECRET), "float32", attend)
     lines, stranger = ZmqSegmentLines(SECRET), ZmqSegmentLines("another secret of these tests", answer_s=0.3)
     segment = Segment(Peer("i", 1), server.address, 32)
     try:
@@ -146,7 +146,7 @@ def test_answers_come_to_their_questions_and_strangers_get_none() -> None:
 
 
 def test_nothing_waits_for_a_holder_that_is_gone() -> None:
-    server = SegmentServer(Listening(SECRET), "float32", lambda asked: None)
+    server = SegmentServer(ListenAddress(SECRET), "float32", lambda asked: None)
     segment = Segment(Peer("i", 1), server.address, 32)
     lines = ZmqSegmentLines(SECRET)
     try:

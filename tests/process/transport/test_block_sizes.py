@@ -22,7 +22,7 @@ from memserve.transport.data_port import PagePort, open_data_port
 from memserve.transport.links.encrypted import PIECE_BYTES
 from memserve.transport.links.nixl_agent import nixl_is_installed
 from memserve.transport.outbound import new_context
-from memserve.transport.request_server import Answering, Line, Listening
+from memserve.transport.request_server import Answering, Line, ListenAddress
 
 GEOMETRIES = {
     "8 layers, MQA": KVGeometry(8, 1, 64, 64, "bfloat16", 32),
@@ -56,7 +56,7 @@ def pair(link: str, geometry: KVGeometry) -> Iterator[tuple[Any, Any, dict[str, 
         for name in answers:
             arenas[name] = _core.SharedArena(BLOCKS * geometry.block_bytes)
             own = {Tier.HBM: arenas[name]}
-            ports[name] = open_data_port(link, geometry, own, answers[name].put, Listening(SECRET))
+            ports[name] = open_data_port(link, geometry, own, answers[name].put, ListenAddress(SECRET))
         infos = {name: ports[name].describe(described(name, geometry)) for name in ports}
         for name, other in (("owner", "taker"), ("taker", "owner")):
             ports[name].add_peer(infos[other])
@@ -97,7 +97,7 @@ def test_blocks_come_as_they_were(name: str, link: str) -> None:
 def test_a_message_may_be_as_long_as_its_limit() -> None:
     """And one byte more ends the connection: what the cipher adds is no part of either."""
     frame_bytes = 64 * KIB
-    where, context = Listening(SECRET), new_context()
+    where, context = ListenAddress(SECRET), new_context()
     answering = Answering(where, "echo", lambda frames: [frames[0].bytes], bytes_max=frame_bytes, queued_max=4)
     line = Line(context, CurveKeys.all_in(SECRET), answering.address, bytes_max=frame_bytes)
     try:

@@ -39,7 +39,7 @@ from memserve.transport.links.shared_memory import ShmLink
 from memserve.transport.outbound import new_context
 from memserve.transport.ports import LinkError, PageLink
 from memserve.transport.ranges import Ranges, pull_plan, shards
-from memserve.transport.request_server import Line, Listening
+from memserve.transport.request_server import Line, ListenAddress
 from waiting import eventually
 
 BLOCK, PAGE = GEOMETRY.block_bytes, GEOMETRY.page_bytes
@@ -53,7 +53,7 @@ WAYS = [
 """Link, and what UCX may use: TCP alone stands for two hosts."""
 
 
-HERE = Listening(SECRET)
+HERE = ListenAddress(SECRET)
 
 
 def new_link(name: str, arenas: Any, **sizes: Any) -> PageLink:
@@ -326,7 +326,7 @@ def test_a_read_of_many_pieces(way: str, module: Any, size: str, monkeypatch: py
 def test_strangers_are_handed_no_pages() -> None:
     """Those without the secret hear nothing; a member that asks for what is not there hears so, or nothing."""
     owner, arenas = Owner("curve"), {Tier.HBM: _core.SharedArena(BLOCKS * BLOCK)}
-    stranger = CurveLink(arenas, Listening("another secret of these tests"), BLOCK, stall_s=0.3)
+    stranger = CurveLink(arenas, ListenAddress("another secret of these tests"), BLOCK, stall_s=0.3)
     member = new_link("curve", arenas)
     one = Ranges(np.zeros(1, np.int64), np.zeros(1, np.int64), BLOCK)
     context = new_context()

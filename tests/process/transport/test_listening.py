@@ -19,7 +19,7 @@ from memserve.transport import network_devices as devices
 from memserve.transport.links import nixl_agent
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.network_devices import address_towards, device_of, own_address, ucx_devices
-from memserve.transport.probe import Knock, knock
+from memserve.transport.probe import ProbeResult, knock
 from ports import free_port
 from served_cluster import Server, eventually, is_alive, processes_below
 from tiny_models import save_folder, tiny_module
@@ -127,7 +127,7 @@ def test_mailboxes_meet_at_ipv6_addresses() -> None:
     yours = ZmqMailbox(you, "a secret of the tests, long enough", "::1", 0, lambda *letter: heard.put(letter))
     try:
         assert yours.address.startswith("tcp://[::1]:")
-        assert knock(yours.address, "a secret of the tests, long enough", 10.0) is Knock.LET_IN
+        assert knock(yours.address, "a secret of the tests, long enough", 10.0) is ProbeResult.LET_IN
         mine.connect(you, yours.address)
         mine.send(you, Leave())
         assert heard.get(timeout=30) == (me, Leave())

@@ -19,12 +19,12 @@ import zmq
 
 from memserve.base.errors import UserError
 from memserve.protocol import codec as wire
-from memserve.protocol.messages import AnyMessage, AskEvents, Cancel, Expelled, Leave
+from memserve.protocol.messages import AnyMessage, Cancel, Expelled, Leave, QueryKvEvents
 from memserve.protocol.peers import ROUTER, Peer
 from memserve.transport.curve import CurveKeys
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.outbound import LETTERS_QUEUED_MAX, configure
-from memserve.transport.probe import Knock, knock, no_router, what_is_waited_for
+from memserve.transport.probe import ProbeResult, knock, no_router, what_is_waited_for
 from waiting import eventually
 
 SECRET = "the secret of this test's cluster"
@@ -89,7 +89,7 @@ def test_messages_arrive_once_and_in_order_from_many_threads(open_box: Callable[
     a, b = open_box(A), open_box(B)
     a.box.connect(B, b.box.address)
     threads = [
-        threading.Thread(target=lambda k=k: [a.box.send(B, AskEvents(1000 * k + i)) for i in range(200)])
+        threading.Thread(target=lambda k=k: [a.box.send(B, QueryKvEvents(1000 * k + i)) for i in range(200)])
         for k in range(4)
     ]
     for thread in threads:
@@ -115,11 +115,11 @@ def test_only_the_generation_that_is_meant_hears(open_box: Callable[..., Reader]
     a, b = open_box(A), open_box(Peer("b", 7))
     for generation in (6, 0, 8, 7):  # 0: whoever bears the name
         a.box.connect(Peer("b", generation), b.box.address)
-        a.box.send(Peer("b", generation), AskEvents(generation))
+        a.box.send(Peer("b", generation), QueryKvEvents(generation))
         eventually(lambda g=generation: sum(vars_of(b)) == {6: 1, 0: 2, 8: 3, 7: 4}[g])
     assert [message.first for message in b.wait(2)] == [0, 7]
     b.box.become(Peer("b", 8))
-    a.box.send(Peer("b", 7), AskEvents(70))
+    a.box.send(Peer("b", 7), QueryKvEvents(70))
     eventually(lambda: b.box.counters.misdirected == 3)
     a.box.connect(Peer("c", 1), b.box.address)
     a.box.send(Peer("c", 1), Leave())
@@ -131,10 +131,10 @@ def test_whoever_has_the_name_is_reached_over_a_line_to_one_that_is_known(open_b
     """An instance joins again: its router is known, but may have been started anew."""
     a, b = open_box(A), open_box(Peer("b", 7))
     a.box.connect(Peer("b", 7), b.box.address)
-    a.box.send(Peer("b", 0), AskEvents(1))
-    a.box.send(Peer("b", 6), AskEvents(2))
-    a.box.send(Peer("b", 7), AskEvents(3))
-    assert b.wait(2) == [AskEvents(1), AskEvents(3)]
+    a.box.send(Peer("b", 0), QueryKvEvents(1))
+    a.box.send(Peer("b", 6), QueryKvEvents(2))
+    a.box.send(Peer("b", 7), QueryKvEvents(3))
+    assert b.wait(2) == [QueryKvEvents(1), QueryKvEvents(3)]
     assert a.box.counters.lost_unknown == 1
 
 
@@ -146,13 +146,13 @@ def test_disconnect_drops_and_forgets(open_box: Callable[..., Reader]) -> None:
     a, b = open_box(A), open_box(B)
     a.box.connect(B, b.box.address)
     a.box.disconnect(Peer("b", 2))  # another one: nothing happens
-    a.box.send(B, AskEvents(1))
+    a.box.send(B, QueryKvEvents(1))
     b.wait(1)
     a.box.disconnect(B)
-    a.box.send(B, AskEvents(2))
+    a.box.send(B, QueryKvEvents(2))
     assert a.box.counters.lost_unknown == 1
     a.box.connect(B, b.box.address)
-    a.box.send(B, AskEvents(3))
+    a.box.send(B, QueryKvEvents(3))
     assert [message.first for message in b.wait(2)] == [1, 3]
 
 
@@ -221,7 +221,7 @@ def test_members_that_come_and_go_are_no_strangers(
     with socket.create_connection(("127.0.0.1", b.port)):
         for number in range(1, 21):
             push = raw_push(b.box.address, CurveKeys.derived_from(SECRET))
-            push.send(wire.seal(A, "tcp://127.0.0.1:1", B, number, wire.encode(AskEvents(number))))
+            push.send(wire.seal(A, "tcp://127.0.0.1:1", B, number, wire.encode(QueryKvEvents(number))))
             b.wait(number)
             push.close(0)
         assert b.box.counters.handshakes_failed == 0 and "turned away" not in caplog.text
@@ -230,26 +230,34 @@ def test_members_that_come_and_go_are_no_strangers(
 
 
 @pytest.mark.parametrize(
-    ("secret", "expected"), [(SECRET, Knock.LET_IN), ("some other cluster's secret", Knock.TURNED_AWAY)]
+    ("secret", "expected"), [(SECRET, ProbeResult.LET_IN), ("some other cluster's secret", ProbeResult.TURNED_AWAY)]
 )
-def test_a_knock_tells_why_nobody_answers(open_box: Callable[..., Reader], secret: str, expected: Knock) -> None:
+def test_a_knock_tells_why_nobody_answers(open_box: Callable[..., Reader], secret: str, expected: ProbeResult) -> None:
     assert knock(open_box(B).box.address, secret, 20.0) is expected
-    assert knock("tcp://127.0.0.1:9", secret, 0.1) is Knock.SILENT
-    assert knock("no address", secret, 0.1) is Knock.SILENT
+    assert knock("tcp://127.0.0.1:9", secret, 0.1) is ProbeResult.SILENT
+    assert knock("no address", secret, 0.1) is ProbeResult.SILENT
 
 
 @pytest.mark.parametrize(
     "answer, waits, hint",
     [
-        (Knock.SILENT, "waiting for the owner at h:1: nothing answers there", "is `memserve serve --cluster-port`"),
-        (Knock.TURNED_AWAY, "waiting for the owner at h:1: what listens there refuses the secret", "give the file"),
-        (Knock.LET_IN, "waiting for the owner at h:1 to answer: it takes the secret", "is `memserve serve"),
+        (
+            ProbeResult.SILENT,
+            "waiting for the owner at h:1: nothing answers there",
+            "is `memserve serve --cluster-port`",
+        ),
+        (
+            ProbeResult.TURNED_AWAY,
+            "waiting for the owner at h:1: what listens there refuses the secret",
+            "give the file",
+        ),
+        (ProbeResult.LET_IN, "waiting for the owner at h:1 to answer: it takes the secret", "is `memserve serve"),
     ],
 )
-def test_a_process_says_why_no_router_answers_it(answer: Knock, waits: str, hint: str) -> None:
+def test_a_process_says_why_no_router_answers_it(answer: ProbeResult, waits: str, hint: str) -> None:
     assert what_is_waited_for({"tcp://h:1": answer}, "the owner") == [waits]
     error = no_router({"tcp://h:1": answer}, "the owner")
-    ends = "the owner at h:1 refuses the secret" if answer is Knock.TURNED_AWAY else "no owner answers at h:1"
+    ends = "the owner at h:1 refuses the secret" if answer is ProbeResult.TURNED_AWAY else "no owner answers at h:1"
     assert error.message == ends and error.hint.startswith(hint)
 
 
@@ -259,13 +267,13 @@ def test_repeated_and_malformed_letters_are_dropped_and_counted(
     """A recorded letter, sent again by a process that even has the key, is not delivered a second time."""
     b = open_box(B)
     push = raw_push(b.box.address, CurveKeys.derived_from(SECRET))
-    letters = [wire.seal(A, "tcp://127.0.0.1:1", B, n, wire.encode(AskEvents(n))) for n in (1, 2, 3)]
+    letters = [wire.seal(A, "tcp://127.0.0.1:1", B, n, wire.encode(QueryKvEvents(n))) for n in (1, 2, 3)]
     for letter in (letters[0], letters[0], letters[2], letters[1], letters[2]):
         push.send(letter)
     eventually(lambda: b.box.counters.repeated == 3)
     assert [message.first for message in b.wait(2)] == [1, 3]
     other = Peer("a", 2)  # a new generation counts from the start
-    push.send(wire.seal(other, "", B, 1, wire.encode(AskEvents(4))))
+    push.send(wire.seal(other, "", B, 1, wire.encode(QueryKvEvents(4))))
     b.wait(3)
     push.send(b"")
     push.send(b"mss")
@@ -283,7 +291,7 @@ def test_a_callback_that_fails_does_not_stop_the_mail(open_box: Callable[..., Re
     fine: list[AnyMessage] = []
 
     def fragile(_sender: Peer, message: AnyMessage) -> None:
-        if message == AskEvents(0):
+        if message == QueryKvEvents(0):
             raise RuntimeError("on purpose")
         fine.append(message)
 
@@ -291,7 +299,7 @@ def test_a_callback_that_fails_does_not_stop_the_mail(open_box: Callable[..., Re
     try:
         a.box.connect(B, box.address)
         for n in range(3):
-            a.box.send(B, AskEvents(n))
+            a.box.send(B, QueryKvEvents(n))
         eventually(lambda: len(fine) == 2)
         assert box.counters.callback_errors == 1
     finally:
@@ -360,9 +368,9 @@ def test_queued_letters_survive_until_the_receiver_opens(open_box: Callable[...,
         port = free.getsockname()[1]
     a = open_box(A)
     a.box.connect(B, f"tcp://127.0.0.1:{port}")
-    a.box.send(B, AskEvents(1))
+    a.box.send(B, QueryKvEvents(1))
     b = open_box(B, port=port)
-    assert b.wait(1) == [AskEvents(1)]
+    assert b.wait(1) == [QueryKvEvents(1)]
 
 
 def test_closing_lets_queued_letters_leave(open_box: Callable[..., Reader]) -> None:
@@ -370,10 +378,10 @@ def test_closing_lets_queued_letters_leave(open_box: Callable[..., Reader]) -> N
     a = ZmqMailbox(A, SECRET, "127.0.0.1", 0, lambda *_: None)
     a.connect(B, b.box.address)
     for n in range(100):
-        a.send(B, AskEvents(n))
+        a.send(B, QueryKvEvents(n))
     a.close()
     a.close()  # harmless
-    a.send(B, AskEvents(100))  # lost
+    a.send(B, QueryKvEvents(100))  # lost
     assert [message.first for message in b.wait(100)] == list(range(100))
 
 
@@ -446,10 +454,10 @@ def test_an_event_loop_reads_and_a_thread_again(open_box: Callable[..., Reader])
         box.read_in(asyncio.get_running_loop())
         await arrived(600)
         for n in range(600):
-            a.box.send(B, AskEvents(n))
+            a.box.send(B, QueryKvEvents(n))
         await arrived(1200)
         found = await asyncio.to_thread(knock, box.address, "the secret of another cluster", 10)
-        assert found is Knock.TURNED_AWAY
+        assert found is ProbeResult.TURNED_AWAY
         async with asyncio.timeout(10):
             while not box.counters.handshakes_failed:
                 await asyncio.sleep(0.001)
@@ -459,7 +467,7 @@ def test_an_event_loop_reads_and_a_thread_again(open_box: Callable[..., Reader])
 
     try:
         for n in range(600):
-            a.box.send(B, AskEvents(n))
+            a.box.send(B, QueryKvEvents(n))
         asyncio.run(read())
         mine = threading.current_thread().name
         assert where[1199] == mine and where[1200] == "mailbox b"

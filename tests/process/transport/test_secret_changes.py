@@ -32,9 +32,9 @@ from memserve.transport.curve import CurveKeys, Socket
 from memserve.transport.links.encrypted import CurveLink
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.ports import LinkError
-from memserve.transport.probe import Knock, knock
+from memserve.transport.probe import ProbeResult, knock
 from memserve.transport.ranges import Ranges
-from memserve.transport.request_server import Line, Listening
+from memserve.transport.request_server import Line, ListenAddress
 from secret_steps import NEW, OLD, STEPS, put
 from waiting import eventually
 
@@ -92,7 +92,7 @@ def hears_all(listener: Talker, speaker: Talker) -> None:
     assert listener.heard[:count] == list(range(count))
 
 
-def takes(talker: Talker, secret: str) -> Knock:
+def takes(talker: Talker, secret: str) -> ProbeResult:
     return knock(talker.box.address, secret, 5.0)
 
 
@@ -106,15 +106,15 @@ def test_no_letter_is_lost_while_the_secret_changes_in_three_steps(order: str, t
                 put(talker.file, text)
                 if order != "at once":
                     first = secrets_in(text)[0]
-                    eventually(lambda talker=talker, first=first: takes(talker, first) is Knock.LET_IN)
+                    eventually(lambda talker=talker, first=first: takes(talker, first) is ProbeResult.LET_IN)
                     hears_all(a, b)
                     hears_all(b, a)
             for talker in (a, b):
-                eventually(lambda talker=talker, text=text: takes(talker, secrets_in(text)[0]) is Knock.LET_IN)
+                eventually(lambda talker=talker, text=text: takes(talker, secrets_in(text)[0]) is ProbeResult.LET_IN)
             hears_all(a, b)
             hears_all(b, a)
         for talker in (a, b):
-            assert takes(talker, OLD) is Knock.TURNED_AWAY and takes(talker, NEW) is Knock.LET_IN
+            assert takes(talker, OLD) is ProbeResult.TURNED_AWAY and takes(talker, NEW) is ProbeResult.LET_IN
 
 
 def test_a_stranger_that_was_let_in_is_cut_off(tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def test_a_stranger_that_was_let_in_is_cut_off(tmp_path: Path) -> None:
         spy.talk_to(a)
         eventually(lambda: len(a.heard) > 10)
         put(a.file, f"{NEW}\n")
-        eventually(lambda: takes(a, NEW) is Knock.LET_IN)
+        eventually(lambda: takes(a, NEW) is ProbeResult.LET_IN)
         count, sent = len(a.heard), spy.sent
         eventually(lambda: spy.sent > sent + 100)
-        assert len(a.heard) == count and takes(a, OLD) is Knock.TURNED_AWAY
+        assert len(a.heard) == count and takes(a, OLD) is ProbeResult.TURNED_AWAY
 
 
 def test_a_broken_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -137,14 +137,14 @@ def test_a_broken_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCapture
             b.file.write_bytes(text.encode("latin-1"))
             eventually(lambda: "stay in use" in caplog.text)
             hears_all(b, a)
-            assert OLD not in caplog.text and takes(b, OLD) is Knock.LET_IN
+            assert OLD not in caplog.text and takes(b, OLD) is ProbeResult.LET_IN
 
 
 def test_a_peer_with_a_third_secret_is_dialled_with_pauses(tmp_path: Path) -> None:
     with talkers(tmp_path, "a", "b") as (a, b):
         put(b.file, "a third secret of the tests\n")
         put(a.file, STEPS[0])
-        eventually(lambda: takes(b, OLD) is Knock.TURNED_AWAY)
+        eventually(lambda: takes(b, OLD) is ProbeResult.TURNED_AWAY)
         a.talk_to(b)
         began_s = time.monotonic()
         eventually(lambda: b.box.counters.handshakes_failed >= 5)
@@ -184,7 +184,7 @@ def test_letters_for_a_peer_that_turns_lines_away_half_way_are_kept(
             put(a.file, STEPS[0])
             eventually(lambda: len(a.box._keys) == 2)
             put(b.file, STEPS[1])
-            eventually(lambda: takes(b, NEW) is takes(b, OLD) is Knock.TURNED_AWAY)
+            eventually(lambda: takes(b, NEW) is takes(b, OLD) is ProbeResult.TURNED_AWAY)
             a.talk_to(b)
             eventually(lambda: a.sent > 300)
             assert a.box.counters.sent < a.sent - 1, "no letter met a line that was turned away"
@@ -197,7 +197,7 @@ def test_queries_of_attention_go_on_while_the_secret_changes(tmp_path: Path, mon
         return asked.q + asked.layer, torch.full(asked.q.shape[:2], float(asked.layer))
 
     theirs, ours = put(tmp_path / "server", f"{OLD}\n"), put(tmp_path / "lines", f"{OLD}\n")
-    server = SegmentServer(Listening(follow_secret(theirs)), "float32", attend)
+    server = SegmentServer(ListenAddress(follow_secret(theirs)), "float32", attend)
     lines = ZmqSegmentLines(follow_secret(ours), answer_s=20.0)
     segment = Segment(Peer("i", 1), server.address, 32)
 
@@ -248,13 +248,13 @@ def test_pages_are_read_while_the_secret_changes(tmp_path: Path, monkeypatch: py
     view(arena)[:] = content(Tier.HBM, 4 * size)
     order = Ranges(np.array([2, 0], np.int64) * size, np.array([1, 3], np.int64) * size, size)
     want = _core.seal_ranges(arena.address, order.src_offsets, size).tolist()
-    owner = CurveLink({Tier.HBM: arena}, Listening(follow_secret(theirs)), size)
+    owner = CurveLink({Tier.HBM: arena}, ListenAddress(follow_secret(theirs)), size)
     info = owner.describe(
         replace(info_of(Peer("owner", 1)), arenas=(ArenaPlace(Tier.HBM, arena.address, arena.nbytes),))
     )
 
     def reader_with(secret: Secret, stall_s: float = 20.0) -> CurveLink:
-        link = CurveLink({Tier.HBM: target}, Listening(secret), size, stall_s=stall_s)
+        link = CurveLink({Tier.HBM: target}, ListenAddress(secret), size, stall_s=stall_s)
         link.add_peer(info)
         return link
 

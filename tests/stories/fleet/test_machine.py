@@ -17,7 +17,6 @@ from memserve.fleet.messages import (
     Abort,
     AnswerBegan,
     AnswerEnded,
-    AskReplay,
     AttemptFailed,
     EngineAnswered,
     EngineGone,
@@ -29,12 +28,13 @@ from memserve.fleet.messages import (
     FleetEvent,
     ForwardRequest,
     GiveUp,
-    KvHeard,
+    KvReceived,
     Prefill,
     PromptArrived,
     PromptComputed,
     PromptSpace,
     ReplayEnded,
+    RequestReplay,
     TimePassed,
     read_engine,
 )
@@ -59,7 +59,7 @@ class World:
         self.computing: dict[str, str] = {}
         self.ended: dict[str, FleetAction] = {}
         self.aborted: list[Abort] = []
-        self.replays: list[AskReplay] = []
+        self.replays: list[RequestReplay] = []
         self.gone: list[str] = []
         for name in NAMES if up else ():
             self.well(name)
@@ -131,7 +131,7 @@ def test_salts_and_models_share_no_prefix() -> None:
 def test_published_blocks_decide() -> None:
     world = World(events=True)
     assert sorted(ask.engine for ask in world.replays) == list(NAMES)
-    world.tell(KvHeard("c:3", 0, batch(stored(list(range(1, 17)), None, PROMPT))))
+    world.tell(KvReceived("c:3", 0, batch(stored(list(range(1, 17)), None, PROMPT))))
     assert world.ask("r") == "c:3"
     assert world.machine.kv_counts("c:3") == dict.fromkeys(range(1, 17), (1, 0))
     world.tell(AnswerEnded("r"))
@@ -143,9 +143,9 @@ def test_a_gap_asks_for_a_replay() -> None:
     world = World(events=True)
     world.tell(ReplayEnded("a:1"))
     world.replays.clear()
-    world.tell(KvHeard("a:1", 3, batch()))
-    assert world.replays == [AskReplay("a:1", 0)]
-    world.tell(KvHeard("a:1", 0, b"garbage", replayed=True))
+    world.tell(KvReceived("a:1", 3, batch()))
+    assert world.replays == [RequestReplay("a:1", 0)]
+    world.tell(KvReceived("a:1", 0, b"garbage", replayed=True))
     world.tell(ReplayEnded("a:1"))
     assert world.ask("r") is not None
 
@@ -166,13 +166,13 @@ def test_a_gap_during_a_replay_is_asked_for_behind_it() -> None:
     world = World(events=True)
     world.tell(ReplayEnded("a:1"))
     world.replays.clear()
-    world.tell(KvHeard("a:1", 0, batch()))
-    world.tell(KvHeard("a:1", 2, batch()))
-    world.tell(KvHeard("a:1", 1, batch(), replayed=True))
-    world.tell(KvHeard("a:1", 4, batch()))
-    assert world.replays == [AskReplay("a:1", 1)]
+    world.tell(KvReceived("a:1", 0, batch()))
+    world.tell(KvReceived("a:1", 2, batch()))
+    world.tell(KvReceived("a:1", 1, batch(), replayed=True))
+    world.tell(KvReceived("a:1", 4, batch()))
+    assert world.replays == [RequestReplay("a:1", 1)]
     world.tell(ReplayEnded("a:1"))
-    assert world.replays == [AskReplay("a:1", 1), AskReplay("a:1", 3)]
+    assert world.replays == [RequestReplay("a:1", 1), RequestReplay("a:1", 3)]
     world.tell(ReplayEnded("a:1"))
     assert world.machine.engines()[0].kv_gaps == 2 and len(world.replays) == 2
 
@@ -182,13 +182,13 @@ def test_an_engine_that_was_heard_is_asked_once_more() -> None:
     world = World(events=True)
     world.tell(ReplayEnded("a:1"))
     world.replays.clear()
-    world.tell(KvHeard("a:1", 0, batch()))
+    world.tell(KvReceived("a:1", 0, batch()))
     world.well("a:1")
     assert not world.replays
     for _ in range(3):
         world.now += 6 * NS_PER_S
         world.well("a:1")
-    assert world.replays == [AskReplay("a:1", 1)]
+    assert world.replays == [RequestReplay("a:1", 1)]
 
 
 def test_prompts_without_tokens_are_followed_for_as_long_as_without_events() -> None:
@@ -230,7 +230,7 @@ def test_an_engine_joins_and_leaves() -> None:
     names = {world.ask(f"r{number}") for number in range(4)}
     assert names == {*NAMES, "d:4"}
     (request,) = (name for name, engine in world.at.items() if engine == "a:1")
-    world.tell(KvHeard("a:1", 0, batch(stored([1], None, PROMPT[:BLOCK]))))
+    world.tell(KvReceived("a:1", 0, batch(stored([1], None, PROMPT[:BLOCK]))))
     world.tell(EngineLeft("a:1"))
     world.well("a:1")
     assert world.ask("late") != "a:1" and not world.gone
@@ -352,7 +352,7 @@ def test_random_lives(seed: int) -> None:
         elif choice < 0.5:
             world.tell(EngineMissed(engine, "no answer", refuses=draw.random() < 0.5))
         elif choice < 0.6:
-            world.tell(KvHeard(engine, draw.randrange(30), batch(stored([step], None, PROMPT[:BLOCK]))))
+            world.tell(KvReceived(engine, draw.randrange(30), batch(stored([step], None, PROMPT[:BLOCK]))))
         elif live:
             name = draw.choice(live)
             failed = AttemptFailed(name, "x", refuses=True)

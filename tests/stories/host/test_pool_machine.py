@@ -20,9 +20,9 @@ from memserve.kv.mempool import Address, MemPool
 from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import MessageArrived, Send
-from memserve.protocol.member_events import BecomeNew, Deliver, MeetPeer, PartFromPeer, Reborn
+from memserve.protocol.member_events import AddPeer, ChangeGeneration, ForwardMessage, GenerationChanged, RemovePeer
 from memserve.protocol.messages import AnyMessage, Expelled, Free, Heartbeat, Leave, PeerJoined
-from memserve.protocol.peer_group import MeetAsked, PartAsked, PeerGroup
+from memserve.protocol.peer_group import AddRequested, PeerGroup, RemoveRequested
 from memserve.protocol.peers import Load, Peer, PeerInfo
 from memserve_lab.sim.clock import Clock
 from memserve_lab.sim.fuzz.network import FaultyNetwork
@@ -101,11 +101,11 @@ class PoolNode(Node):
         if isinstance(action, Send):
             if action.to in self.lines or action.to in self.heard or not action.to.generation:
                 world.network.send(self.peer, action.to, action.message)
-        elif isinstance(action, MeetPeer):
+        elif isinstance(action, AddPeer):
             self.lines.add(action.info.peer)
-        elif isinstance(action, PartFromPeer):
+        elif isinstance(action, RemovePeer):
             self.lines.discard(action.peer)
-        elif isinstance(action, Reborn):
+        elif isinstance(action, GenerationChanged):
             self.peer = action.info.peer
             world.rebirths += 1
         elif isinstance(action, Arrived):
@@ -303,45 +303,47 @@ GREETING, BEAT = Send(Peer("b", 0), PeerJoined(A)), Send(B.peer, Heartbeat(Load(
 
 def test_a_group_greets_until_it_is_answered_and_then_sends_heartbeats() -> None:
     group = PeerGroup(A, silent_ns=50 * MS)
-    assert group.handle(MeetAsked(B), 0) == [MeetPeer(B), GREETING, GREETING]  # the first beat is due at once
+    assert group.handle(AddRequested(B), 0) == [AddPeer(B), GREETING, GREETING]  # the first beat is due at once
     assert group.handle(ClockTicked(), 9 * MS) == [] and group.next_deadline_ns == 10 * MS
     assert group.handle(ClockTicked(), 10 * MS) == [GREETING] and not group.has_answered("b")
     free = MessageArrived(B.peer, Free("x"))
-    assert group.handle(free, 12 * MS) == [Deliver(B.peer, Free("x"))] and group.has_answered("b")
+    assert group.handle(free, 12 * MS) == [ForwardMessage(B.peer, Free("x"))] and group.has_answered("b")
     assert group.handle(ClockTicked(), 20 * MS) == [BEAT]
-    assert group.handle(MessageArrived(B.peer, Leave()), 21 * MS) == [PartFromPeer(B.peer)]
+    assert group.handle(MessageArrived(B.peer, Leave()), 21 * MS) == [RemovePeer(B.peer)]
     assert group.peers() == [] and group.next_deadline_ns is None
 
 
 def test_a_silent_peer_is_lost_and_expelled_when_it_speaks_unless_this_process_was_stopped() -> None:
     group = PeerGroup(A, silent_ns=50 * MS)
-    group.handle(MeetAsked(B), 0)
+    group.handle(AddRequested(B), 0)
     group.handle(MessageArrived(B.peer, Heartbeat(Load())), MS)
     assert group.handle(ClockTicked(), 500 * MS) == [BEAT]  # it was stopped, and could hear no peer
     for at in (510, 520, 530, 540, 550):
         assert group.handle(ClockTicked(), at * MS) == [BEAT]
-    assert group.handle(ClockTicked(), 560 * MS) == [PartFromPeer(B.peer)]
+    assert group.handle(ClockTicked(), 560 * MS) == [RemovePeer(B.peer)]
     [expelled] = group.handle(MessageArrived(B.peer, Heartbeat(Load())), 561 * MS)
     assert expelled.to == B.peer and isinstance(expelled.message, Expelled)
     assert group.handle(MessageArrived(B.peer, PeerJoined(B)), 562 * MS) == [expelled]  # what it promised is void
     again = told("b", 2)
     joined = MessageArrived(again.peer, PeerJoined(again))
-    assert group.handle(joined, 563 * MS)[0] == MeetPeer(again) and group.find("b") == again.peer
+    assert group.handle(joined, 563 * MS)[0] == AddPeer(again) and group.find("b") == again.peer
 
 
 def test_an_expelled_process_starts_over_and_greets_all_peers_again() -> None:
     group, c = PeerGroup(A, silent_ns=50 * MS), told("c")
     for info in (B, c):
-        group.handle(MeetAsked(info), 0)
+        group.handle(AddRequested(info), 0)
         group.handle(MessageArrived(info.peer, Heartbeat(Load())), MS)
-    order = BecomeNew(B.peer, "silent", 2)
+    order = ChangeGeneration(B.peer, "silent", 2)
     assert group.handle(MessageArrived(B.peer, Expelled("silent")), 2 * MS) == [order]
     assert group.handle(MessageArrived(c.peer, Free("x")), 3 * MS) == []  # said to the incarnation that ends
     new = told("a", 2)
-    parted, met = group.handle(Reborn(new), 4 * MS)[:2], group.handle(ClockTicked(), 5 * MS)
-    assert parted == [PartFromPeer(B.peer), PartFromPeer(c.peer)] and met == []
+    parted, met = group.handle(GenerationChanged(new), 4 * MS)[:2], group.handle(ClockTicked(), 5 * MS)
+    assert parted == [RemovePeer(B.peer), RemovePeer(c.peer)] and met == []
     assert group.peers() == [B.peer, c.peer] and not group.has_answered("b") and not group.has_answered("c")
-    assert group.handle(PartAsked(B.peer), 6 * MS) == [PartFromPeer(B.peer), Send(B.peer, Leave())]
+    assert group.handle(RemoveRequested(B.peer), 6 * MS) == [RemovePeer(B.peer), Send(B.peer, Leave())]
     assert group.handle(MessageArrived(B.peer, Free("x")), 7 * MS) == [Send(B.peer, Leave())]  # left, not lost
-    assert group.handle(MeetAsked(B), 8 * MS) == [BecomeNew(B.peer, "b was lost here, and is to be met again", 3)]
-    assert MeetPeer(B) in group.handle(Reborn(told("a", 3)), 8 * MS)
+    assert group.handle(AddRequested(B), 8 * MS) == [
+        ChangeGeneration(B.peer, "b was lost here, and is to be met again", 3)
+    ]
+    assert AddPeer(B) in group.handle(GenerationChanged(told("a", 3)), 8 * MS)

@@ -16,8 +16,6 @@ from memserve.instance.machine import Instance
 from memserve.kv.identity import block_identities, namespace_id
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.messages import (
-    AskAttempts,
-    AskEvents,
     AttemptsUnknown,
     Dispatch,
     Drain,
@@ -26,6 +24,8 @@ from memserve.protocol.messages import (
     KvEvents,
     KvSnapshot,
     Pin,
+    QueryAttempts,
+    QueryKvEvents,
     Tokens,
 )
 from memserve.protocol.peers import Peer
@@ -120,11 +120,11 @@ def test_an_instance_says_which_attempts_it_has():
     fleet.submit(request("here", PROMPT[:9], max_tokens=5), "p")
     fleet.submit(request("leaves", PROMPT[9:30], max_tokens=5), "p", "d")
     fleet.run(until=lambda: "leaves#0" in p.machine.link.sender.left.values())
-    p.hear(AskAttempts(("lost#0", "here#0", "leaves#0"), 3))
+    p.hear(QueryAttempts(("lost#0", "here#0", "leaves#0"), 3))
     told = sum(isinstance(message, Tokens) for message in p.said)
     assert p.said[-1] == AttemptsUnknown(("lost#0",), dispatches=3, dispatches_heard=2, answers_told=told) and told
     fleet.run()
-    p.hear(AskAttempts(("here#0", "leaves#0"), 2))
+    p.hear(QueryAttempts(("here#0", "leaves#0"), 2))
     told = sum(isinstance(message, Tokens) for message in p.said)
     assert p.said[-1] == AttemptsUnknown(("here#0", "leaves#0"), 2, 2, told)
     assert (p.machine.load().dispatches_heard, p.machine.load().answers_told) == (2, told)
@@ -172,7 +172,7 @@ def test_events_and_snapshot_say_what_the_index_holds():
     live, late = Follower(), Follower()
     for message in member.said:
         live.hear(message)
-    member.hear(AskEvents(0))
+    member.hear(QueryKvEvents(0))
     late.hear(member.said[-1])
     pool = member.machine.pool
     truth = {}
@@ -197,7 +197,7 @@ def test_who_missed_events_gets_them_again_or_everything():
     last = member.machine.next_event
     for first in range(last + 3):
         before = len(member.said)
-        member.hear(AskEvents(first))
+        member.hear(QueryKvEvents(first))
         answer = member.said[before:]
         if first == last:
             assert answer == []

@@ -8,7 +8,6 @@ from cluster_world import a_request, dispatches, info, lone_answer
 from memserve.base.types import FinishReason, Role, TokenOutput
 from memserve.base.units import NS_PER_S
 from memserve.protocol.messages import (
-    AskAttempts,
     Cancel,
     Dispatch,
     Expelled,
@@ -17,6 +16,7 @@ from memserve.protocol.messages import (
     JoinAccepted,
     Leave,
     PeerGone,
+    QueryAttempts,
     RequestRefused,
     Tokens,
 )
@@ -374,7 +374,7 @@ def test_a_dispatch_under_way_is_not_taken_for_lost(make_cluster):
     asked = []
     for _ in range(6):
         world.now += NS_PER_S // 2
-        asked += world.sent(world.hear(a.peer, Heartbeat(Load(dispatches_heard=0))), AskAttempts)
+        asked += world.sent(world.hear(a.peer, Heartbeat(Load(dispatches_heard=0))), QueryAttempts)
     assert len(asked) == 5 and not world.instances["b"].running
     a.outbox.clear()
     a._dispatched(order)
@@ -434,9 +434,9 @@ def test_equal_totals_ask_nothing(make_cluster):
     a.deaf = False
     world.wait(NS_PER_S)
     world.run()
-    asked = sum(isinstance(message, AskAttempts) for message in a.heard)
+    asked = sum(isinstance(message, QueryAttempts) for message in a.heard)
     for number in range(20):
         world.ask(a_request(f"q{number}", PROMPT))
         world.wait(NS_PER_S // 2)
         world.run()
-    assert asked == 1 and sum(isinstance(message, AskAttempts) for message in a.heard) == 1
+    assert asked == 1 and sum(isinstance(message, QueryAttempts) for message in a.heard) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from exchange_world import BLOCK, LEASE_NS
 from memserve.base.units import NS_PER_S
-from memserve.protocol.member_events import DrainAsked
+from memserve.protocol.member_events import DrainRequested
 from memserve.protocol.messages import Expelled, Leave, Refused
 from memserve.protocol.peers import Peer
 from memserve.protocol.store import (
@@ -493,6 +493,6 @@ def test_the_end_of_a_store_does_not_wait_for_room(world) -> None:
     for n in range(12):
         a.put({b"%d" % n: bytes(2000)})
         world.run()
-    store.tell(DrainAsked(60 * NS_PER_S, "SIGTERM"))
+    store.tell(DrainRequested(60 * NS_PER_S, "SIGTERM"))
     world.run()
     assert store.ended is not None

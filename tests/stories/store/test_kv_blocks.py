@@ -13,13 +13,13 @@ from memserve.base.units import NS_PER_S
 from memserve.kv.transfer.events import FetchEnded, Released
 from memserve.protocol.messages import (
     KEEP,
-    AskEvents,
     Heartbeat,
     KvEvents,
     KvSnapshot,
     Offer,
     PeerGone,
     PeerJoined,
+    QueryKvEvents,
     Release,
     Withdraw,
 )
@@ -85,7 +85,7 @@ def test_every_router_hears_what_the_store_holds(world) -> None:
     world.run()
     (beat,) = [said for said in router.heard if isinstance(said, Heartbeat)]
     for one in (router, stranger):
-        one.say(AskEvents(0))
+        one.say(QueryKvEvents(0))
     world.run()
     (whole,) = [said for said in router.heard if isinstance(said, KvSnapshot)]
     assert beat.next_event == whole.next_event > 0 and not stranger.heard

@@ -16,7 +16,6 @@ from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.journal.state import MetadataState
 from memserve.protocol.messages import (
     AnyMessage,
-    AskEvents,
     Dispatch,
     Drain,
     Expelled,
@@ -29,6 +28,7 @@ from memserve.protocol.messages import (
     Leave,
     PeerGone,
     Pin,
+    QueryKvEvents,
     Refused,
     RejoinRequest,
     Tokens,
@@ -387,7 +387,7 @@ class RandomLife(World):
         known = self.machine._trees.feed(self.machine._registry.get(peer).number).next_event
         first = min(len(log), max(0, known + rng.choice([0, 0, 0, 1, 2, -1])))
         self.hear(peer, KvEvents(first, tuple(log[first : first + rng.randrange(1, 4)])))
-        for send in self.told(AskEvents):
+        for send in self.told(QueryKvEvents):
             if rng.random() < 0.5:
                 self.hear(peer, KvEvents(send.message.first, tuple(log[send.message.first :])))
 

@@ -22,7 +22,7 @@ from memserve.base.units import NS_PER_S
 from memserve.kv.feed import KvFeed
 from memserve.kv.identity import block_identities, namespace_id
 from memserve.kv.pool import BlockPool
-from memserve.protocol.messages import AskEvents, Expelled, Heartbeat, Join, KvChange, KvEvents
+from memserve.protocol.messages import Expelled, Heartbeat, Join, KvChange, KvEvents, QueryKvEvents
 from memserve.protocol.peers import Load, Peer, PeerInfo
 from memserve.router.events import ClockTicked, MessageArrived, RequestArrived, RequestCancelled, Send
 from memserve.router.machine import Cluster
@@ -94,7 +94,7 @@ class World:
         """``message`` arrives at the router; questions are answered into the network."""
         self.now += 1
         for action in self.cluster.handle(MessageArrived(peer or pool.peer, message), self.now):
-            if isinstance(action, Send) and isinstance(action.message, AskEvents):
+            if isinstance(action, Send) and isinstance(action.message, QueryKvEvents):
                 asked = next(p for p in self.pools if p.peer == action.to)
                 self.collect(asked)
                 answer = asked.feed.replay(action.message.first)

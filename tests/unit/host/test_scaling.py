@@ -9,12 +9,12 @@ import pytest
 
 from memserve.base.errors import UserError
 from memserve.base.types import Role
-from memserve.host.autoscaling import DecisionFile, LastOrders
+from memserve.host.autoscaling import DecisionFile, LastDecisions
 from memserve.router.members.autoscaling import ScaleRole
 
 
 def test_only_the_last_decision_of_a_role_is_carried_out() -> None:
-    orders = LastOrders()
+    orders = LastDecisions()
     first, decode, last = (
         ScaleRole(role, 1, wanted, "") for role, wanted in ((Role.PREFILL, 2), (Role.DECODE, 2), (Role.PREFILL, 3))
     )

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from memserve.base.types import KVGeometry, Role, Tier
-from memserve.instance.cluster.routers import BUNDLE_NS, RouterNews, Routers
+from memserve.instance.cluster.routers import BUNDLE_NS, Routers, RouterUpdates
 from memserve.kv.events import KvEvent, KvEventKind
 from memserve.kv.feed import KvFeed
 from memserve.protocol.events import Send
@@ -47,7 +47,7 @@ class World:
         self.index, self.routers = Index(), Routers(100)
         self.routers.owner = OWNER
         self.routers.set_members([PeerInfo(peer, Role.ROUTER, "", "", GEOMETRY, 0, 0, 0, False) for peer in followers])
-        self.news = RouterNews(self.routers, KvFeed(self.index, kept), lambda: LOAD)
+        self.news = RouterUpdates(self.routers, KvFeed(self.index, kept), lambda: LOAD)
         self.heard = dict.fromkeys((OWNER, *followers), 0)
         self.loads = dict.fromkeys((OWNER, *followers), 0)
         self.take(0)  # routers hear what happens from here on, and ask for the rest

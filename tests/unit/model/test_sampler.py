@@ -14,7 +14,7 @@ from memserve import _kernels
 from memserve.base.types import SamplingParams, StopParams
 from memserve.instance.events import OpenSequence
 from memserve.model.sampling import (
-    Drawn,
+    Sampled,
     Truncation,
     best_logits,
     best_logprobs,
@@ -176,7 +176,7 @@ def table_of(samplings: list[SamplingParams], tokens: list[list[int]], prompt: i
     return table
 
 
-def sample_all(table: SlotTable, logits: torch.Tensor) -> Drawn:
+def sample_all(table: SlotTable, logits: torch.Tensor) -> Sampled:
     slots = np.arange(len(logits))
     return sample(logits.clone(), slots, slots, table)
 

@@ -12,20 +12,20 @@ from memserve.base.types import ClockTicked, Role
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member import ANY_ROUTER, MemberMachine
 from memserve.protocol.member_events import (
-    BecomeNew,
-    Deliver,
-    DialRouter,
-    DrainAsked,
+    AddPeer,
+    ChangeGeneration,
+    ConnectRouter,
+    DrainRequested,
+    ForwardMessage,
+    GenerationChanged,
     Joined,
     Left,
     LoadRead,
-    MeetPeer,
+    LogWarning,
     MemberAction,
     MemberEvent,
-    Notice,
-    PartFromPeer,
     ReadLoad,
-    Reborn,
+    RemovePeer,
 )
 from memserve.protocol.messages import (
     AnyMessage,
@@ -67,15 +67,15 @@ class Script:
     def is_called(self, now_ns: int, router: Peer, address: str) -> None:
         """It is alone, and asks to join."""
         assert self.member.is_alone
-        said = Notice(f"the router at {address} calls: joining it")
-        asks = DialRouter(ANY_ROUTER, address), Send(ANY_ROUTER, Join(ME, address))
+        said = LogWarning(f"the router at {address} calls: joining it")
+        asks = ConnectRouter(ANY_ROUTER, address), Send(ANY_ROUTER, Join(ME, address))
         self.hears(now_ns, router, JoinRequest(address), said, *asks)
 
     def joins(self, now_ns: int, router: Peer, address: str, *, stats: bool = True) -> None:
         """It is accepted, and its first heartbeat follows."""
         welcome = JoinAccepted((OTHER,), address)
-        lines = DialRouter(router, address), MeetPeer(OTHER), Joined()
-        self.hears(now_ns, router, welcome, *lines, Deliver(router, welcome), ReadLoad(with_stats=stats))
+        lines = ConnectRouter(router, address), AddPeer(OTHER), Joined()
+        self.hears(now_ns, router, welcome, *lines, ForwardMessage(router, welcome), ReadLoad(with_stats=stats))
         self.beats(now_ns)
 
     def beats(self, now_ns: int, *, wants_ack: bool = False) -> None:
@@ -103,8 +103,8 @@ def test_calls_are_signs_of_life_and_a_silent_router_is_left() -> None:
     it.at(30, ClockTicked(), ReadLoad(with_stats=False))
     it.beats(30, wants_ack=True)
     it.at(128, ClockTicked(), ReadLoad(with_stats=True))
-    gone = Notice("the router at a is not heard any more; s1 waits to be called by another")
-    it.at(138, ClockTicked(), gone, PartFromPeer(OTHER.peer))
+    gone = LogWarning("the router at a is not heard any more; s1 waits to be called by another")
+    it.at(138, ClockTicked(), gone, RemovePeer(OTHER.peer))
     assert it.member.is_alone and it.member.router is None and it.member.next_deadline_ns is None
     it.at(139, LoadRead(Load(), 3))
     it.is_called(200, Peer(ROUTER, 3), "b")
@@ -114,7 +114,7 @@ def test_calls_are_signs_of_life_and_a_silent_router_is_left() -> None:
 def test_a_call_that_was_never_answered_is_forgotten() -> None:
     it = Script()
     it.is_called(0, A, "a")
-    gone = Notice("the router at a is not heard any more; s1 waits to be called by another")
+    gone = LogWarning("the router at a is not heard any more; s1 waits to be called by another")
     it.at(120, ClockTicked(), gone)
     it.is_called(121, B, "b")
 
@@ -131,8 +131,8 @@ def test_another_router_is_told_that_the_store_has_one() -> None:
     it.at(100, ClockTicked(), ReadLoad(with_stats=False))
     declined = Send(B, BELONGS), ReadLoad(with_stats=True)
     it.hears(119, B, JoinRequest("b"), *declined)
-    gone = Notice("the router at a is not heard any more; s1 waits to be called by another")
-    it.at(129, ClockTicked(), gone, PartFromPeer(OTHER.peer))
+    gone = LogWarning("the router at a is not heard any more; s1 waits to be called by another")
+    it.at(129, ClockTicked(), gone, RemovePeer(OTHER.peer))
     it.is_called(130, B, "b")
 
 
@@ -140,8 +140,8 @@ def test_a_router_that_takes_the_place_of_its_router_is_followed_at_once() -> No
     it = Script()
     it.is_called(0, A, "a")
     it.joins(1, A, "a")
-    takes_over = Notice("the router at b takes over: joining it")
-    asks = DialRouter(ANY_ROUTER, "b"), Send(ANY_ROUTER, Join(ME, "b"))
+    takes_over = LogWarning("the router at b takes over: joining it")
+    asks = ConnectRouter(ANY_ROUTER, "b"), Send(ANY_ROUTER, Join(ME, "b"))
     it.hears(2, B, RejoinRequest("b", after=7), takes_over, *asks)
     it.hears(3, A, RejoinRequest("a", after=6), Send(A, Refused("s1 belongs to the router at b")))
 
@@ -151,13 +151,13 @@ def test_another_router_at_the_address_of_its_router_is_followed_at_once() -> No
     it = Script()
     it.is_called(0, A, "a")
     it.joins(1, A, "a")
-    asks = DialRouter(ANY_ROUTER, "a"), Send(ANY_ROUTER, Join(ME, "a"))
-    it.hears(2, B, JoinRequest("a"), Notice("the router at a takes over: joining it"), *asks)
+    asks = ConnectRouter(ANY_ROUTER, "a"), Send(ANY_ROUTER, Join(ME, "a"))
+    it.hears(2, B, JoinRequest("a"), LogWarning("the router at a takes over: joining it"), *asks)
 
 
 def test_one_that_looks_for_its_router_itself_follows_no_call() -> None:
     it = Script("a")
-    assert it.first == [DialRouter(ANY_ROUTER, "a"), Send(ANY_ROUTER, Join(ME, "a"))]
+    assert it.first == [ConnectRouter(ANY_ROUTER, "a"), Send(ANY_ROUTER, Join(ME, "a"))]
     it.hears(1, B, JoinRequest("b"), Send(B, BELONGS))
     it.hears(2, A, JoinRequest("a"))
     it.joins(3, A, "a")
@@ -168,14 +168,14 @@ def test_one_that_looks_for_its_router_itself_follows_no_call() -> None:
 def test_a_router_that_refuses_it_leaves_it_alone() -> None:
     it = Script()
     it.is_called(0, A, "a")
-    alone = Notice("the router at a refuses this store: no; s1 waits to be called by another")
+    alone = LogWarning("the router at a refuses this store: no; s1 waits to be called by another")
     it.hears(1, A, Refused("no"), alone)
     it.is_called(2, A, "a")
 
 
 def test_one_that_ends_follows_no_call() -> None:
     it = Script()
-    it.at(1, DrainAsked(50), Left())
+    it.at(1, DrainRequested(50), Left())
     it.hears(2, A, JoinRequest("a"))
 
 
@@ -200,14 +200,14 @@ def test_random_lives(life: list[tuple[int, Peer | None, AnyMessage]]) -> None:
         pending += it.handle(MessageArrived(router, message) if router is not None else ClockTicked(), now)
         while pending:
             match pending.pop(0):
-                case MeetPeer(info):
+                case AddPeer(info):
                     lines[info.peer.name] = info.peer
-                case PartFromPeer(peer):
+                case RemovePeer(peer):
                     assert lines.pop(peer.name) == peer
                 case ReadLoad():
                     pending += it.handle(LoadRead(Load(), 0), now)
-                case BecomeNew(_, _, generation_min):
-                    pending += it.handle(Reborn(replace(ME, peer=Peer("s1", generation_min))), now)
+                case ChangeGeneration(_, _, generation_min):
+                    pending += it.handle(GenerationChanged(replace(ME, peer=Peer("s1", generation_min))), now)
                 case Send(to, Heartbeat() | Join() as said):
                     assert to == ANY_ROUTER and isinstance(said, Join) == (it.router is None) and not it.is_alone
                 case Left():
@@ -224,8 +224,8 @@ def test_a_router_that_ends_in_good_order_is_left_at_once() -> None:
     it.joins(1, A, "a")
     it.hears(2, B, Leave())
     assert it.member.router == A, "another router's end is no concern of it"
-    ends = Notice("the router at a ends; s1 waits to be called by another")
-    it.hears(3, A, Leave(), ends, PartFromPeer(OTHER.peer))
+    ends = LogWarning("the router at a ends; s1 waits to be called by another")
+    it.hears(3, A, Leave(), ends, RemovePeer(OTHER.peer))
     assert it.member.is_alone and it.member.next_deadline_ns is None
     it.hears(4, A, Leave())
     it.is_called(5, B, "b")
@@ -234,7 +234,7 @@ def test_a_router_that_ends_in_good_order_is_left_at_once() -> None:
 def test_a_router_that_ends_before_it_has_answered_is_left_too() -> None:
     it = Script()
     it.is_called(0, A, "a")
-    it.hears(1, A, Leave(), Notice("the router at a ends; s1 waits to be called by another"))
+    it.hears(1, A, Leave(), LogWarning("the router at a ends; s1 waits to be called by another"))
     it.is_called(2, B, "b")
 
 

@@ -14,20 +14,20 @@ from memserve.base.types import ClockTicked, Role
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member import ANY_ROUTER, MemberMachine, RouterAddresses
 from memserve.protocol.member_events import (
-    BecomeNew,
-    Deliver,
-    DialRouter,
-    DrainAsked,
+    AddPeer,
+    ChangeGeneration,
+    ConnectRouter,
+    DrainRequested,
+    ForwardMessage,
+    GenerationChanged,
     Joined,
     Left,
     LoadRead,
-    MeetPeer,
+    LogWarning,
     MemberAction,
     MemberEvent,
-    Notice,
-    PartFromPeer,
     ReadLoad,
-    Reborn,
+    RemovePeer,
 )
 from memserve.protocol.messages import (
     AnyMessage,
@@ -64,7 +64,7 @@ class Script:
     def __init__(self, *routers: str) -> None:
         self.member = MemberMachine(ME, routers or ("a",), CONFIG)
         first = self.member.start(0)
-        assert first == [DialRouter(ANY_ROUTER, "a"), Send(ANY_ROUTER, Join(ME, "a"))]
+        assert first == [ConnectRouter(ANY_ROUTER, "a"), Send(ANY_ROUTER, Join(ME, "a"))]
 
     def at(self, now_ns: int, event: MemberEvent, *wanted: MemberAction) -> None:
         """At ``now_ns`` comes ``event``; these actions follow, in this order."""
@@ -77,8 +77,8 @@ class Script:
     def joins(self, now_ns: int, router: Peer = OLD, *peers: PeerInfo) -> None:
         """It is accepted, and its first heartbeat follows at once."""
         welcome = JoinAccepted(peers, "a")
-        meets = [MeetPeer(info) for info in peers]
-        dial, deliver = DialRouter(router, "a"), Deliver(router, welcome)
+        meets = [AddPeer(info) for info in peers]
+        dial, deliver = ConnectRouter(router, "a"), ForwardMessage(router, welcome)
         self.hears(now_ns, router, welcome, dial, *meets, Joined(), deliver, ReadLoad(with_stats=True))
         self.beats(now_ns, IDLE, ME, *peers)
 
@@ -96,22 +96,22 @@ def test_it_asks_until_it_is_accepted_and_then_beats() -> None:
     it.at(25, ClockTicked(), ReadLoad(with_stats=False))
     it.beats(26, BUSY, ME, OTHER)
     it.hears(
-        27, OLD, PeerGone(OTHER.peer, "died"), Deliver(OLD, PeerGone(OTHER.peer, "died")), PartFromPeer(OTHER.peer)
+        27, OLD, PeerGone(OTHER.peer, "died"), ForwardMessage(OLD, PeerGone(OTHER.peer, "died")), RemovePeer(OTHER.peer)
     )
     it.at(35, ClockTicked(), ReadLoad(with_stats=True))
     it.beats(36, IDLE, ME)
-    it.hears(37, OLD, PeerJoined(OTHER), MeetPeer(OTHER), Deliver(OLD, PeerJoined(OTHER)))
+    it.hears(37, OLD, PeerJoined(OTHER), AddPeer(OTHER), ForwardMessage(OLD, PeerJoined(OTHER)))
     assert it.member.knows(OTHER.peer) and not it.member.knows(Peer("c2", 9))
-    it.hears(38, OTHER.peer, Cancel("x"), Deliver(OTHER.peer, Cancel("x")))
+    it.hears(38, OTHER.peer, Cancel("x"), ForwardMessage(OTHER.peer, Cancel("x")))
     it.hears(39, OLD, HeartbeatAck())
     again = JoinAccepted((), "elsewhere")  # it lacks a member, the router has noticed
-    it.hears(40, OLD, again, DialRouter(OLD, "a"), PartFromPeer(OTHER.peer), Deliver(OLD, again))
+    it.hears(40, OLD, again, ConnectRouter(OLD, "a"), RemovePeer(OTHER.peer), ForwardMessage(OLD, again))
 
 
 def test_a_drain_lets_what_runs_finish() -> None:
     it = Script()
     it.joins(5)
-    it.hears(6, OLD, Drain(), Deliver(OLD, Drain()))
+    it.hears(6, OLD, Drain(), ForwardMessage(OLD, Drain()))
     it.at(15, ClockTicked(), ReadLoad(with_stats=False))
     it.beats(15, BUSY, ME)
     it.at(25, ClockTicked(), ReadLoad(with_stats=True))
@@ -122,19 +122,19 @@ def test_a_drain_lets_what_runs_finish() -> None:
 def test_patience_with_what_runs_ends() -> None:
     it = Script()
     it.joins(5)
-    it.at(7, DrainAsked(2_000_000_000, "SIGTERM"), Send(OLD, Drain()), ReadLoad(with_stats=False))
+    it.at(7, DrainRequested(2_000_000_000, "SIGTERM"), Send(OLD, Drain()), ReadLoad(with_stats=False))
     said = "SIGTERM: instance c1 leaves; 3 sequences run and 2 requests wait here, and have 2 s to finish"
-    it.beats(8, BUSY, ME, then=(Notice(said),))
+    it.beats(8, BUSY, ME, then=(LogWarning(said),))
     it.at(2_000_000_007, ClockTicked(), ReadLoad(with_stats=True))
     it.beats(2_000_000_008, BUSY, ME, then=(Send(OLD, Leave()), Left()))
 
 
 def test_leaving_at_once_needs_no_router() -> None:
     it = Script()
-    it.at(3, DrainAsked(60), Left())
+    it.at(3, DrainRequested(60), Left())
     it = Script()
     it.joins(5)
-    it.at(6, DrainAsked(0), Send(OLD, Drain()), Send(OLD, Leave()), Left())
+    it.at(6, DrainRequested(0), Send(OLD, Drain()), Send(OLD, Leave()), Left())
     it.at(7, LoadRead(IDLE, 3))
 
 
@@ -149,30 +149,38 @@ def test_a_refusal_ends_it_unless_another_router_has_accepted_it() -> None:
 def test_a_router_that_takes_over_is_joined_and_the_old_one_is_obeyed_no_more() -> None:
     it = Script("a", "b")
     it.joins(5)
-    takes_over = Notice("the router at b takes over: joining it")
-    it.hears(6, NEW, RejoinRequest("b"), takes_over, DialRouter(ANY_ROUTER, "b"), Send(ANY_ROUTER, Join(ME, "b")))
+    takes_over = LogWarning("the router at b takes over: joining it")
+    it.hears(6, NEW, RejoinRequest("b"), takes_over, ConnectRouter(ANY_ROUTER, "b"), Send(ANY_ROUTER, Join(ME, "b")))
     it.hears(7, NEW, RejoinRequest("b"))
     it.hears(8, OLD, RejoinRequest("a"))
     it.hears(9, OLD, JoinAccepted((OTHER,)))
     it.hears(10, OLD, Expelled("dead"))
     assert it.member.router is None
     welcome = JoinAccepted((), "b")
-    it.hears(11, NEW, welcome, DialRouter(NEW, "b"), Joined(), Deliver(NEW, welcome), ReadLoad(with_stats=False))
+    it.hears(
+        11, NEW, welcome, ConnectRouter(NEW, "b"), Joined(), ForwardMessage(NEW, welcome), ReadLoad(with_stats=False)
+    )
     assert it.member.router == NEW
 
 
 def test_an_expelled_one_becomes_another_and_hears_nothing_meanwhile() -> None:
     it = Script()
     it.joins(5)
-    it.hears(6, OLD, Expelled("silent", 9), Notice("expelled (silent): joining again"), BecomeNew(OLD, "silent", 10))
+    it.hears(
+        6,
+        OLD,
+        Expelled("silent", 9),
+        LogWarning("expelled (silent): joining again"),
+        ChangeGeneration(OLD, "silent", 10),
+    )
     assert it.member.next_deadline_ns is None
     it.hears(7, OLD, Expelled("silent", 9))
     it.hears(8, OLD, PeerJoined(OTHER))
     it.at(9, LoadRead(IDLE, 3))
     born = replace(ME, peer=Peer("c1", 12))
-    it.at(30, Reborn(born), DialRouter(ANY_ROUTER, "a"), Send(ANY_ROUTER, Join(born, "a")))
+    it.at(30, GenerationChanged(born), ConnectRouter(ANY_ROUTER, "a"), Send(ANY_ROUTER, Join(born, "a")))
     with pytest.raises(InvariantError, match="not newer"):
-        it.member.handle(Reborn(ME), 31)
+        it.member.handle(GenerationChanged(ME), 31)
 
 
 def test_a_silent_router_is_asked_then_looked_for_elsewhere_and_found_again() -> None:
@@ -180,9 +188,9 @@ def test_a_silent_router_is_asked_then_looked_for_elsewhere_and_found_again() ->
     it.joins(5)
     it.at(30, ClockTicked(), ReadLoad(with_stats=False))
     it.beats(30, IDLE, ME, wants_ack=True)
-    gone = Notice("no router is heard: trying b"), DialRouter(ANY_ROUTER, "b")
+    gone = LogWarning("no router is heard: trying b"), ConnectRouter(ANY_ROUTER, "b")
     it.at(125, ClockTicked(), *gone, ReadLoad(with_stats=True))
-    it.hears(126, OLD, HeartbeatAck(), DialRouter(OLD, "a"))
+    it.hears(126, OLD, HeartbeatAck(), ConnectRouter(OLD, "a"))
     assert it.member.addresses.address == it.member.addresses.home == "a"
 
 
@@ -190,10 +198,12 @@ def test_a_router_that_is_heard_when_the_turn_is_back_at_it_gets_its_answers() -
     """The line was dialled to any router: what is sent to this one would be lost."""
     it = Script("a", "b")
     it.joins(5)
-    it.at(125, ClockTicked(), Notice("no router is heard: trying b"), DialRouter(ANY_ROUTER, "b"), ReadLoad(False))
-    back = Notice("no router is heard: trying a"), DialRouter(ANY_ROUTER, "a")
+    it.at(
+        125, ClockTicked(), LogWarning("no router is heard: trying b"), ConnectRouter(ANY_ROUTER, "b"), ReadLoad(False)
+    )
+    back = LogWarning("no router is heard: trying a"), ConnectRouter(ANY_ROUTER, "a")
     it.at(165, ClockTicked(), *back, ReadLoad(with_stats=True))
-    it.hears(166, OLD, HeartbeatAck(), DialRouter(OLD, "a"))
+    it.hears(166, OLD, HeartbeatAck(), ConnectRouter(OLD, "a"))
     it.hears(167, OLD, HeartbeatAck())
 
 
@@ -241,20 +251,20 @@ def test_random_lives(life: list[tuple[int, object, AnyMessage]]) -> None:
         now_ns += later
         event: MemberEvent = ClockTicked()
         if kind == "drain":
-            event = DrainAsked(50)
+            event = DrainRequested(50)
         elif isinstance(kind, Peer):
             event = MessageArrived(kind, message)
         pending += it.handle(event, now_ns)
         while pending:
             match pending.pop(0):
-                case MeetPeer(info):
+                case AddPeer(info):
                     lines[info.peer.name] = info.peer
-                case PartFromPeer(peer):
+                case RemovePeer(peer):
                     assert lines.pop(peer.name) == peer
                 case ReadLoad():
                     pending += it.handle(LoadRead(IDLE, 0), now_ns)
-                case BecomeNew(_, _, generation_min):
-                    pending += it.handle(Reborn(replace(ME, peer=Peer("c1", generation_min))), now_ns)
+                case ChangeGeneration(_, _, generation_min):
+                    pending += it.handle(GenerationChanged(replace(ME, peer=Peer("c1", generation_min))), now_ns)
                 case Send(to, Heartbeat() | Join() as said):
                     assert to == ANY_ROUTER and isinstance(said, Join) == (it.router is None)
                 case Left():
@@ -272,4 +282,4 @@ def test_a_store_hears_of_the_end_from_the_instance_itself() -> None:
     store = replace(info_of("s", 3), role=Role.STORE)
     it.joins(5, OLD, OTHER, store)
     ends = Send(store.peer, Leave()), Send(OLD, Leave())
-    it.at(6, DrainAsked(0), Send(OLD, Drain()), *ends, Left())
+    it.at(6, DrainRequested(0), Send(OLD, Drain()), *ends, Left())

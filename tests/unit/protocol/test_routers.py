@@ -10,7 +10,7 @@ from memserve.base.types import KVGeometry, Role, TokenArray, TokenOutput
 from memserve.instance.cluster.routers import Routers
 from memserve.instance.machine import Instance
 from memserve.protocol.events import EmitTokens, MessageArrived, RejectRequest, Send
-from memserve.protocol.idempotency import AnswersHeld, AnswerTaken, AskAnswers
+from memserve.protocol.idempotency import AnswersHeld, AnswerTaken, QueryAnswers
 from memserve.protocol.messages import RETRY_S, Cancel, Dispatch, JoinAccepted, PeerGone, RequestRefused, Span, Tokens
 from memserve.protocol.peers import Load, Peer, PeerInfo
 
@@ -158,10 +158,10 @@ def test_a_router_that_is_gone_leaves_no_part() -> None:
 def test_a_client_that_asks_another_router_ends_the_parts_at_the_first() -> None:
     """They go on for no other router: the first one hears that its client has gone, and cancels."""
     it = Shared("key")
-    assert not [one for one in it.told(it.hears(R3, AskAnswers("other", ""))) if isinstance(one.message, AnswerTaken)]
-    told = it.told(it.hears(R3, AskAnswers("key", "")))
+    assert not [one for one in it.told(it.hears(R3, QueryAnswers("other", ""))) if isinstance(one.message, AnswerTaken)]
+    told = it.told(it.hears(R3, QueryAnswers("key", "")))
     assert told == [Send(R2, AnswerTaken("a")), Send(R3, AnswersHeld((), True, "key"))]
-    assert len(it.told(it.hears(R2, AskAnswers("key", "")))) == 1, "its own router is told of nothing new"
+    assert len(it.told(it.hears(R2, QueryAnswers("key", "")))) == 1, "its own router is told of nothing new"
 
 
 def test_a_key_of_another_request_takes_nothing_from_the_router_that_runs_that_one() -> None:
@@ -169,7 +169,7 @@ def test_a_key_of_another_request_takes_nothing_from_the_router_that_runs_that_o
     running = structs.replace(request("first", PROMPT[:3]), key="key", asked="body")
     it.hears(R2, Dispatch(running))
     for key, asked, refused in (("key", "other", "other"), ("else", "other", "")):
-        assert it.told(it.hears(R3, AskAnswers(key, asked))) == [Send(R3, AnswersHeld((), True, key, refused))]
-    former, told = it.told(it.hears(R3, AskAnswers("key", "body")))
+        assert it.told(it.hears(R3, QueryAnswers(key, asked))) == [Send(R3, AnswersHeld((), True, key, refused))]
+    former, told = it.told(it.hears(R3, QueryAnswers("key", "body")))
     assert former == Send(R2, AnswerTaken("first"))
     assert [held.attempt_id for held in told.message.answers] == ["first"] and not told.message.refused

@@ -10,9 +10,9 @@ from cluster_world import a_request, info
 from memserve.base.config import AdmissionConfig, ClusterConfig, MemberConfig
 from memserve.base.types import Admission, ClockTicked, FinishReason, Role, TokenOutput
 from memserve.base.units import NS_PER_S
-from memserve.protocol.admission import GuestGrant, GuestGrants, GuestRequests
+from memserve.protocol.admission import AdmissionGrant, AdmissionGrants, AdmissionRequests
 from memserve.protocol.events import MessageArrived, RejectRequest, RequestArrived, RequestCancelled, Send
-from memserve.protocol.member_events import BecomeNew, Left, Reborn
+from memserve.protocol.member_events import ChangeGeneration, GenerationChanged, Left
 from memserve.protocol.messages import Dispatch, HandedOver, Heartbeat, Join, Tokens
 from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
 from memserve.protocol.records import RecoveredMember, RecoveredState
@@ -75,9 +75,9 @@ class World:
                 self.letters.append((me, action.to, action.message))
             elif isinstance(action, RejectRequest):
                 self.rejected[action.request_id] = action
-            elif isinstance(action, BecomeNew):
+            elif isinstance(action, ChangeGeneration):
                 admission = self.followers[name].member.info.admission
-                self._handle(name, Reborn(follower_info(name, action.generation_min, admission)))
+                self._handle(name, GenerationChanged(follower_info(name, action.generation_min, admission)))
             assert not isinstance(action, Left), action
 
     def beat(self, *, but: tuple[str, ...] = ()) -> None:
@@ -176,7 +176,7 @@ def test_what_is_lost_is_told_again_with_the_next_heartbeat(lost: str) -> None:
     else:
         world.cut.add(R2)
         world._handle(R2, RequestArrived(a_request("a", PROMPT)))
-        (letter,) = [letter for letter in world.letters if isinstance(letter[2], GuestRequests)]
+        (letter,) = [letter for letter in world.letters if isinstance(letter[2], AdmissionRequests)]
         world.letters.clear()
         world._handle(ROUTER, MessageArrived(letter[0], letter[2]))
         world.letters.clear()
@@ -196,7 +196,7 @@ def test_what_is_lost_is_told_again_with_the_next_heartbeat(lost: str) -> None:
 def test_news_that_come_late_or_twice_change_nothing() -> None:
     world = bounded(2)
     world._handle(R2, RequestArrived(a_request("a", PROMPT)))
-    (letter,) = [one for one in world.letters if isinstance(one[2], GuestRequests)]
+    (letter,) = [one for one in world.letters if isinstance(one[2], AdmissionRequests)]
     world.post(R2, ClockTicked())
     world.end("a")
     assert world.active == 0
@@ -392,7 +392,7 @@ def test_a_request_that_the_owner_rejects_twice_in_one_letter_is_rejected_once()
     it.ask(R2, "first")
     it.cut.add(ROUTER)
     it.ask(R2, "second")
-    rejection = GuestGrant(2, cause="queue", reason="too many wait", retry_after_s=1.0)
-    it.post(R2, MessageArrived(it.me, GuestGrants(0, 0, (rejection, rejection))))
+    rejection = AdmissionGrant(2, cause="queue", reason="too many wait", retry_after_s=1.0)
+    it.post(R2, MessageArrived(it.me, AdmissionGrants(0, 0, (rejection, rejection))))
     assert it.rejected["second"].reason == "too many wait"
     assert it.followers[R2].cluster.stats().admission.rejected["queue"] == 1

@@ -10,10 +10,9 @@ from memserve.base.types import ClockTicked, FinishReason, Role, Tier, TokenOutp
 from memserve.base.units import NS_PER_S
 from memserve.kv.identity import block_identities, namespace_id
 from memserve.protocol.events import EmitTokens, KeyConflict, MessageArrived, RejectRequest, RequestArrived, Send
-from memserve.protocol.idempotency import AnswerHeld, AnswersHeld, AnswerTaken, AskAnswers
-from memserve.protocol.member_events import BecomeNew, DialRouter, MeetPeer, PartFromPeer, Reborn
+from memserve.protocol.idempotency import AnswerHeld, AnswersHeld, AnswerTaken, QueryAnswers
+from memserve.protocol.member_events import AddPeer, ChangeGeneration, ConnectRouter, GenerationChanged, RemovePeer
 from memserve.protocol.messages import (
-    AskEvents,
     Cancel,
     Dispatch,
     Expelled,
@@ -26,6 +25,7 @@ from memserve.protocol.messages import (
     Leave,
     PeerGone,
     PeerJoined,
+    QueryKvEvents,
     Tokens,
 )
 from memserve.protocol.peers import Holder, Load, Peer, PeerInfo
@@ -78,10 +78,10 @@ def keyed(name: str):
 
 def test_the_owner_says_who_is_a_member_and_a_member_counts_when_it_is_heard() -> None:
     world = World(C1, C2)
-    assert DialRouter(Peer("router", 0), "tcp://owner") in world.started
+    assert ConnectRouter(Peer("router", 0), "tcp://owner") in world.started
     ((_, join),) = sent(world.started, Join)
     assert (join.info.role, join.info.address) == (Role.ROUTER, "tcp://me")
-    assert {action.info.peer for action in world.accepted if isinstance(action, MeetPeer)} >= {C1.peer, C2.peer}
+    assert {action.info.peer for action in world.accepted if isinstance(action, AddPeer)} >= {C1.peer, C2.peer}
     assert world.members == []
     world.beat(C1, replace_peer(C2, 9), info("c3", Role.COLOCATED))
     assert world.members == [C1.peer], "another incarnation, and a process that the owner has not named, are none"
@@ -90,7 +90,7 @@ def test_the_owner_says_who_is_a_member_and_a_member_counts_when_it_is_heard() -
     world.beat(C1, replace_peer(C1, 2), C2)
     assert world.members == [Peer("c1", 2), C2.peer]
     gone = world.hear(OWNER, PeerGone(C2.peer, "dead"))
-    assert PartFromPeer(C2.peer) in gone and world.members == [Peer("c1", 2)]
+    assert RemovePeer(C2.peer) in gone and world.members == [Peer("c1", 2)]
     assert not sent(gone, Expelled | PeerGone), "a follower tells no member of others"
 
 
@@ -134,7 +134,7 @@ def test_a_store_is_heard_as_instances_are_and_named_to_the_instance_that_fetche
     world = World(C1)
     world.beat(C1)
     asked = world.hear(store.peer, Heartbeat(Load(), 5))
-    assert world.members == [C1.peer, store.peer] and sent(asked, AskEvents) == [(store.peer, AskEvents(0))]
+    assert world.members == [C1.peer, store.peer] and sent(asked, QueryKvEvents) == [(store.peer, QueryKvEvents(0))]
     world.hear(store.peer, KvSnapshot(5, b"", run[:32], run[32:48]))
     ((to, order),) = sent(world.post(RequestArrived(a_request("a", prompt))), Dispatch)
     assert (to, order.holders) == (C1.peer, (Holder(store.peer, 3 * BLOCK, Tier.SSD, BLOCK),))
@@ -162,7 +162,7 @@ def test_an_answer_that_runs_at_an_instance_goes_on_here() -> None:
     world = World(C1, C2)
     world.beat(C1, C2)
     asked = world.post(RequestArrived(keyed("a")))
-    assert sent(asked, AskAnswers) == [(C1.peer, AskAnswers("key", "body")), (C2.peer, AskAnswers("key", "body"))]
+    assert sent(asked, QueryAnswers) == [(C1.peer, QueryAnswers("key", "body")), (C2.peer, QueryAnswers("key", "body"))]
     assert not sent(asked, Dispatch)
     told = (TokenOutput("old#router-3.1-1", 0, (8, 9)),)
     held = AnswerHeld("key", "body", "old#router-3.1-1", True, 7, told)
@@ -232,9 +232,11 @@ def test_an_expelled_follower_lets_its_attempts_go_and_comes_again() -> None:
     world = World(C1)
     world.beat(C1)
     assert len(sent(world.post(RequestArrived(a_request("a", [1, 2, 3]))), Dispatch)) == 1
-    (order,) = [one for one in world.hear(OWNER, Expelled("silent", 3)) if isinstance(one, BecomeNew)]
+    (order,) = [one for one in world.hear(OWNER, Expelled("silent", 3)) if isinstance(one, ChangeGeneration)]
     assert order.generation_min == 4 and world.members == []
-    joins = sent(world.post(Reborn(structs.replace(world.machine.member.info, peer=Peer("router-2", 4)))), Join)
+    joins = sent(
+        world.post(GenerationChanged(structs.replace(world.machine.member.info, peer=Peer("router-2", 4)))), Join
+    )
     assert [join.info.peer.generation for _, join in joins] == [4]
     world.hear(OWNER, JoinAccepted((C1,)))
     assert len(sent(world.hear(C1.peer, Heartbeat(Load())), Dispatch)) == 1

@@ -9,7 +9,7 @@ import pytest
 
 from memserve.base.errors import UserError
 from memserve.system import process as health_file
-from memserve.system.process import HealthFile, Standing
+from memserve.system.process import HealthFile, HealthState
 
 
 @pytest.fixture
@@ -23,15 +23,15 @@ def test_it_says_what_the_process_is_once_a_second(tmp_path: Path, clock: list[f
     path = tmp_path / "health"
     health = HealthFile(path)
     assert not path.exists(), "before the first word there is none: the process has not started"
-    health.tell(Standing.OUTSIDE)
-    health.tell(Standing.MEMBER)
+    health.tell(HealthState.OUTSIDE)
+    health.tell(HealthState.MEMBER)
     assert path.read_text() == "outside\n", "at most once a second"
     clock[0] += 1.0
-    health.tell(Standing.MEMBER)
+    health.tell(HealthState.MEMBER)
     assert path.read_text() == "member\n"
     os.utime(path, (0, 0))
     clock[0] += 1.0
-    health.tell(Standing.MEMBER)
+    health.tell(HealthState.MEMBER)
     assert path.stat().st_mtime > 0, "the same word again makes it young"
     health.remove()
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memserve.system import process
-from memserve.system.process import CpuWatch, EndAsked, busy_note, signals_raise
+from memserve.system.process import CpuWatch, EndRequested, busy_note, signals_raise
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -84,7 +84,7 @@ def test_this_machine_tells() -> None:
 def test_an_end_that_a_library_has_made_an_error_of_is_still_an_end() -> None:
     """As the tokenizer's library does with whatever the Python that it calls raises."""
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(EndAsked, match="SIGTERM"), signals_raise():
+    with pytest.raises(EndRequested, match="SIGTERM"), signals_raise():
         try:
             signal.raise_signal(signal.SIGTERM)
         except BaseException as asked:

@@ -212,9 +212,9 @@ def the_channel_hands_out_whole_blocks() -> bool:
     from memserve.transport.links.encrypted import CurveLink
     from memserve.transport.ports import LinkError
     from memserve.transport.ranges import Ranges
-    from memserve.transport.request_server import Listening
+    from memserve.transport.request_server import ListenAddress
 
-    geometry, where = GEOMETRIES["three heads"], Listening("a secret of these tests")
+    geometry, where = GEOMETRIES["three heads"], ListenAddress("a secret of these tests")
     source, target = Divided(geometry, (3, 1), seed=5), Divided(geometry, (2, 2))
     whole = source.whole.numpy().ravel()
     owner = CurveLink({Tier.HBM: source.memory}, where, geometry.block_bytes)

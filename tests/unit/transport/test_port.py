@@ -18,10 +18,10 @@ from memserve.protocol.peers import Peer, PeerInfo
 from memserve.transport import data_port as data
 from memserve.transport.data_port import Lanes, PagePort, open_data_port
 from memserve.transport.links import nixl_agent
-from memserve.transport.links.nixl import Attendant
+from memserve.transport.links.nixl import PollThread
 from memserve.transport.ports import LinkError, Seals, UnreachableError
 from memserve.transport.ranges import Ranges
-from memserve.transport.request_server import Listening
+from memserve.transport.request_server import ListenAddress
 
 A, B = Peer("a", 1), Peer("b", 1)
 
@@ -211,7 +211,7 @@ def test_links_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         open_data_port("nixl", GEOMETRY, {}, print)
     with pytest.raises(UserError, match="channel of a cluster"):
         open_data_port("curve", GEOMETRY, {}, print)
-    here = Listening(SECRET)
+    here = ListenAddress(SECRET)
     without = (("auto", ["shm", "curve"]), ("trusted", ["shm", "curve"]), ("shm", ["shm"]), ("curve", ["curve"]))
     for kind, names in without:
         port = open_data_port(kind, GEOMETRY, {}, print, here)
@@ -230,7 +230,7 @@ def test_a_nixl_that_does_not_start_leaves_the_other_ways(monkeypatch: pytest.Mo
     monkeypatch.setattr(nixl_agent, "_MODULES", ("json",))  # installed, but no NIXL
     with pytest.raises(UserError, match="does not start"):
         open_data_port("nixl", GEOMETRY, {}, print)
-    port = open_data_port("trusted", GEOMETRY, {}, print, Listening(SECRET))
+    port = open_data_port("trusted", GEOMETRY, {}, print, ListenAddress(SECRET))
     assert [link.name for link in port._links] == ["shm", "curve"]
     port.close()
 
@@ -281,7 +281,7 @@ def test_an_attendant_looks_while_there_is_something() -> None:
         looks.release()
         return busy[0]
 
-    attendant = Attendant(attend)
+    attendant = PollThread(attend)
     assert looks.acquire(timeout=10)
     assert not looks.acquire(timeout=0.05)  # nothing to do: it sleeps
     busy[0] = True

@@ -23,7 +23,7 @@ from msgspec import structs
 from memserve.base.config import AdmissionConfig
 from memserve.base.types import Admission, Request, Role
 from memserve.base.units import NS_PER_S, ceil_div
-from memserve.protocol.admission import GuestAsk, GuestGrant, GuestGrants, GuestRequests
+from memserve.protocol.admission import AdmissionGrant, AdmissionGrants, AdmissionRequest, AdmissionRequests
 from memserve.protocol.events import Send
 from memserve.protocol.messages import Dispatch
 from memserve.protocol.peers import Peer
@@ -201,17 +201,17 @@ class Before(NamedTuple):
     """Requests of an expelled follower that the event has let in again, before all that wait."""
 
 
-def _told_to_followers(actions: Sequence[ClusterAction]) -> list[tuple[str, GuestGrant]]:
+def _told_to_followers(actions: Sequence[ClusterAction]) -> list[tuple[str, AdmissionGrant]]:
     """What was decided for guests, by the names that they have at the owner."""
     return [
         (guest_name(action.to, grant.number), grant)
         for action in actions
-        if isinstance(action, Send) and isinstance(action.message, GuestGrants)
+        if isinstance(action, Send) and isinstance(action.message, AdmissionGrants)
         for grant in action.message.grants
     ]
 
 
-class GateJudge:
+class AdmissionChecker:
     """Watches one router after the other. It knows which instances are members, and nothing of tokens."""
 
     def __init__(self) -> None:
@@ -295,7 +295,7 @@ class GateJudge:
         """Returns how many requests a follower has asked for at once."""
         if isinstance(event, RequestArrived):
             self._arrives(event.request, now_ns)
-        elif isinstance(event, MessageArrived) and isinstance(event.message, GuestRequests):
+        elif isinstance(event, MessageArrived) and isinstance(event.message, AdmissionRequests):
             for ask in event.message.asks:
                 self._guest_arrives(guest_name(event.sender, ask.number), ask, now_ns)
             return len(event.message.asks)
@@ -325,7 +325,7 @@ class GateJudge:
         self._here[request.request_id] = Waiter(request, now_ns, request.request_id)
         self._cost_most = max(self._cost_most, self._cost(request))
 
-    def _guest_arrives(self, name: str, ask: GuestAsk, now_ns: int) -> None:
+    def _guest_arrives(self, name: str, ask: AdmissionRequest, now_ns: int) -> None:
         """A follower asks for a request, or asks again."""
         if name not in self._here:
             is_new = not (ask.is_admitted or ask.returns)

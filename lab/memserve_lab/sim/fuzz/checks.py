@@ -15,7 +15,7 @@ from memserve.kv.pool import BlockPool
 from memserve.protocol.peers import Peer
 from memserve.router.machine import Cluster
 from memserve.store.disks.jobs import place_of
-from memserve_lab.sim.fuzz.clients import Referee
+from memserve_lab.sim.fuzz.clients import OutputChecker
 from memserve_lab.sim.fuzz.stores import FuzzedStore, read_record, seal_of
 from memserve_lab.sim.nodes import InstanceNode, MemberNode
 from memserve_lab.sim.reference.device import in_layer
@@ -111,7 +111,7 @@ def check_store_memory_is_whole(store: FuzzedStore) -> None:
     require(tier.blocks_free == tier.blocks_total, f"{tier.blocks_total - tier.blocks_free} blocks leaked")
 
 
-def check_contents(store: FuzzedStore, pool: BlockPool, referee: Referee) -> None:
+def check_contents(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) -> None:
     """Each block holds the KV that its name stands for, wherever it lies; on disks where nothing was damaged."""
     for identity, truth in _truths(store, pool, referee):
         entry = store.tier.find(identity, counts=False)
@@ -131,7 +131,7 @@ def check_contents(store: FuzzedStore, pool: BlockPool, referee: Referee) -> Non
             require(found.seal == seal_of(truth), f"{identity.hex()[:8]} on disk {number} was sealed as something else")
 
 
-def _truths(store: FuzzedStore, pool: BlockPool, referee: Referee) -> Iterator[tuple[bytes, bytes]]:
+def _truths(store: FuzzedStore, pool: BlockPool, referee: OutputChecker) -> Iterator[tuple[bytes, bytes]]:
     """Identity and bytes of every block of what clients have asked and were answered."""
     geometry, told = store.host.geometry, set[bytes]()
     size = geometry.block_tokens

@@ -121,7 +121,7 @@ class Ask:
         return self.lost or self.rejected is not None or len(self.final) == self.request.n
 
 
-class Referee:
+class OutputChecker:
     """Judges every output as it arrives, and at the end that each request ended once."""
 
     def __init__(self, contexts: list[int], caching: bool, grammars: Random | None = None) -> None:

@@ -27,7 +27,7 @@ from memserve_lab.sim.fuzz.scenario import Scenario
 from memserve_lab.sim.fuzz.scenario_features import Workers, workers_of
 from memserve_lab.sim.nodes import Host, InstanceNode, MemberHost, MemberNode, RouterNode
 from memserve_lab.sim.process import TICK_MIN_NS
-from memserve_lab.sim.reference.device import PageMemory, TruthDevice, fail_row
+from memserve_lab.sim.reference.device import OracleDevice, PageMemory, fail_row
 from memserve_lab.sim.reference.oracle import Violation, require
 
 _Page = tuple[Tier, int, int, int, int]
@@ -201,7 +201,7 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
             del self.held[order.name]
 
     @property
-    def memory(self) -> TruthDevice:
+    def memory(self) -> OracleDevice:
         """Its device's."""
         return self.device.memory
 
@@ -251,7 +251,7 @@ def cells_of(instances: Iterable[FuzzedInstance], segment: Segment, name: str) -
 class FuzzedDevice:
     """Literal KV, steps of random length, steps that fail."""
 
-    def __init__(self, node: FuzzedInstance, memory: TruthDevice) -> None:
+    def __init__(self, node: FuzzedInstance, memory: OracleDevice) -> None:
         self.memory, self.layers = memory, memory.layers
         self._node = node
         self._void: set[int] = set()

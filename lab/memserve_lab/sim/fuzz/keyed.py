@@ -18,7 +18,7 @@ from memserve.base.types import Request, TokenOutput
 from memserve.protocol.events import RequestArrived, RequestCancelled
 from memserve.router.requests.idempotency import TAKEN_OVER
 from memserve_lab.sim.clock import Clock
-from memserve_lab.sim.fuzz.clients import Ask, Referee
+from memserve_lab.sim.fuzz.clients import Ask, OutputChecker
 from memserve_lab.sim.fuzz.scenario import MS, Scenario
 from memserve_lab.sim.nodes import InstanceNode, RouterNode
 from memserve_lab.sim.reference.oracle import require
@@ -36,7 +36,7 @@ class Host(Protocol):
 
     scenario: Scenario
     clock: Clock
-    referee: Referee
+    referee: OutputChecker
 
     @property
     def router(self) -> RouterNode:

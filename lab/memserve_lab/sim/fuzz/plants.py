@@ -34,15 +34,15 @@ from memserve.kv.transfer.events import PagesPulled
 from memserve.kv.transfer.receiver import Receiver
 from memserve.protocol.idempotency import AnswerHeld, AnswerLog
 from memserve.protocol.member import MemberMachine, RouterAddresses
-from memserve.protocol.messages import AskEvents, Expelled, Offer
+from memserve.protocol.messages import Expelled, Offer, QueryKvEvents
 from memserve.protocol.peers import Peer
-from memserve.router.admission.follower import AskingController
+from memserve.router.admission.follower import RemoteAdmission
 from memserve.router.events import ClusterAction
 from memserve.router.members.registry import Member, Registry
 from memserve.router.outbox import DurabilityGate, Write
 from memserve.router.placement import shards as spans_module
 from memserve.router.placement.prefix_directory import MemberFeed, Trees
-from memserve.router.requests.idempotency import Answer, Answers
+from memserve.router.requests.idempotency import Answer, ReplayLog
 from memserve.store.disks import disk as disk_module
 from memserve.store.disks import jobs as disk_steps
 from memserve.store.disks.events import DiskDone, Written
@@ -144,7 +144,7 @@ def _namespace_check() -> list[Swap]:
     return [(pool_module, "namespace_id", _one_namespace)]
 
 
-def _never_asks(self: Trees, feed: MemberFeed, now_ns: int) -> AskEvents | None:
+def _never_asks(self: Trees, feed: MemberFeed, now_ns: int) -> QueryKvEvents | None:
     return None
 
 
@@ -290,13 +290,13 @@ def _answer_offsets() -> list[Swap]:
     return [(AnswerLog, "take", _takes_anything)]
 
 
-def _is_never_due(self: Answers, answer: Answer, now_ns: int) -> None:
+def _is_never_due(self: ReplayLog, answer: Answer, now_ns: int) -> None:
     return
 
 
 def _answer_end() -> list[Swap]:
     """Requests whose clients never come again go on, and their answers are kept for ever."""
-    return [(Answers, "_is_due", _is_never_due)]
+    return [(ReplayLog, "_is_due", _is_never_due)]
 
 
 def _says_nothing(self: HeldSegments) -> list[DropSegment]:
@@ -362,17 +362,17 @@ def _worker_late() -> list[Swap]:
     return [(Workers, "_meet", _first_through)]
 
 
-def _for_ever(self: AskingController, now_ns: int) -> bool:
+def _for_ever(self: RemoteAdmission, now_ns: int) -> bool:
     return True
 
 
-def _keeps_grants(self: AskingController) -> None:
+def _keeps_grants(self: RemoteAdmission) -> None:
     return
 
 
 def _stale_ledger() -> list[Swap]:
     """A follower goes on dispatching what was granted to it, after its lease and after it was expelled."""
-    return [(AskingController, "_has_lease", _for_ever), (AskingController, "expelled", _keeps_grants)]
+    return [(RemoteAdmission, "_has_lease", _for_ever), (RemoteAdmission, "expelled", _keeps_grants)]
 
 
 PLANTS: dict[str, Callable[[], list[Swap]]] = {

@@ -21,14 +21,14 @@ from memserve.protocol.events import RejectRequest, RequestArrived, RequestCance
 from memserve.protocol.messages import Cancel, Dispatch
 from memserve.protocol.peers import ROUTER, Peer
 from memserve.protocol.records import AnyRecord
-from memserve.router.admission.follower import AskingController
+from memserve.router.admission.follower import RemoteAdmission
 from memserve.router.events import ClusterAction, Note, Remember, ReportMember, StateRecovered, StoreNamed
 from memserve.router.follower import Follower
 from memserve.router.outbox import DurabilityGate, Write
 from memserve_lab.sim.fuzz import checks
 from memserve_lab.sim.fuzz import checks as store_checks
 from memserve_lab.sim.fuzz.admission_judge import guest_name
-from memserve_lab.sim.fuzz.clients import Ask, Referee
+from memserve_lab.sim.fuzz.clients import Ask, OutputChecker
 from memserve_lab.sim.fuzz.instances import FuzzedInstance, FuzzHost
 from memserve_lab.sim.fuzz.keyed import KeyedClients
 from memserve_lab.sim.fuzz.scenario import MS, Scenario
@@ -238,7 +238,7 @@ def new_follower(scenario: Scenario, node: FollowerNode, owners: tuple[str, ...]
 class Host(FuzzHost, FollowedHost, Protocol):
     """A world with clients and routers."""
 
-    referee: Referee
+    referee: OutputChecker
     keyed: KeyedClients
     instances: list[FuzzedInstance]
     store: FuzzedStore | None
@@ -385,7 +385,7 @@ def check_dispatches(host: Host, node: FollowerNode, actions: Sequence[object]) 
     asking = node.machine.cluster._lifecycle.admission
     forgets = not host.scenario.remembers and (happened["router-restart"] or happened["router-power"])
     excused = forgets or happened["router-clock-jump"] or happened["disk-full"]
-    if not isinstance(asking, AskingController) or admission.is_closed or excused:
+    if not isinstance(asking, RemoteAdmission) or admission.is_closed or excused:
         return
     for action in actions:
         if isinstance(action, Send) and isinstance(action.message, Dispatch):

@@ -33,7 +33,7 @@ from memserve_lab.sim.fuzz.scenario import LEASE_NS, MS, NAMESPACE
 from memserve_lab.sim.fuzz.scenario_features import StoreSetup
 from memserve_lab.sim.nodes import InstanceNode
 from memserve_lab.sim.reference.device import PageMemory
-from memserve_lab.sim.reference.disk import PAGE_BYTES, LiteralDisk, Write
+from memserve_lab.sim.reference.disk import PAGE_BYTES, SymbolicDisk, Write
 from memserve_lab.sim.reference.oracle import require
 from memserve_lab.sim.timed_disk import StoreNode
 
@@ -173,10 +173,10 @@ class DiskOwner(FuzzedMember):
     hanging_disks: int
 
 
-class LiteralDisks:
+class SymbolicDisks:
     """Performs jobs for one life of a store."""
 
-    def __init__(self, node: DiskOwner, memory: StoreMemory, disks: Sequence[LiteralDisk]) -> None:
+    def __init__(self, node: DiskOwner, memory: StoreMemory, disks: Sequence[SymbolicDisk]) -> None:
         self._node, self._memory, self._disks = node, memory, disks
         self._kept: dict[int, bytes] = {}
         self._hanging: list[tuple[ev.DiskAction, list[Write], bytes]] = []
@@ -251,7 +251,7 @@ class LiteralDisks:
             return "ENOSPC"
         return "EIO" if node.disk_errors and node.random.random() < node.disk_errors else ""
 
-    def _done(self, action: ev.DiskAction, done: ev.DiskDone, disk: LiteralDisk) -> ev.DiskDone:
+    def _done(self, action: ev.DiskAction, done: ev.DiskDone, disk: SymbolicDisk) -> ev.DiskDone:
         match action:
             case ev.SyncDisk():
                 disk.sync()
@@ -269,14 +269,14 @@ class LiteralDisks:
         return done
 
 
-def _begin_record(disk: LiteralDisk, offset: int, head: bytes, payload: bytes, inside: int) -> list[Write]:
+def _begin_record(disk: SymbolicDisk, offset: int, head: bytes, payload: bytes, inside: int) -> list[Write]:
     if inside:
         return [disk.begin(offset, head[:inside] + payload + head[inside + len(payload) :])]
     padded = payload + bytes(-len(payload) % PAGE_BYTES)
     return [disk.begin(offset, head), disk.begin(offset + PAGE_BYTES, padded)]
 
 
-def read_record(disk: LiteralDisk, offset: int, length: int, inside: int) -> tuple[bytes, bytes]:
+def read_record(disk: SymbolicDisk, offset: int, length: int, inside: int) -> tuple[bytes, bytes]:
     """A record's first page, and its payload."""
     head = disk.read(offset, PAGE_BYTES)
     if inside:
@@ -314,7 +314,7 @@ class FuzzedStore(StoreNode, DiskOwner):
     """A node with knobs for faults. Its memory and its disks outlive its process, or do not."""
 
     host: FuzzedStoreHost
-    devices: LiteralDisks
+    devices: SymbolicDisks
 
     def __init__(self, world: FuzzedStoreHost, setup: StoreSetup, generation: int) -> None:
         self.setup = setup
@@ -332,7 +332,7 @@ class FuzzedStore(StoreNode, DiskOwner):
         self._memory = StoreMemory(setup.blocks, world.geometry)
         self._secrets = 0  # drawn so far
         disk_bytes = [self._log(segments, b"").disk_bytes for segments in setup.segments]
-        self.disks = [LiteralDisk(nbytes, self.random) for nbytes in disk_bytes]
+        self.disks = [SymbolicDisk(nbytes, self.random) for nbytes in disk_bytes]
         super().__init__(world, NAME, generation)
 
     @property
@@ -381,8 +381,8 @@ class FuzzedStore(StoreNode, DiskOwner):
     def new_port(self) -> FaultyPort:
         return FaultyPort(self)
 
-    def new_devices(self) -> LiteralDisks:
-        return LiteralDisks(self, self._memory, self.disks)
+    def new_devices(self) -> SymbolicDisks:
+        return SymbolicDisks(self, self._memory, self.disks)
 
     def new_machine(self) -> StoreMachine:
         self.tier = KeptTier(self.setup.blocks, self._memory.block_bytes, self._kept)
@@ -421,7 +421,7 @@ class FuzzedStore(StoreNode, DiskOwner):
         secret = secret or self._secrets.to_bytes(16, "little")
         return _core.SegmentLog(segments, SEGMENT_BYTES, secret, disks.move_share, SYNC_CODES[disks.sync])
 
-    def _found(self, segments: int, disk: LiteralDisk) -> _core.SegmentLog:
+    def _found(self, segments: int, disk: SymbolicDisk) -> _core.SegmentLog:
         known = _core.SegmentLog.read_superblock(disk.read)
         log = self._log(segments, known[2] if known is not None else b"")  # else what lies there is of no log's
         if known is None:

@@ -23,8 +23,8 @@ from memserve.router.machine import Cluster
 from memserve_lab.sim.clock import Clock
 from memserve_lab.sim.fuzz import checks, faults
 from memserve_lab.sim.fuzz import checks as store_checks
-from memserve_lab.sim.fuzz.admission_judge import GateJudge
-from memserve_lab.sim.fuzz.clients import VOCAB, Ask, Conversation, Referee, Turn
+from memserve_lab.sim.fuzz.admission_judge import AdmissionChecker
+from memserve_lab.sim.fuzz.clients import VOCAB, Ask, Conversation, OutputChecker, Turn
 from memserve_lab.sim.fuzz.instances import FIRST_GENERATION, FaultyPort, FuzzedDevice, FuzzedInstance, cells_of
 from memserve_lab.sim.fuzz.keyed import KeyedClients, client_of
 from memserve_lab.sim.fuzz.network import FaultyNetwork
@@ -42,7 +42,7 @@ from memserve_lab.sim.fuzz.scenario_features import draft_tokens, foretell
 from memserve_lab.sim.fuzz.stores import FuzzedStore
 from memserve_lab.sim.nodes import ROUTER_ADDRESS, FollowerNode, InstanceNode, RouterNode
 from memserve_lab.sim.process import Process
-from memserve_lab.sim.reference.device import LAYERS, TruthDevice
+from memserve_lab.sim.reference.device import LAYERS, OracleDevice
 from memserve_lab.sim.reference.oracle import Violation, require
 from memserve_lab.sim.timed_disk import StoreNode
 
@@ -82,9 +82,9 @@ class World:
         grammars = Random(f"lark/{scenario.seed}")
         has_grammars = grammars.random() < 0.12
         caches = scenario.setting.caching is not Caching.OFF
-        self.referee = Referee(rooms, caches, grammars if has_grammars else None)
+        self.referee = OutputChecker(rooms, caches, grammars if has_grammars else None)
         self.referee.dispatched_twice = self.network.dispatched_twice
-        self.gate_judge = GateJudge()
+        self.gate_judge = AdmissionChecker()
         self.links_cut = True
         self.router_slept_ns = 0
         """How much later than the deadline, by its own clock, the router may notice that it has passed."""
@@ -158,7 +158,7 @@ class World:
         """Its device, with the instance's arenas as memory."""
         config = self.instance_config(node).pool
         blocks = config.hbm_blocks, config.dram_blocks
-        memory = TruthDevice(BLOCK_TOKENS, *blocks, VOCAB, layers=self.geometry.num_layers)
+        memory = OracleDevice(BLOCK_TOKENS, *blocks, VOCAB, layers=self.geometry.num_layers)
         memory.segment = lambda segment, name: cells_of(self.instances, segment, name)
         return FuzzedDevice(_fuzzed(node), memory)
 

@@ -41,7 +41,7 @@ def in_layer(value: int, layer: int) -> int:
     return value + (layer << _CELL_BITS)
 
 
-class LiteralPages:
+class SymbolicPages:
     """Each block has a page for each layer, with the number ``block * layers + layer``."""
 
     def __init__(self, block_tokens: int, hbm_blocks: int, dram_blocks: int, layers: int) -> None:
@@ -171,7 +171,7 @@ def fail_row(plan: StepPlan, event: StepFinished, slot: int, why: RowFailed) -> 
         event.prompt_logprobs.pop(plan.slots.index(slot), None)
 
 
-class LiteralDevice:
+class SymbolicDevice:
     """Slots, two tiers of pages, and literal execution. Copies beside the rows, and what rows write where layers lie,
     are over when the plan is, and at any time before: until then the targets of copies hold nothing, and no row may
     write to their sources."""
@@ -188,7 +188,7 @@ class LiteralDevice:
     ) -> None:
         """``device_ns``: the time that it reports for each step."""
         self.block_tokens, self.vocab, self.device_ns, self.layers = block_tokens, vocab, device_ns, layers
-        self.kv = LiteralPages(block_tokens, hbm_blocks, dram_blocks, layers)
+        self.kv = SymbolicPages(block_tokens, hbm_blocks, dram_blocks, layers)
         self.slots: dict[int, Slot] = {}
         self.computed_tokens = 0
         self.segment: Callable[[Segment, str], list[int] | None] = lambda segment, name: None
@@ -470,7 +470,7 @@ class PageMemory(ABC):
         return self.checksum(job.dst_tier, dst, job.first_layer, job.end_layer) == job.checksums[place]
 
 
-class TruthDevice(LiteralDevice, PageMemory):
+class OracleDevice(SymbolicDevice, PageMemory):
     """Literal KV in several layers."""
 
     def __init__(

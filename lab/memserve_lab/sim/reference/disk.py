@@ -21,7 +21,7 @@ class Write:
 
 
 @dataclass
-class LiteralDisk:
+class SymbolicDisk:
     """``synced`` is what a loss of power leaves for certain; ``writes`` came since, in order."""
 
     nbytes: int

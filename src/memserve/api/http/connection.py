@@ -19,10 +19,10 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from memserve.api.http.errors import ApiError
-from memserve.api.http.limits import READ_BYTES_MAX, Alarm, Edge
+from memserve.api.http.limits import READ_BYTES_MAX, Edge, MovableTimeout
 from memserve.api.http.parser import END, Head, HttpSyntaxError, RequestReader
 from memserve.api.http.request import REQUEST_ID_KEY, HttpExchange, plain_answer, request_id_of
-from memserve.api.http.tls import Greeting
+from memserve.api.http.tls import Handshake
 from memserve.base.units import KIB, MIB
 
 OUTPUT_BYTES_MAX = 64 * KIB
@@ -64,7 +64,7 @@ class Connection(asyncio.BufferedProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         edge: Edge,
-        greeting: Greeting | None = None,
+        greeting: Handshake | None = None,
     ) -> None:
         """``greeting``: the TLS handshake that comes before; None: plain HTTP."""
         self._app, self._server, self._app_state, self._edge = config.loaded_app, server_state, app_state, edge
@@ -78,8 +78,8 @@ class Connection(asyncio.BufferedProtocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._written_bytes = self._taken_bytes = 0
-        self._input_alarm = Alarm(self._loop, self._input_is_late)
-        self._output_alarm = Alarm(self._loop, self._output_is_late)
+        self._input_alarm = MovableTimeout(self._loop, self._input_is_late)
+        self._output_alarm = MovableTimeout(self._loop, self._output_is_late)
         self._closing = False
 
     # -- asyncio

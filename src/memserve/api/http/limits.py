@@ -29,7 +29,7 @@ DESCRIPTORS_KEPT = 128
 """File descriptors that connections leave to the rest of the process."""
 
 
-class Alarm:
+class MovableTimeout:
     """A deadline that is moved often and passes rarely. Uses one timer of the loop, however often it is moved."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:

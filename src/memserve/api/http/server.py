@@ -17,11 +17,11 @@ from starlette.applications import Starlette
 
 from memserve.api.http.connection import Connection
 from memserve.api.http.limits import Edge
-from memserve.api.http.tls import Greeter, Greeting, Tls
+from memserve.api.http.tls import Handshake, Handshakes, Tls
 from memserve.base.config import DRAIN_S
 from memserve.base.errors import UserError
 from memserve.base.units import KIB
-from memserve.system.process import Askings
+from memserve.system.process import SignalCounter
 
 log = logging.getLogger(__name__)
 
@@ -108,19 +108,19 @@ class Server(uvicorn.Server):
         self._tls = tls
         self._on_ready = on_ready
         self._on_end = on_end
-        self._asked = Askings()
+        self._asked = SignalCounter()
         self._cut_off = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections, then call ``on_ready``."""
         await super().startup(sockets if self._tls is None else [])
         if self._tls is not None:
-            greeters = [Greeter(one, self._tls, self._edge, self._greeted) for one in sockets or []]
+            greeters = [Handshakes(one, self._tls, self._edge, self._greeted) for one in sockets or []]
             self.servers += greeters  # type: ignore[arg-type]  # only `close` is called
         if self._on_ready is not None and not self.should_exit:
             self._on_ready()
 
-    def _greeted(self, greeting: Greeting) -> Connection:
+    def _greeted(self, greeting: Handshake) -> Connection:
         state = self.server_state, self.lifespan.state
         return Connection(self.config, *state, edge=self._edge, greeting=greeting)
 

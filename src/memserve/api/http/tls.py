@@ -64,10 +64,10 @@ def _unreadable(error: OSError) -> UserError:
     return UserError(text, hint="give the paths of two PEM files", param="tls_cert")
 
 
-class Greeting:
+class Handshake:
     """A connection whose handshake is under way."""
 
-    def __init__(self, client: socket.socket, address: str, edge: Edge, others: set[Greeting]) -> None:
+    def __init__(self, client: socket.socket, address: str, edge: Edge, others: set[Handshake]) -> None:
         """``others``: those under way, of which this is one as long as it lasts."""
         self._client, self._address, self._edge, self._others = client, address, edge, others
         #: since when it has been waiting for bytes of its client
@@ -110,17 +110,17 @@ class Greeting:
             self.ended()
 
 
-class Greeter:
+class Handshakes:
     """Accepts connections for as long as the server does."""
 
     def __init__(
-        self, listener: socket.socket, tls: Tls, edge: Edge, connection: Callable[[Greeting], asyncio.BufferedProtocol]
+        self, listener: socket.socket, tls: Tls, edge: Edge, connection: Callable[[Handshake], asyncio.BufferedProtocol]
     ) -> None:
         """``connection`` makes the protocol of a greeted one."""
         self._listener, self._tls, self._edge, self._connection = listener, tls, edge, connection
         listener.setblocking(False)
-        self._greetings: set[Greeting] = set()
-        self._ending: list[Greeting] = []
+        self._greetings: set[Handshake] = set()
+        self._ending: list[Handshake] = []
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
 
     def close(self) -> None:
@@ -144,5 +144,5 @@ class Greeter:
                 log.warning("cannot accept a connection: %s", error.strerror or error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
-            greeting = Greeting(client, str(address[0]), self._edge, self._greetings)
+            greeting = Handshake(client, str(address[0]), self._edge, self._greetings)
             greeting.begin(self._tls.context(), functools.partial(self._connection, greeting))

@@ -22,7 +22,7 @@ from memserve.cli.credentials import followed_key, read_secret
 from memserve.cli.flags import HttpOptions
 from memserve.cli.output import say
 from memserve.fleet.messages import FleetOptions, read_engine
-from memserve.system.process import EndAsked, on_ending_signals, signals_raise
+from memserve.system.process import EndRequested, on_ending_signals, signals_raise
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def run_fleet(options: FleetOptions, http: HttpOptions, config: ClusterConfig, s
             server = Server(app, drain_s=http.drain_s, log_level=http.log_level, tls=http.tls, on_ready=on_ready)
             on_ending_signals(server.handle_exit)
             server.run(sockets=[listener])
-    except EndAsked as asked:
+    except EndRequested as asked:
         log.warning("%s: stopped before it was ready", asked.signal_name)
 
 

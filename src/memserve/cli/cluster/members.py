@@ -460,16 +460,16 @@ def find_store(address: str, secret: Secret, cluster_host: str, say: Callable[[s
 
 def _complain(address: str, secret: Secret, *, is_late: bool) -> None:
     """Raise :class:`UserError` where it is of no use to wait for a store."""
-    from memserve.transport.probe import Knock, knock
+    from memserve.transport.probe import ProbeResult, knock
 
     match knock(f"tcp://{address}", secret, _KNOCK_S):
-        case Knock.TURNED_AWAY:
+        case ProbeResult.TURNED_AWAY:
             hint = "give the file that this store was started with: --cluster-secret-file FILE"
             raise UserError(f"the store at {address} has another secret", hint=hint, param="cluster_secret_file")
-        case Knock.SILENT:
+        case ProbeResult.SILENT:
             what = "nothing answers there"
             hint = f"start it: memserve store --listen {address} --cluster-secret-file FILE; or correct the address"
-        case Knock.LET_IN:
+        case ProbeResult.LET_IN:
             what = "it takes the secret, and does not answer as a store"
             hint = "give the address that `memserve store --listen` has"
     if is_late:

@@ -25,7 +25,7 @@ from memserve.cli import credentials
 from memserve.cli import flags as opt
 from memserve.cli.cluster.members import ClusterOptions
 from memserve.model.gpu.setup import as_reserved
-from memserve.system.process import EndAsked, signals_raise
+from memserve.system.process import EndRequested, signals_raise
 from memserve.system.secrets import followed
 from memserve.transport.network_devices import with_port
 
@@ -68,7 +68,7 @@ def run_on_ray(engine: EngineOptions, http: opt.HttpOptions, cluster: ClusterOpt
                         time.sleep(1.0)
                         if cluster.placement.scaling.scale:
                             _follow(ray, controller)
-                except (EndAsked, KeyboardInterrupt):
+                except (EndRequested, KeyboardInterrupt):
                     ray.get(controller.stop.remote())
     finally:
         ray.shutdown()

@@ -26,7 +26,7 @@ from memserve.cli.cluster.serve import ChatTokens, GenerationDefaults, ServedNam
 from memserve.cli.cluster.topology import follow_context, model_of, with_models
 from memserve.cli.output import say
 from memserve.model.loading.lora import read_adapters
-from memserve.system.process import EndAsked, signals_raise
+from memserve.system.process import EndRequested, signals_raise
 from memserve.system.secrets import GivenKeys, Secret, follow_secret, followed
 from memserve.transport.network_devices import with_port
 
@@ -185,7 +185,7 @@ def run_follower(
             served = Served(router, model)
             with bind(http.host, http.port, is_shared=http.port != 0) as listener:
                 serve_until_signal(served, engine.model, adapters, [listener], http, started)
-    except EndAsked:
+    except EndRequested:
         pass
     for why in refused:
         _check_accepted(why)

@@ -31,7 +31,7 @@ from memserve.journal.keeper import metadata_place
 from memserve.model.loading.lora import Adapter, read_adapters
 from memserve.store.host.files import with_absolute_folders
 from memserve.system.gpus import device_here
-from memserve.system.process import EndAsked, on_ending_signals, signals_raise
+from memserve.system.process import EndRequested, on_ending_signals, signals_raise
 
 if TYPE_CHECKING:
     from memserve.api.openai.interfaces import ServingEngine
@@ -211,7 +211,7 @@ def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: Cl
             backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
             with backend as served:
                 serve_until_signal(served, engine_options.model, adapters, listeners, http, started)
-    except EndAsked as asked:
+    except EndRequested as asked:
         log.warning("%s: stopped before it was ready", asked.signal_name)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memserve.protocol.store import StoreEntry
     from memserve.store.client.client import StoreClient
     from memserve.store.disks.events import Admission, DisksConfig, Sync
-    from memserve.store.host.process import StoreLife, StorePlace
+    from memserve.store.host.process import StorePlace, StoreRun
 
 
 _LOOK_S = 0.2
@@ -318,7 +318,7 @@ def _place(
     )
 
 
-def _say_ready(place: StorePlace, life: StoreLife, started: float) -> None:
+def _say_ready(place: StorePlace, life: StoreRun, started: float) -> None:
     numbers = life.numbers()
     disks = "".join(f", {human_bytes(nbytes)} in {folder}" for folder, nbytes in place.folders)
     kept = f"{numbers['dram_values']:,} values in memory, {numbers['disk_records']:,} on disks"

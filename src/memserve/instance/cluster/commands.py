@@ -6,7 +6,7 @@ What becomes of an instance's requests when their router is gone, or when a clie
 
     its follower is gone     answer kept: it goes on alone, for ``kept_answer_ns``       else it ends silently
     another owner came       answer kept: it goes on here, and the owner is told         else it ends silently
-    AskAnswers(key, asked)   it goes on here for the router that asks; the former one hears ``AnswerTaken``
+    QueryAnswers(key, asked)   it goes on here for the router that asks; the former one hears ``AnswerTaken``
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 from msgspec import structs
 
 from memserve.instance.cluster.handoff_sender import HandoffSender
-from memserve.instance.cluster.idempotency import KeptAnswers
+from memserve.instance.cluster.idempotency import ReplayBuffer
 from memserve.instance.cluster.prefix_fetch import Fetches
-from memserve.instance.cluster.routers import RouterNews, Routers
+from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
 from memserve.instance.events import Action
 from memserve.instance.intake import RequestIntake
@@ -27,14 +27,14 @@ from memserve.instance.scheduler.sequence import Cause, Group
 from memserve.instance.scheduler.state import SchedulerState
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import RejectRequest, Send
-from memserve.protocol.idempotency import AnswerHeld, AnswersHeld, AnswerTaken, AskAnswers
+from memserve.protocol.idempotency import AnswerHeld, AnswersHeld, AnswerTaken, QueryAnswers
 from memserve.protocol.messages import (
     AnyMessage,
-    AskAttempts,
-    AskEvents,
     AttemptsUnknown,
     Cancel,
     Dispatch,
+    QueryAttempts,
+    QueryKvEvents,
     RequestRefused,
     StopSequence,
 )
@@ -49,7 +49,7 @@ class RouterChanges:
     def __init__(
         self,
         state: SchedulerState,
-        kept: KeptAnswers,
+        kept: ReplayBuffer,
         routers: Routers,
         sender: HandoffSender,
         fetches: Fetches,
@@ -172,7 +172,7 @@ class RouterChanges:
         return True
 
 
-class RouterOrders:
+class RouterCommands:
     """Does what routers ask for. A router's word about an attempt of another one does not count."""
 
     def __init__(
@@ -181,11 +181,11 @@ class RouterOrders:
         intake: RequestIntake,
         routers: Routers,
         changes: RouterChanges,
-        kept: KeptAnswers,
+        kept: ReplayBuffer,
         sender: HandoffSender,
         fetches: Fetches,
         segments: HeldSegments,
-        news: RouterNews,
+        news: RouterUpdates,
         outbox: list[Action],
         load: Callable[[], Load],
         step_tokens: int,
@@ -196,8 +196,8 @@ class RouterOrders:
         self._news, self._outbox = news, outbox
         self._load, self._step_tokens = load, step_tokens
         self._orders: dict[type, Callable[[Any, Peer, int], None]] = {
-            Dispatch: self._dispatch, Cancel: self._cancel, StopSequence: self._stop, AskEvents: self._ask_events,
-            AskAttempts: self._ask_attempts, AskAnswers: self._ask_answers,
+            Dispatch: self._dispatch, Cancel: self._cancel, StopSequence: self._stop, QueryKvEvents: self._ask_events,
+            QueryAttempts: self._ask_attempts, QueryAnswers: self._ask_answers,
         }  # fmt: skip
 
     def __contains__(self, message: AnyMessage) -> bool:
@@ -286,10 +286,10 @@ class RouterOrders:
         if self._routers.is_of(message.request_id, sender):
             self._intake.stop(message.request_id, message.index)
 
-    def _ask_events(self, message: AskEvents, sender: Peer, now_ns: int) -> None:
+    def _ask_events(self, message: QueryKvEvents, sender: Peer, now_ns: int) -> None:
         self.tell_changes(message.first, sender)
 
-    def _ask_attempts(self, message: AskAttempts, sender: Peer, now_ns: int) -> None:
+    def _ask_attempts(self, message: QueryAttempts, sender: Peer, now_ns: int) -> None:
         """An attempt that has left is known until another instance has taken it over."""
         left = set(self._sender.left.values())
         known = [name for name in message.attempts if name in self._state.groups or name in left]
@@ -298,5 +298,5 @@ class RouterOrders:
         told = AttemptsUnknown(unknown, message.dispatches, counts.dispatches_heard, counts.answers_told)
         self._outbox.append(Send(sender, told))
 
-    def _ask_answers(self, message: AskAnswers, sender: Peer, now_ns: int) -> None:
+    def _ask_answers(self, message: QueryAnswers, sender: Peer, now_ns: int) -> None:
         self._changes.asked(message.key, message.asked, sender)

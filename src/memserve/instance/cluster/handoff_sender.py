@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from memserve.base.types import Tier, TransferMode
 from memserve.base.units import ceil_div
-from memserve.instance.cluster.idempotency import KeptAnswers
+from memserve.instance.cluster.idempotency import ReplayBuffer
 from memserve.instance.cluster.routers import Routers
 from memserve.instance.events import StepPlan
 from memserve.instance.intake import RequestIntake
@@ -57,7 +57,7 @@ class HandoffSender:
         state: SchedulerState,
         intake: RequestIntake,
         exchange: Exchange,
-        kept: KeptAnswers,
+        kept: ReplayBuffer,
         routers: Routers,
         num_layers: int,
     ) -> None:

@@ -23,7 +23,7 @@ _MESSAGE_BYTES = 4 << 20
 """A message takes further answers until it has about as many bytes."""
 
 
-class KeptPhase(enum.Enum):
+class ReplayPhase(enum.Enum):
     """What becomes of a kept answer."""
 
     RUNNING = enum.auto()  # its request is here
@@ -31,7 +31,7 @@ class KeptPhase(enum.Enum):
     GONE = enum.auto()
 
 
-class KeptCause(enum.Enum):
+class ReplayCause(enum.Enum):
     """Why its phase changes."""
 
     ENDED = enum.auto()
@@ -40,11 +40,11 @@ class KeptCause(enum.Enum):
 
 KEPT_ANSWER = Transitions(
     "An answer kept by an instance",
-    KeptPhase.RUNNING,
+    ReplayPhase.RUNNING,
     {
-        (KeptPhase.RUNNING, KeptCause.ENDED): KeptPhase.OVER,
-        (KeptPhase.RUNNING, KeptCause.FORGOTTEN): KeptPhase.GONE,
-        (KeptPhase.OVER, KeptCause.FORGOTTEN): KeptPhase.GONE,
+        (ReplayPhase.RUNNING, ReplayCause.ENDED): ReplayPhase.OVER,
+        (ReplayPhase.RUNNING, ReplayCause.FORGOTTEN): ReplayPhase.GONE,
+        (ReplayPhase.OVER, ReplayCause.FORGOTTEN): ReplayPhase.GONE,
     },
 )
 
@@ -61,12 +61,12 @@ class _Kept:
         self.until_ns = 0  # when it is forgotten, once it is over
 
     def held(self) -> AnswerHeld:
-        request, runs = self.request, self.phase is KeptPhase.RUNNING
+        request, runs = self.request, self.phase is ReplayPhase.RUNNING
         told = tuple(self.log.outputs(request.request_id))
         return AnswerHeld(request.key, request.asked, request.request_id, runs, request.created_s, told)
 
 
-class KeptAnswers:
+class ReplayBuffer:
     """Answers by their attempts, within a bounded time and memory."""
 
     __slots__ = ("_answers", "_bytes_max", "_keep_ns", "_over", "_told_to", "is_asked", "nbytes")
@@ -124,8 +124,8 @@ class KeptAnswers:
     def ended(self, attempt_id: str, now_ns: int) -> None:
         """The attempt is not here any more. Its last outputs may still be recorded."""
         kept = self._answers.get(attempt_id)
-        if kept is not None and kept.phase is KeptPhase.RUNNING:
-            kept.phase = KEPT_ANSWER.step(kept.phase, KeptCause.ENDED)
+        if kept is not None and kept.phase is ReplayPhase.RUNNING:
+            kept.phase = KEPT_ANSWER.step(kept.phase, ReplayCause.ENDED)
             kept.until_ns = now_ns + self._keep_ns
             self._over[attempt_id] = kept
 
@@ -133,14 +133,14 @@ class KeptAnswers:
         """Keep nothing of an attempt, if anything was kept."""
         kept = self._answers.pop(attempt_id, None)
         if kept is not None:
-            kept.phase = KEPT_ANSWER.step(kept.phase, KeptCause.FORGOTTEN)
+            kept.phase = KEPT_ANSWER.step(kept.phase, ReplayCause.FORGOTTEN)
             self._over.pop(attempt_id, None)
             self.nbytes -= kept.log.nbytes
 
     def runs(self, attempt_id: str) -> bool:
         """Whether the attempt is here and its answer is kept."""
         kept = self._answers.get(attempt_id)
-        return kept is not None and kept.phase is KeptPhase.RUNNING
+        return kept is not None and kept.phase is ReplayPhase.RUNNING
 
     # -- time
 
@@ -180,7 +180,7 @@ class KeptAnswers:
         parts: list[list[AnswerHeld]] = [[]]
         nbytes = 0
         for attempt_id, kept in self._answers.items():
-            if (kept.log or kept.phase is KeptPhase.RUNNING) and follower_of(attempt_id) is None:
+            if (kept.log or kept.phase is ReplayPhase.RUNNING) and follower_of(attempt_id) is None:
                 nbytes += kept.log.nbytes
                 parts[-1].append(kept.held())
             if nbytes > _MESSAGE_BYTES:
@@ -191,8 +191,8 @@ class KeptAnswers:
     def check_invariants(self, groups: Container[str]) -> None:
         """Raise :class:`InvariantError` if the books do not agree. For tests; slow."""
         for attempt_id, kept in self._answers.items():
-            check(kept.phase is not KeptPhase.GONE, "{} is gone, and kept", attempt_id)
-            is_over = kept.phase is KeptPhase.OVER
+            check(kept.phase is not ReplayPhase.GONE, "{} is gone, and kept", attempt_id)
+            is_over = kept.phase is ReplayPhase.OVER
             check(is_over == (self._over.get(attempt_id) is kept), "{} is {}, listed wrongly", attempt_id, kept.phase)
             check(is_over or attempt_id in groups, "{} runs, and is not here", attempt_id)
         check(self._over.keys() <= self._answers.keys(), "answers are over, and unknown")

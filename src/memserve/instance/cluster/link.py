@@ -15,12 +15,12 @@ from typing import Any
 
 from memserve.base.config import InstanceConfig
 from memserve.base.types import FAR_LINKS, KVGeometry, TokenOutput
-from memserve.instance.cluster.commands import RouterChanges, RouterOrders
+from memserve.instance.cluster.commands import RouterChanges, RouterCommands
 from memserve.instance.cluster.handoff_receiver import HandoffReceiver
 from memserve.instance.cluster.handoff_sender import HandoffSender
-from memserve.instance.cluster.idempotency import KeptAnswers
+from memserve.instance.cluster.idempotency import ReplayBuffer
 from memserve.instance.cluster.prefix_fetch import Fetches
-from memserve.instance.cluster.routers import RouterNews, Routers
+from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
 from memserve.instance.cluster.store_export import StoreWriter
 from memserve.instance.events import Action, StepPlan
@@ -79,14 +79,14 @@ class ClusterLink:
         pool = state.memory.pool
         self.routers = Routers(config.exchange.kept_answer_ns)
         self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
-        self.kept = KeptAnswers(config.exchange.kept_answer_ns, config.exchange.kept_answer_bytes)
+        self.kept = ReplayBuffer(config.exchange.kept_answer_ns, config.exchange.kept_answer_bytes)
         self.sender = HandoffSender(state, intake, self.exchange, self.kept, self.routers, geometry.num_layers)
         self.receiver = HandoffReceiver(state, intake, self.exchange)
         self.writer = StoreWriter(state, self.exchange, geometry)
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
         self.segments = HeldSegments(state)
         capacity = config.exchange.event_capacity
-        self.news = RouterNews(self.routers, KvFeed(pool, capacity) if capacity else None, load)
+        self.news = RouterUpdates(self.routers, KvFeed(pool, capacity) if capacity else None, load)
         #: messages that only the router may send, from another process or an earlier router
         self.messages_ignored = 0
         self.blocks_come_home = 0
@@ -102,7 +102,7 @@ class ClusterLink:
             JoinAccepted: self._join_accepted, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
             Expelled: self._expelled, Drain: self._drain, Pin: self._pin, Unpin: self._unpin,
         }  # fmt: skip
-        self.orders = RouterOrders(
+        self.orders = RouterCommands(
             state, intake, self.routers, self.changes, self.kept, self.sender, self.fetches, self.segments,
             self.news, self._outbox, load, config.scheduler.step_tokens,
         )  # fmt: skip

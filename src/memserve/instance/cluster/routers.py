@@ -2,7 +2,7 @@
 
 The *owner* has accepted the instance: it tells of members, pins and drains. *Followers* are members too; each places
 requests, and hears of its own attempts alone. An attempt changes its router when a client asks another one for the
-answer (``AskAnswers``); one whose follower is gone goes on for a while without any, if its answer is kept.
+answer (``QueryAnswers``); one whose follower is gone goes on for a while without any, if its answer is kept.
 
 What routers hear of an instance without asking: what has changed in its index, and how busy it is.
 
@@ -241,7 +241,7 @@ class Told:
         return 0 < self.again_ns - now_ns <= BUNDLE_NS
 
 
-class RouterNews:
+class RouterUpdates:
     """Tells every router, and remembers what each has heard."""
 
     __slots__ = ("_feed", "_load", "_routers", "_told", "next_deadline_ns")

@@ -26,7 +26,7 @@ from memserve.protocol.peers import Peer
 from memserve.system.secrets import Secret, followed
 from memserve.transport.curve import CurveKeys
 from memserve.transport.outbound import LETTERS_QUEUED_MAX, new_context
-from memserve.transport.request_server import Answering, Line, Listening
+from memserve.transport.request_server import Answering, Line, ListenAddress
 
 if TYPE_CHECKING:
     from memserve.model.device import ModelDevice
@@ -58,7 +58,7 @@ class SegmentServer:
     Raises :class:`UserError` when it cannot listen.
     """
 
-    def __init__(self, where: Listening, dtype: str, attend: Callable[[Query], Parts | None]) -> None:
+    def __init__(self, where: ListenAddress, dtype: str, attend: Callable[[Query], Parts | None]) -> None:
         """``dtype``: of queries. ``attend`` returns None for a segment that is not here."""
         self._attend, self._dtype = attend, getattr(torch, dtype)
         sizes = {"bytes_max": _BYTES_MAX, "queued_max": LETTERS_QUEUED_MAX}
@@ -205,7 +205,7 @@ class SegmentPort:
     Raises :class:`UserError` when it cannot listen.
     """
 
-    def __init__(self, device: ModelDevice, where: Listening, dtype: str) -> None:
+    def __init__(self, device: ModelDevice, where: ListenAddress, dtype: str) -> None:
         check(device.held_kv is not None, "this device holds no segments")
         self.held: HeldKv = device.held_kv  # type: ignore[assignment]  # checked in the line before
         self._server = SegmentServer(where, dtype, self.held.attend)

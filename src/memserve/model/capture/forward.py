@@ -39,10 +39,10 @@ from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
 from memserve.model.loading.pages import NO_PAGES, WeightPages, pages_of
 from memserve.model.loading.probe import DenseAttention
 from memserve.model.lora import RowsOf, adapting, are_adapting
-from memserve.model.workers.group import Crew
+from memserve.model.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
-    from memserve.model.workers.gpu_group import GpuCrew
+    from memserve.model.workers.gpu_group import GpuWorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class CapturedForward:
         chosen = choose_kernels(list(dict.fromkeys(self._linears)), graph_seconds)
         log.info("%d linears of few rows by kernels of our own, found in %.1f s", chosen, time.monotonic() - began_s)
 
-    def join(self, crew: Crew) -> None:
+    def join(self, crew: WorkerGroup) -> None:
         """Take sums over the workers of ``crew`` from now on."""
         if self.native is not None:
             self.native.join(crew.stage)
@@ -107,7 +107,7 @@ class CapturedForward:
             return self._run(input_ids, positions, logits_rows)
 
 
-def best_forward(module: Any, crew: Crew | GpuCrew | None = None) -> Forward:
+def best_forward(module: Any, crew: WorkerGroup | GpuWorkerGroup | None = None) -> Forward:
     """The captured forward if ``module`` can be captured (its weights are freed then), else the module itself.
 
     ``crew``: the workers of the instance, all of which must compute the same rows, padding included."""
@@ -115,7 +115,7 @@ def best_forward(module: Any, crew: Crew | GpuCrew | None = None) -> Forward:
     agreed = crew is None or crew.agree(0 if captured is None else 1 + captured.fills_up)
     if captured is None or not agreed:
         return EagerForward(module)
-    if isinstance(crew, Crew):
+    if isinstance(crew, WorkerGroup):
         captured.join(crew)
     release_weights(module)
     return captured

@@ -42,9 +42,9 @@ from memserve.model.gpu.graphs import DecodeGraphs, Decodes
 from memserve.model.gpu.sampling import BegunDraw, SlotMirror, begin_draw
 from memserve.model.gpu.streams import Gpu, Mark
 from memserve.model.loading.loader import LoadedModel
-from memserve.model.sampling import Drawn
+from memserve.model.sampling import Sampled
 from memserve.model.slots import Failures, Int64s
-from memserve.model.workers.gpu_group import GpuCrew
+from memserve.model.workers.gpu_group import GpuWorkerGroup
 from memserve.transport.links.gpu_memory import GpuMemory
 from memserve.transport.ports import ArenaMemory, Arenas
 
@@ -85,7 +85,7 @@ class GpuDevice(ModelDevice):
         *,
         decodes: Decodes | None = None,
         shared: bool = False,
-        crew: GpuCrew | None = None,
+        crew: GpuWorkerGroup | None = None,
     ) -> None:
         """``decodes``: attention that a graph can hold; None: that of Triton, where it computes. ``crew``: see
         :class:`memserve.model.workers.gpu_steps.GpuPart`."""
@@ -242,7 +242,7 @@ class GpuDevice(ModelDevice):
         """The host's part of a plan that the device has done; its slots may have other sequences by now."""
         if begun.finished is not None:
             return
-        drawn = Drawn(np.empty(0, np.int64)) if begun.draw is None else begun.draw.finish()
+        drawn = Sampled(np.empty(0, np.int64)) if begun.draw is None else begun.draw.finish()
         failed = dict(begun.failed)
         for slot, why in drawn.failed.items():
             failed.setdefault(slot, why)
@@ -305,7 +305,7 @@ class GpuDevice(ModelDevice):
             attention, lambda layer: self._layers.expect(compute.mark(), step_id, layer), plan.report_layers
         )
 
-    def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Drawn:
+    def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Sampled:
         drawn = super()._draw(plan, drawing, logits, failed)
         if self._crew is None:
             self._drawn.clear()  # no worker follows

@@ -22,7 +22,7 @@ from memserve.model.forward import Forward
 from memserve.model.gpu.sampling import SlotMirror
 from memserve.model.gpu.streams import Gpu, Graph
 from memserve.model.slots import Int64s
-from memserve.model.workers.gpu_group import GpuCrew
+from memserve.model.workers.gpu_group import GpuWorkerGroup
 from memserve.model.workers.group import exchanging
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class DecodeGraphs:
     """The graphs of one model."""
 
     def __init__(
-        self, gpu: Gpu, forward: Forward, mirror: SlotMirror, attention: Decodes, crew: GpuCrew | None = None
+        self, gpu: Gpu, forward: Forward, mirror: SlotMirror, attention: Decodes, crew: GpuWorkerGroup | None = None
     ) -> None:
         """``crew``: the workers of the instance, all of which capture the same."""
         self._gpu, self._forward, self._mirror, self._attention = gpu, forward, mirror, attention

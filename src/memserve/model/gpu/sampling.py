@@ -19,7 +19,7 @@ from torch import Tensor
 from memserve.base.types import TokenLogprobs
 from memserve.model.gpu.streams import Gpu
 from memserve.model.sampling import (
-    Drawn,
+    Sampled,
     Truncation,
     adjust_logits,
     best_logits,
@@ -108,9 +108,9 @@ class BegunDraw:
     reports: list[_Report] = field(default_factory=list)
     failed: Failures = field(default_factory=dict)
 
-    def finish(self) -> Drawn:
+    def finish(self) -> Sampled:
         """What was drawn."""
-        drawn = Drawn(self.tokens.numpy().copy(), failed=self.failed)
+        drawn = Sampled(self.tokens.numpy().copy(), failed=self.failed)
         before, behind = self.sound.numpy()
         for draw in np.flatnonzero(~(before & behind)).tolist():
             drawn.failed.setdefault(int(self.slots[draw]), NOTHING_LEFT if before[draw] else NOT_NUMBERS)

@@ -102,7 +102,7 @@ class TorchCommunicator:
             work.wait()
 
 
-class GpuCrew:
+class GpuWorkerGroup:
     """One worker's connection to the others; an :class:`memserve.model.workers.group.GroupExchange`."""
 
     copies = True

@@ -30,7 +30,7 @@ from memserve.base.errors import UserError, check
 from memserve.base.kv_layout import Share, shares
 from memserve.base.units import MIB
 from memserve.model.gpu.setup import check_pages, device_with_graphs, kv_bytes_here
-from memserve.model.workers.gpu_group import GpuCrew, Ranks, TorchCommunicator
+from memserve.model.workers.gpu_group import GpuWorkerGroup, Ranks, TorchCommunicator
 from memserve.model.workers.gpu_steps import DividedGpu, follow_leader
 from memserve.model.workers.processes import LOAD_S, STEP_S, Processes, begin_worker, refuse_stages_by_layer, say_why
 from memserve.protocol.peers import ShardPlace
@@ -207,7 +207,7 @@ class GpuWorkers(Processes):
         return found[0]
 
 
-def _connected(share: Share, model: LoadedModel, gpu: Gpu, meeting: Path) -> GpuCrew:
+def _connected(share: Share, model: LoadedModel, gpu: Gpu, meeting: Path) -> GpuWorkerGroup:
     """Cut ``model``, bring it to this process's GPU, and connect to the others."""
     from memserve.model.workers.sharding import shard
 
@@ -220,7 +220,7 @@ def _connected(share: Share, model: LoadedModel, gpu: Gpu, meeting: Path) -> Gpu
         return TorchCommunicator(meeting, ranks, share.rank, 2 * STEP_S)  # later than the leader gives up
 
     with gpu.compute.use():  # as all operations later: they are in one order
-        crew = GpuCrew(share, vocabularies, connect, model.device)
+        crew = GpuWorkerGroup(share, vocabularies, connect, model.device)
     gpu.compute.wait()
     return crew
 
@@ -235,7 +235,7 @@ def _blocks_here(share: Share, options: EngineOptions, model: LoadedModel) -> in
 
 
 def _part(
-    model: LoadedModel, config: InstanceConfig, gpu: Gpu, crew: GpuCrew, dram: _core.SharedArena | None
+    model: LoadedModel, config: InstanceConfig, gpu: Gpu, crew: GpuWorkerGroup, dram: _core.SharedArena | None
 ) -> GpuPart:
     from memserve.model.capture.forward import best_forward
     from memserve.model.workers.gpu_steps import GpuPart

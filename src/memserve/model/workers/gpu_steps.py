@@ -52,7 +52,7 @@ from memserve.model.gpu.sampling import BegunDraw
 from memserve.model.gpu.streams import Gpu
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.slots import Int64s
-from memserve.model.workers.gpu_group import GpuCrew
+from memserve.model.workers.gpu_group import GpuWorkerGroup
 from memserve.model.workers.processes import STEP_S, Divided, Processes, WorkersBroken, hang_up
 from memserve.transport.ports import Arenas
 from memserve.transport.ranges import shard_of
@@ -141,7 +141,7 @@ class DividedGpu(Divided):
         self,
         own: GpuPart,
         workers: Processes,
-        crew: GpuCrew,
+        crew: GpuWorkerGroup,
         *,
         limit_s: float = STEP_S,
         memory: GpuMemory | None = None,
@@ -259,7 +259,7 @@ class GpuPart(GpuDevice):
         model: LoadedModel,
         config: InstanceConfig,
         gpu: Gpu,
-        crew: GpuCrew,
+        crew: GpuWorkerGroup,
         forward: Forward,
         *,
         dram: _core.SharedArena | None = None,

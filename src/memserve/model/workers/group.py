@@ -73,8 +73,8 @@ def _made_up(x: Tensor) -> Tensor:
     return ((places % 17 - 8).float() / 64).to(x.dtype)[None]
 
 
-class Crew:
-    """One worker's connection to the others, on a CPU: see :class:`memserve.model.workers.gpu_group.GpuCrew` for
+class WorkerGroup:
+    """One worker's connection to the others, on a CPU: see :class:`memserve.model.workers.gpu_group.GpuWorkerGroup` for
     GPUs."""
 
     def __init__(

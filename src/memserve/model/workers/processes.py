@@ -35,8 +35,8 @@ from memserve.model.capture.forward import best_forward
 from memserve.model.device import ModelDevice
 from memserve.model.grammar.masks import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel, load_model
-from memserve.model.workers.gpu_group import GpuCrew
-from memserve.model.workers.group import Crew
+from memserve.model.workers.gpu_group import GpuWorkerGroup
+from memserve.model.workers.group import WorkerGroup
 from memserve.model.workers.sharding import shard
 from memserve.system.imports import leave_compiler_out
 from memserve.system.memory import keep_heap_small, objects_that_stay, usable_cores
@@ -116,13 +116,15 @@ class Processes:
             raise UserError(f"worker {rank} of this instance cannot start: {said}", hint="its log says more")
         return said
 
-    def watch(self, crew: Crew | GpuCrew, device: Divided) -> None:
+    def watch(self, crew: WorkerGroup | GpuWorkerGroup, device: Divided) -> None:
         """From now on a worker that ends ends the waits of all."""
         for rank, process in enumerate(self._processes, 1):
             args = (rank, process, crew, device)
             threading.Thread(target=self._watch, args=args, name=f"memserve-worker-{rank}", daemon=True).start()
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes], crew: Crew | GpuCrew, device: Divided) -> None:
+    def _watch(
+        self, rank: int, process: subprocess.Popen[bytes], crew: WorkerGroup | GpuWorkerGroup, device: Divided
+    ) -> None:
         status = process.wait()
         if self.ending:
             return
@@ -185,7 +187,7 @@ class Workers(Processes):
         self.hear()
         self.hbm.seal()
 
-    def crew(self, vocabularies: tuple[int, ...]) -> Crew:
+    def crew(self, vocabularies: tuple[int, ...]) -> WorkerGroup:
         """The leader's connection to them."""
         stage, whole = self._regions[0], self._regions[-1]
         return _crew(self.shares[0], stage.address, whole.address, vocabularies)
@@ -194,7 +196,7 @@ class Workers(Processes):
 class Divided:
     """The device of an instance with workers (:class:`memserve.transport.ports.Device`)."""
 
-    def __init__(self, own: ModelDevice, workers: Processes, crew: Crew | GpuCrew) -> None:
+    def __init__(self, own: ModelDevice, workers: Processes, crew: WorkerGroup | GpuWorkerGroup) -> None:
         """``own``: the leader's part."""
         self._own, self._workers, self._crew = own, workers, crew
         self.on_broken: Callable[[], object] = lambda: None
@@ -289,8 +291,8 @@ def build_divided(
     return Divided(own, workers, crew)
 
 
-def _crew(share: Share, stage: int, whole: int, vocabularies: tuple[int, ...]) -> Crew:
-    return Crew(
+def _crew(share: Share, stage: int, whole: int, vocabularies: tuple[int, ...]) -> WorkerGroup:
+    return WorkerGroup(
         share,
         _kernels.Collective(stage, share.part, share.parts, SLOT_BYTES, STEP_S),
         _kernels.Collective(whole, share.rank, share.ranks, SLOT_BYTES, STEP_S),

@@ -2,7 +2,8 @@
 
 ::
 
-    enqueue --GuestAsk--> WAITS --grant--> active --over--> released       rejected, or without an answer for too long
+    enqueue --AdmissionRequest--> WAITS --grant--> active --over--> released       rejected, or without an answer for
+    too long
                                              |  ^
                               expelled: asks |  | grant                       it runs nowhere meanwhile
 
@@ -21,7 +22,7 @@ from msgspec import structs
 from memserve.base.config import AdmissionConfig, ClusterConfig
 from memserve.base.errors import check
 from memserve.base.types import Admission, Role
-from memserve.protocol.admission import GuestAsk, GuestGrants, GuestPlace, GuestRequests
+from memserve.protocol.admission import AdmissionGrants, AdmissionRequest, AdmissionRequests, AttemptPlacement
 from memserve.protocol.peers import Peer
 from memserve.router.admission.controller import FOLLOWERS_MAX, AdmissionController, Rejection
 from memserve.router.admission.memory_budget import MemoryBudget
@@ -45,18 +46,18 @@ class _Asked:
     at: tuple[Peer, ...] = ()
     """Where the owner keeps room for it."""
     attempts: int = 0
-    place: GuestPlace | None = None
+    place: AttemptPlacement | None = None
     """The last attempt, with memory-aware admission."""
     completed: bool = False
 
-    def ask(self) -> GuestAsk:
+    def ask(self) -> AdmissionRequest:
         """As the owner is told."""
         request = structs.replace(self.req.request, deadline_ns=None, key="", asked="")
         emitted = max(map(len, self.req.emitted))
-        return GuestAsk(self.number, request, emitted, self.is_granted, self.returns)
+        return AdmissionRequest(self.number, request, emitted, self.is_granted, self.returns)
 
 
-class AskingController(AdmissionController):
+class RemoteAdmission(AdmissionController):
     """Has no queue of its own: requests are admitted in the order of the owner's grants."""
 
     __slots__ = (
@@ -82,7 +83,7 @@ class AskingController(AdmissionController):
         self._whole: int | None = None
         # not told yet
         self._news: dict[int, _Asked] = {}
-        self._places: dict[int, GuestPlace] = {}
+        self._places: dict[int, AttemptPlacement] = {}
         self._over: list[tuple[int, bool]] = []
 
     # -- as ``Arrivals`` asks
@@ -177,10 +178,10 @@ class AskingController(AdmissionController):
         asked.attempts, asked.completed = asked.attempts + 1, False
         at = tuple(member.peer for member in attempt.involved)
         emitted = max(map(len, req.emitted))
-        self.moved(asked, GuestPlace(asked.number, asked.attempts, at, attempt.holders, emitted=emitted))
+        self.moved(asked, AttemptPlacement(asked.number, asked.attempts, at, attempt.holders, emitted=emitted))
         return asked
 
-    def moved(self, asked: _Asked, place: GuestPlace) -> None:
+    def moved(self, asked: _Asked, place: AttemptPlacement) -> None:
         """What the owner counts for a request is elsewhere, or less."""
         if self._tells_places and asked.place != place and self._by_number.get(place.number) is asked:
             asked.place = self._places[place.number] = place
@@ -208,7 +209,7 @@ class AskingController(AdmissionController):
         for asked in former:
             self._ask(asked.req, returns=asked.req.request_id in self._active)
 
-    def hear(self, sender: Peer, message: GuestGrants, now_ns: int) -> list[Rejection]:
+    def hear(self, sender: Peer, message: AdmissionGrants, now_ns: int) -> list[Rejection]:
         """The owner has decided. Returns what it has rejected; what it has granted is for :meth:`admit`, or may be
         placed."""
         if sender != self._owner:
@@ -233,7 +234,7 @@ class AskingController(AdmissionController):
 
     # -- speaking
 
-    def news(self, now_ns: int, *, beats: bool) -> GuestRequests | None:
+    def news(self, now_ns: int, *, beats: bool) -> AdmissionRequests | None:
         """What the owner is to be told now. None: nothing. ``beats``: with a heartbeat all is told again that may have
         been lost."""
         is_first = self._whole == self._serial + 1
@@ -247,7 +248,7 @@ class AskingController(AdmissionController):
         if beats or is_whole:
             asks = {number: one for number, one in self._by_number.items() if is_whole or not one.is_granted}
             places = {number: one.place for number, one in self._by_number.items() if one.place is not None}
-        message = GuestRequests(
+        message = AdmissionRequests(
             self._serial,
             tuple(asked.ask() for asked in asks.values()),
             tuple(places.values()),
@@ -272,9 +273,9 @@ class AskingController(AdmissionController):
             check(req.attempt is None or name in granted, "{} runs, and was not granted", name)
 
 
-def asking_for(config: ClusterConfig, registry: Registry, loads: LoadTable) -> AskingController | None:
+def asking_for(config: ClusterConfig, registry: Registry, loads: LoadTable) -> RemoteAdmission | None:
     """Of a follower. None: there is no admission."""
-    return None if config.admission.mode is Admission.NONE else AskingController(config, registry, loads)
+    return None if config.admission.mode is Admission.NONE else RemoteAdmission(config, registry, loads)
 
 
 class GrantedMemory(MemoryBudget):
@@ -282,7 +283,7 @@ class GrantedMemory(MemoryBudget):
 
     __slots__ = ("_asking", "_by_attempt")
 
-    def __init__(self, asking: AskingController, policy: str, registry: Registry, loads: LoadTable) -> None:
+    def __init__(self, asking: RemoteAdmission, policy: str, registry: Registry, loads: LoadTable) -> None:
         super().__init__(AdmissionConfig(), policy, registry, loads)
         self._asking = asking
         self._by_attempt: dict[str, _Asked] = {}

@@ -19,7 +19,13 @@ from msgspec import structs
 
 from memserve.base.errors import check
 from memserve.base.types import Role
-from memserve.protocol.admission import GuestAsk, GuestGrant, GuestGrants, GuestPlace, GuestRequests
+from memserve.protocol.admission import (
+    AdmissionGrant,
+    AdmissionGrants,
+    AdmissionRequest,
+    AdmissionRequests,
+    AttemptPlacement,
+)
 from memserve.protocol.peers import Holder, Peer
 from memserve.router.admission.controller import Rejection
 from memserve.router.admission.needs import on_terms
@@ -50,14 +56,14 @@ class _Follower:
 
     serial: int = 0
     guests: dict[int, _Guest] = field(default_factory=dict)
-    grants: list[GuestGrant] = field(default_factory=list)
+    grants: list[AdmissionGrant] = field(default_factory=list)
     """Not yet sent."""
     is_known: bool = False
     """It has told of all that it has at least once."""
     is_answered: bool = True
 
 
-class Guests:
+class RemoteRequests:
     """All and only the guests that have not ended."""
 
     def __init__(self, parts: RouterParts, requests: RequestTable, flow: RequestFlow) -> None:
@@ -98,7 +104,7 @@ class Guests:
 
     # -- what they tell
 
-    def hear(self, member: Member, news: GuestRequests, now_ns: int) -> None:
+    def hear(self, member: Member, news: AdmissionRequests, now_ns: int) -> None:
         """``member``, a follower, tells of its requests."""
         if member.info.role is not Role.ROUTER:
             return
@@ -128,12 +134,12 @@ class Guests:
         if follower.is_known and told_all and not any(self._is_back_soon(place) for place in news.places):
             self._has_told(member.peer)
 
-    def _is_back_soon(self, place: GuestPlace) -> bool:
+    def _is_back_soon(self, place: AttemptPlacement) -> bool:
         """Whether an instance of ``place`` has not answered this owner yet: how much fits there is not known."""
         members = [self._registry.get(peer) for peer in place.at]
         return any(member is not None and member.state is MemberState.REJOINING for member in members)
 
-    def _ask(self, peer: Peer, follower: _Follower, ask: GuestAsk, now_ns: int) -> None:
+    def _ask(self, peer: Peer, follower: _Follower, ask: AdmissionRequest, now_ns: int) -> None:
         name = f"{peer.name}.{peer.generation}/{ask.number}"
         request = structs.replace(ask.request, request_id=name, deadline_ns=None, key="")
         req = RequestState(on_terms(request, self._config.admission), now_ns, is_guest=True)
@@ -147,7 +153,7 @@ class Guests:
         else:
             self._flow.enqueue(req, now_ns)
 
-    def _placed(self, guest: _Guest, place: GuestPlace, now_ns: int) -> None:
+    def _placed(self, guest: _Guest, place: AttemptPlacement, now_ns: int) -> None:
         req, attempt = guest.req, guest.req.attempt
         there = () if attempt is None else tuple(member.peer for member in attempt.involved)
         is_same = guest.attempt in (0, place.attempt)
@@ -183,14 +189,14 @@ class Guests:
             self._begin(req, chosen.members, chosen.holders, now_ns)
         self._followers[guest.peer].grants.append(self._grant(guest))
 
-    def _grant(self, guest: _Guest) -> GuestGrant:
+    def _grant(self, guest: _Guest) -> AdmissionGrant:
         attempt = guest.req.attempt
-        return GuestGrant(guest.number, () if attempt is None else tuple(one.peer for one in attempt.involved))
+        return AdmissionGrant(guest.number, () if attempt is None else tuple(one.peer for one in attempt.involved))
 
     def turned_away(self, rejection: Rejection, now_ns: int) -> None:
         """A guest is rejected."""
         guest = self._by_id[rejection.req.request_id]
-        grant = GuestGrant(guest.number, (), rejection.cause, rejection.reason, rejection.retry_after_s)
+        grant = AdmissionGrant(guest.number, (), rejection.cause, rejection.reason, rejection.retry_after_s)
         self._followers[guest.peer].grants.append(grant)
         self._leave(guest, RequestCause.REJECTED, now_ns)
 
@@ -240,7 +246,7 @@ class Guests:
         for peer, follower in self._followers.items():
             if follower.grants or not follower.is_answered:
                 lease_ns = self._config.dead_after_ns // LEASE_SHARE
-                self._outbox.send(peer, GuestGrants(follower.serial, lease_ns, tuple(follower.grants)))
+                self._outbox.send(peer, AdmissionGrants(follower.serial, lease_ns, tuple(follower.grants)))
                 follower.grants, follower.is_answered = [], True
 
     def check_invariants(self) -> None:

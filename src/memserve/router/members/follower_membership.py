@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from memserve.base.errors import check
 from memserve.base.types import Role
-from memserve.protocol.admission import GuestGrants
+from memserve.protocol.admission import AdmissionGrants
 from memserve.protocol.messages import AnyMessage, Join, JoinAccepted, Leave, PeerGone, PeerJoined
 from memserve.protocol.peers import ROUTER, Peer, PeerInfo
-from memserve.router.admission.follower import AskingController
+from memserve.router.admission.follower import RemoteAdmission
 from memserve.router.members.membership import Membership
 from memserve.router.members.registry import Member, MemberState
 from memserve.router.parts import RouterParts
@@ -33,7 +33,7 @@ class Following(Membership):
 
     announces = False
 
-    def __init__(self, parts: RouterParts, lifecycle: Lifecycle, asking: AskingController | None) -> None:
+    def __init__(self, parts: RouterParts, lifecycle: Lifecycle, asking: RemoteAdmission | None) -> None:
         """``asking`` None: there is no admission."""
         super().__init__(parts, lifecycle)
         self._asking = asking
@@ -44,7 +44,7 @@ class Following(Membership):
     def hear_owner(self, owner: Peer, message: AnyMessage, now_ns: int) -> None:
         """The owner tells of members, or which requests are admitted."""
         match message:
-            case GuestGrants() if self._asking is not None:
+            case AdmissionGrants() if self._asking is not None:
                 for rejection in self._asking.hear(owner, message, now_ns):
                     self._lifecycle.arrivals.turn_away(rejection, now_ns)
                 self._lifecycle.place_waiting(now_ns)

@@ -9,8 +9,6 @@ from memserve.base.config import ClusterConfig
 from memserve.base.types import Admission, Role
 from memserve.protocol.messages import (
     AnyMessage,
-    AskAttempts,
-    AskEvents,
     AttemptsUnknown,
     Drain,
     Expelled,
@@ -21,6 +19,8 @@ from memserve.protocol.messages import (
     Leave,
     PeerGone,
     PeerJoined,
+    QueryAttempts,
+    QueryKvEvents,
     Refused,
     RejoinRequest,
 )
@@ -74,7 +74,7 @@ class LossDetector:
         return attempt is not None and attempt.is_with(member)
 
     def _ask(self, member: Member, attempts: list[str]) -> None:
-        self._outbox.send(member.peer, AskAttempts(tuple(attempts), member.totals.dispatches))
+        self._outbox.send(member.peer, QueryAttempts(tuple(attempts), member.totals.dispatches))
 
     def answer(self, member: Member, message: AttemptsUnknown, now_ns: int) -> None:
         """``member`` has said which attempts it does not have. The difference of the totals is explained."""
@@ -267,7 +267,7 @@ class Membership:
             member.load = load
             self._loads.heartbeat(member.number, load)
 
-    def ask(self, member: Member, ask: AskEvents | None) -> None:
+    def ask(self, member: Member, ask: QueryKvEvents | None) -> None:
         """Ask for missing KV events. ``None``: there are none."""
         if ask is not None:
             self._outbox.send(member.peer, ask)

@@ -25,7 +25,7 @@ from memserve.router.placement.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKEN
 from memserve.router.placement.prefix_directory import Matches, Trees, tiers_of
 from memserve.router.placement.routing import DECODE_WINDOW, policy_named
 from memserve.router.requests.requests import Parts, RequestState
-from memserve.router.requests.sessions import Handles, Sessions
+from memserve.router.requests.sessions import NamedPrefixes, Sessions
 
 ALL_OF = 6
 """Up to N instances of a role are all looked at; of more, the best in each respect."""
@@ -91,7 +91,7 @@ class Placer:
         trees: Trees,
         loads: LoadTable,
         sessions: Sessions,
-        handles: Handles,
+        handles: NamedPrefixes,
         memory: MemoryBudget,
     ) -> None:
         self._config, self._memory = config, memory

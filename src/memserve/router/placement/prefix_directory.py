@@ -6,8 +6,8 @@ gap they are kept aside while the missing ones are asked for, and answered by a 
 
 ::
 
-    KvEvents(7..9)   expected 7: applied, 10 is next; expected 10: known; expected 5: kept aside, AskEvents(5)
-    Heartbeat(12)    expected 10: the tail was lost, AskEvents(10)
+    KvEvents(7..9)   expected 7: applied, 10 is next; expected 10: known; expected 5: kept aside, QueryKvEvents(5)
+    Heartbeat(12)    expected 10: the tail was lost, QueryKvEvents(10)
     KvSnapshot(12)   replaces all, unless it is older than what was applied
 
 A member has two tiers: an instance HBM and DRAM, a store DRAM and disks. The directory knows them as upper and lower
@@ -37,7 +37,7 @@ from memserve.base.types import Role, Tier, TokenArray
 from memserve.base.units import NS_PER_MS, NS_PER_S, ceil_div
 from memserve.kv.events import KvEventKind
 from memserve.kv.identity import NAMES_MAX, namespace_id
-from memserve.protocol.messages import AskEvents, KvChange, KvEvents, KvSnapshot
+from memserve.protocol.messages import KvChange, KvEvents, KvSnapshot, QueryKvEvents
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import EntriesChanged, EntriesReplaced
 from memserve.router.members.loads import Ints
@@ -47,7 +47,7 @@ from memserve.router.report import Counters
 IDENTITY_BYTES = 16
 Entries = EntriesChanged | EntriesReplaced
 ASK_AGAIN_NS = 500 * NS_PER_MS
-"""An unanswered ``AskEvents`` is repeated after this long, with the next thing that the instance says."""
+"""An unanswered ``QueryKvEvents`` is repeated after this long, with the next thing that the instance says."""
 ASIDE_CHANGES_MAX = 16_384
 """Changes of one instance kept aside behind a gap; what is more will be asked for."""
 
@@ -145,8 +145,8 @@ class Trees:
 
     # -- events
 
-    def apply(self, number: int, batch: KvEvents, now_ns: int) -> AskEvents | None:
-        """Take a batch into account; ``AskEvents`` when some before it are missing. It must be sane."""
+    def apply(self, number: int, batch: KvEvents, now_ns: int) -> QueryKvEvents | None:
+        """Take a batch into account; ``QueryKvEvents`` when some before it are missing. It must be sane."""
         feed = self._feeds[number]
         if not feed.publishes or batch.first + len(batch.changes) <= feed.next_event:
             return None
@@ -156,7 +156,7 @@ class Trees:
         self._apply_from(number, feed, batch.first, batch.changes)
         return self._fill_from_aside(number, feed, now_ns)
 
-    def replace(self, number: int, snapshot: KvSnapshot, now_ns: int) -> AskEvents | None:
+    def replace(self, number: int, snapshot: KvSnapshot, now_ns: int) -> QueryKvEvents | None:
         """Everything that its index holds, right before change ``next_event``. Older than what is known: ignored."""
         feed = self._feeds[number]
         if not feed.publishes or snapshot.next_event < feed.next_event:
@@ -167,7 +167,7 @@ class Trees:
         feed.next_event, feed.asked_ns = snapshot.next_event, None
         return self._fill_from_aside(number, feed, now_ns)
 
-    def heartbeat(self, number: int, next_event: int, now_ns: int) -> AskEvents | None:
+    def heartbeat(self, number: int, next_event: int, now_ns: int) -> QueryKvEvents | None:
         """A member has numbered its changes up to ``next_event``: were all of them heard?"""
         feed = self._feeds[number]
         return self._ask(feed, now_ns) if feed.publishes and next_event > feed.next_event else None
@@ -214,7 +214,7 @@ class Trees:
         if more > 0 and feed.aside_changes + more <= ASIDE_CHANGES_MAX:
             feed.aside[batch.first] = batch.changes
 
-    def _fill_from_aside(self, number: int, feed: MemberFeed, now_ns: int) -> AskEvents | None:
+    def _fill_from_aside(self, number: int, feed: MemberFeed, now_ns: int) -> QueryKvEvents | None:
         """Apply what was kept aside as far as it follows; ask when there is yet another gap."""
         for first in sorted(feed.aside):
             if first > feed.next_event:
@@ -223,12 +223,12 @@ class Trees:
             self._apply_from(number, feed, first, changes)
         return None
 
-    def _ask(self, feed: MemberFeed, now_ns: int) -> AskEvents | None:
+    def _ask(self, feed: MemberFeed, now_ns: int) -> QueryKvEvents | None:
         if feed.asked_ns is not None and now_ns - feed.asked_ns < ASK_AGAIN_NS:
             return None
         self._counters.kv_gaps += feed.asked_ns is None
         feed.asked_ns = now_ns
-        return AskEvents(feed.next_event)
+        return QueryKvEvents(feed.next_event)
 
     # -- prompts
 

@@ -26,7 +26,7 @@ from memserve.base.errors import check
 from memserve.base.state_table import Transitions
 from memserve.base.types import Request, TokenOutput
 from memserve.protocol.events import KeyConflict
-from memserve.protocol.idempotency import AnswerHeld, AnswerLog, AnswersHeld, AskAnswers
+from memserve.protocol.idempotency import AnswerHeld, AnswerLog, AnswersHeld, QueryAnswers
 from memserve.protocol.messages import Cancel
 from memserve.protocol.peers import Peer
 from memserve.router.members.registry import Member, MemberState
@@ -130,7 +130,7 @@ CLIENT_LEFT = "its client has left"
 TAKEN_OVER = "another connection with the same Idempotency-Key reads this answer now"
 
 
-class Answers:
+class ReplayLog:
     """All answers with a key, within a bounded time and memory."""
 
     __slots__ = (
@@ -199,7 +199,7 @@ class Answers:
         """Another router may have begun this answer: instances know."""
         able = [one.peer for one in self._registry if one.has_model and one.state is not MemberState.REJOINING]
         for peer in able:
-            self._outbox.send(peer, AskAnswers(answer.key, answer.asked))
+            self._outbox.send(peer, QueryAnswers(answer.key, answer.asked))
         if able:
             answer.awaited, self._asking[answer.key] = dict.fromkeys(able), answer
             self._timers.arm(now_ns + self._config.dead_after_ns, self._asked_long_ago, (answer, answer.awaited))

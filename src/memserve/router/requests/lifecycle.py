@@ -22,7 +22,7 @@ from memserve.base.units import NS_PER_S, ns_from_s
 from memserve.protocol.messages import RETRY_S, Cancel, RequestRefused
 from memserve.protocol.records import EntryUsed
 from memserve.router.admission.controller import Rejection
-from memserve.router.admission.remote_requests import Guests
+from memserve.router.admission.remote_requests import RemoteRequests
 from memserve.router.members.loads import Charge
 from memserve.router.members.registry import Member
 from memserve.router.outbox import Outbox
@@ -33,7 +33,7 @@ from memserve.router.placement.prefix_directory import IDENTITY_BYTES, RecentPro
 from memserve.router.placement.reuse_ceiling import ReuseCeiling
 from memserve.router.placement.shards import PATIENCE, SpanPlacer
 from memserve.router.report import Counters
-from memserve.router.requests.idempotency import Answers
+from memserve.router.requests.idempotency import ReplayLog
 from memserve.router.requests.requests import Attempt, RequestCause, RequestPhase, RequestState, RequestTable
 
 
@@ -41,7 +41,7 @@ class AdmissionFlow:
     """Asks admission for each request, and acts on what it says."""
 
     def __init__(
-        self, parts: RouterParts, requests: RequestTable, guests: Guests, answers: Answers, flow: RequestFlow
+        self, parts: RouterParts, requests: RequestTable, guests: RemoteRequests, answers: ReplayLog, flow: RequestFlow
     ) -> None:
         self._requests, self._guests, self._answers, self._flow = requests, guests, answers, flow
         self._admission, self._placer = parts.admission, parts.placer
@@ -118,7 +118,7 @@ class AdmissionFlow:
             self._answers.over(req.request_id, now_ns)
 
 
-class Tallies:
+class RequestCounters:
     """Counts; decides nothing."""
 
     __slots__ = ("_config", "_counters", "_outbox", "_placer", "ceiling", "recent_prompts")
@@ -190,9 +190,9 @@ class Lifecycle:
         follower = parts.follower
         self.requests = RequestTable(f"{follower.name}.{follower.generation}-" if follower is not None else "")
         self._spans = SpanPlacer(parts.config, parts.registry, parts.loads, self.requests)
-        self.answers = Answers(parts, self)
-        self.tallies = Tallies(parts.config, parts.placer, parts.outbox, parts.counters)
-        self.guests = Guests(parts, self.requests, self)
+        self.answers = ReplayLog(parts, self)
+        self.tallies = RequestCounters(parts.config, parts.placer, parts.outbox, parts.counters)
+        self.guests = RemoteRequests(parts, self.requests, self)
         self.arrivals = AdmissionFlow(parts, self.requests, self.guests, self.answers, self)
 
     # -- the way of requests, as its parts see it (RequestFlow)

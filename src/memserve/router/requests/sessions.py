@@ -124,7 +124,7 @@ class Handle:
         return HandleView(self.name, self.tenant, len(self.tokens), self.pinned_tokens, peer, self.expires_ns)
 
 
-class Handles:
+class NamedPrefixes:
     """All live handles. They have room for so many tokens; a tenant with more than others loses its oldest."""
 
     __slots__ = ("_by_wire", "_caches", "_loads", "_memory", "_named", "_outbox", "_registry", "_timers", "_trees")

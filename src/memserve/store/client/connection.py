@@ -39,7 +39,7 @@ from memserve.store.client.memory import Staging, View
 from memserve.system.secrets import Secret
 from memserve.transport.links.shared_memory import this_host
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.probe import Knock, knock
+from memserve.transport.probe import ProbeResult, knock
 
 log = logging.getLogger(__name__)
 
@@ -241,11 +241,11 @@ class StoreConnection:
 
     def _unreachable(self) -> StoreUnavailable:
         match knock(f"tcp://{self.address}", self._secret, _KNOCK_S):
-            case Knock.SILENT:
+            case ProbeResult.SILENT:
                 what, hint = "nothing answers there", "start it (`memserve store`), or correct the address"
-            case Knock.TURNED_AWAY:
+            case ProbeResult.TURNED_AWAY:
                 what, hint = "it has another secret", "give secret_file the file that the store was given"
-            case Knock.LET_IN:
+            case ProbeResult.LET_IN:
                 what = "it takes the secret, and does not answer as a store"
                 hint = "give the address that `memserve store` listens at; if it is right, try a longer timeout_s"
         return StoreUnavailable(f"no store at {self.address}: {what}", hint=hint)

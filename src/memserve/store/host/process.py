@@ -37,7 +37,15 @@ from memserve.kv.identity import identity_key, kv_secret
 from memserve.kv.transfer.events import CancelPulls, PullPages, SealPages
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member import MemberMachine
-from memserve.protocol.member_events import BecomeNew, DialRouter, DrainAsked, MeetPeer, Notice, PartFromPeer, Reborn
+from memserve.protocol.member_events import (
+    AddPeer,
+    ChangeGeneration,
+    ConnectRouter,
+    DrainRequested,
+    GenerationChanged,
+    LogWarning,
+    RemovePeer,
+)
 from memserve.protocol.messages import AnyMessage
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.protocol.store import STORE
@@ -58,11 +66,11 @@ from memserve.store.machine.events import (
 )
 from memserve.store.machine.machine import StoreMachine
 from memserve.system.loop import EngineStopped, MachineLoop
-from memserve.system.process import STALL_S, Askings, HealthFile, Standing, new_generation, on_ending_signals
+from memserve.system.process import STALL_S, HealthFile, HealthState, SignalCounter, new_generation, on_ending_signals
 from memserve.system.secrets import Secret, followed
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.request_server import Listening
+from memserve.transport.request_server import ListenAddress
 
 _MODEL = "memserve-store.json"
 _SHARED = Path("/dev/shm")
@@ -152,7 +160,7 @@ log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
 
 
-class StoreLife:
+class StoreRun:
     """A store for one model's KV, from its start to its end."""
 
     def __init__(self, place: StorePlace, model: StoredModel, me: Peer, carried: CarriedValues | None = None) -> None:
@@ -186,7 +194,7 @@ class StoreLife:
         self._values = ValueJobs(arena, self._post, self._send, lambda: self._loop.has_waiting)
         self._opened.append(self._values.close)
         link = place.link if model.namespace else "shm"  # until there is KV to be read, no other host needs a way
-        where = Listening(place.secret, place.host, place.advertise)
+        where = ListenAddress(place.secret, place.host, place.advertise)
         self._port = open_data_port(link, geometry, {Tier.DRAM: arena}, self._post, where)
         self._opened.append(self._port.close)
         self._lock = threading.Lock()
@@ -226,18 +234,18 @@ class StoreLife:
         return self._loop.ask(self.machine.clients.numbers)
 
     @property
-    def standing(self) -> Standing | None:
+    def standing(self) -> HealthState | None:
         """What it is to its cluster. None: its loop hangs, or has ended."""
         member = self.machine.member
         try:
             has_router, drains = self._loop.ask(lambda: (member.router is not None, member.drains), STALL_S)
         except (TimeoutError, EngineStopped):
             return None
-        return Standing.DRAINS if drains else Standing.MEMBER if has_router else Standing.OUTSIDE
+        return HealthState.DRAINS if drains else HealthState.MEMBER if has_router else HealthState.OUTSIDE
 
     def end(self, patience_s: float, why: str = "") -> None:
         """Write what is in memory alone, for ``patience_s`` at most, then end. A signal's handler may call it."""
-        self._loop.post(DrainAsked(ns_from_s(patience_s), why))
+        self._loop.post(DrainRequested(ns_from_s(patience_s), why))
 
     def close(self, *, is_orderly: bool) -> None:
         """Stop all threads. ``is_orderly``: what is in memory is given up, else the next store here takes it over.
@@ -292,11 +300,11 @@ class StoreLife:
                     self._values.start(action)
                 case SealPages() | PullPages() | CancelPulls():
                     self._port.start(action)
-                case MeetClient() | PartFromClient() | MeetPeer() | PartFromPeer() | DialRouter():
+                case MeetClient() | PartFromClient() | AddPeer() | RemovePeer() | ConnectRouter():
                     self._line(action)
-                case BecomeNew():
+                case ChangeGeneration():
                     self._become_new(action)
-                case Notice(text):
+                case LogWarning(text):
                     log.warning("%s", text)
                 case ServeModel(namespace, geometry, of):
                     self.next_model = StoredModel(namespace, geometry)
@@ -307,7 +315,7 @@ class StoreLife:
                 case _:
                     self._disks.perform(action)
 
-    def _line(self, action: MeetClient | PartFromClient | MeetPeer | PartFromPeer | DialRouter) -> None:
+    def _line(self, action: MeetClient | PartFromClient | AddPeer | RemovePeer | ConnectRouter) -> None:
         match action:
             case MeetClient(client, hello):
                 self._mailbox.connect(client, hello.address)
@@ -315,19 +323,19 @@ class StoreLife:
             case PartFromClient(client):
                 self._mailbox.disconnect(client)
                 self._values.part(client)
-            case MeetPeer(info):
+            case AddPeer(info):
                 self._mailbox.connect(info.peer, info.address)
                 self._port.add_peer(info)
-            case PartFromPeer(peer):
+            case RemovePeer(peer):
                 self._mailbox.disconnect(peer)
                 self._port.remove_peer(peer)
-            case DialRouter(router, address):
+            case ConnectRouter(router, address):
                 self._mailbox.connect(router, address)
 
-    def _become_new(self, order: BecomeNew) -> None:
+    def _become_new(self, order: ChangeGeneration) -> None:
         me = Peer(self.me.name, max(order.generation_min, new_generation()))
         self._mailbox.become(me)
-        self._post(Reborn(self._port.describe(msgspec.structs.replace(self.machine.info, peer=me))))
+        self._post(GenerationChanged(self._port.describe(msgspec.structs.replace(self.machine.info, peer=me))))
 
     def _ended(self, refused: str) -> None:
         if refused:
@@ -342,7 +350,7 @@ class StoreLife:
 
 def run_store(
     place: StorePlace,
-    on_ready: Callable[[StoreLife], None],
+    on_ready: Callable[[StoreRun], None],
     *,
     is_supervised: bool = False,
     outlive: Path | None = None,
@@ -352,8 +360,8 @@ def run_store(
 
     Raises :class:`UserError` when it cannot be started, or the router refuses it.
     """
-    lives: list[StoreLife] = []
-    asked = Askings()
+    lives: list[StoreRun] = []
+    asked = SignalCounter()
     health = HealthFile(place.health_file) if place.health_file is not None else None
 
     def end(sig: int, _frame: object) -> None:
@@ -370,7 +378,7 @@ def run_store(
     generation, is_first, carried = 0, True, CarriedValues()
     while model is not None:
         generation = max(generation + 1, new_generation())
-        life = StoreLife(place, model, Peer(place.name, generation), carried)
+        life = StoreRun(place, model, Peer(place.name, generation), carried)
         lives.append(life)
         if asked.count:
             life.end(0.0)
@@ -393,7 +401,7 @@ def run_store(
         health.remove()
 
 
-def _tell_health(health: HealthFile | None, life: StoreLife) -> None:
+def _tell_health(health: HealthFile | None, life: StoreRun) -> None:
     if health is not None and (standing := life.standing) is not None:
         health.tell(standing)
 

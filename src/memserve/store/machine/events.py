@@ -17,7 +17,15 @@ from memserve.base.units import NS_PER_S
 from memserve.kv.transfer.context import ExchangeAction
 from memserve.kv.transfer.events import PagesPulled, PagesSealed
 from memserve.protocol.events import MessageArrived, Send
-from memserve.protocol.member_events import BecomeNew, DialRouter, DrainAsked, MeetPeer, Notice, PartFromPeer, Reborn
+from memserve.protocol.member_events import (
+    AddPeer,
+    ChangeGeneration,
+    ConnectRouter,
+    DrainRequested,
+    GenerationChanged,
+    LogWarning,
+    RemovePeer,
+)
 from memserve.protocol.messages import AnyMessage
 from memserve.protocol.peers import Peer
 from memserve.protocol.store import StoreDone, StoreHello
@@ -110,7 +118,7 @@ class Ended:
 
 StoreAction = (
     Send | ExchangeAction | DiskAction | SealExtents | TakeValues | SendValues | MeetClient | PartFromClient
-    | DialRouter | MeetPeer | PartFromPeer | BecomeNew | Notice | ServeModel | Ended
+    | ConnectRouter | AddPeer | RemovePeer | ChangeGeneration | LogWarning | ServeModel | Ended
 )  # fmt: skip
 
 # -- events
@@ -142,7 +150,7 @@ class ValuesSent:
 
 StoreEvent = (
     MessageArrived | ClockTicked | PagesSealed | PagesPulled | DiskDone | ExtentsSealed | ValuesTaken | ValuesSent
-    | DrainAsked | Reborn
+    | DrainRequested | GenerationChanged
 )  # fmt: skip
 
 

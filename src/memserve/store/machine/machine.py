@@ -34,20 +34,20 @@ from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import MessageArrived
 from memserve.protocol.member import MemberMachine
 from memserve.protocol.member_events import (
-    BecomeNew,
-    Deliver,
-    DrainAsked,
+    ChangeGeneration,
+    DrainRequested,
+    ForwardMessage,
+    GenerationChanged,
     Joined,
     Left,
     LoadRead,
+    LogWarning,
     MemberAction,
     MemberEvent,
-    Notice,
-    PartFromPeer,
     ReadLoad,
-    Reborn,
+    RemovePeer,
 )
-from memserve.protocol.messages import AnyMessage, AskEvents, JoinAccepted, Leave, PeerGone, PeerJoined
+from memserve.protocol.messages import AnyMessage, JoinAccepted, Leave, PeerGone, PeerJoined, QueryKvEvents
 from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
 from memserve.protocol.store import ForgetKv, KvModel, StoreMessage
 from memserve.store.disks.disks import Disks
@@ -147,9 +147,9 @@ class StoreMachine:
                 self.clients.values_taken(event, now_ns)
             case ValuesSent():
                 self.clients.values_sent(event)
-            case DrainAsked():
+            case DrainRequested():
                 self._begin_end(event, now_ns)
-            case Reborn(info):
+            case GenerationChanged(info):
                 self._reborn(event, info, now_ns)
         return self._conclude(now_ns)
 
@@ -202,9 +202,9 @@ class StoreMachine:
                 case DiskFull(number, why):
                     pause_s = self.values.disks.config.full_pause_ns / NS_PER_S
                     text = f"--ssd number {number + 1} has no room for what is written ({why}): it is read, and not"
-                    self.jobs.ask(Notice(f"{text} written but for a try every {pause_s:.0f} s"))
+                    self.jobs.ask(LogWarning(f"{text} written but for a try every {pause_s:.0f} s"))
                 case DiskHasRoom(number):
-                    self.jobs.ask(Notice(f"--ssd number {number + 1} has room again: it is written"))
+                    self.jobs.ask(LogWarning(f"--ssd number {number + 1} has room again: it is written"))
         return bool(outcomes)
 
     # -- messages
@@ -228,7 +228,7 @@ class StoreMachine:
         """Do what the membership says; what needs the host goes on to it."""
         for action in actions:
             match action:
-                case Deliver(sender, message):
+                case ForwardMessage(sender, message):
                     self._hear_member(sender, message, now_ns)
                 case ReadLoad(with_stats):
                     load = Load(transfers_open=self.kv.exchange.transfers_open)
@@ -242,11 +242,11 @@ class StoreMachine:
                 case Left(refused):
                     self._refused = refused
                     if self._write_out is None:
-                        self._begin_end(DrainAsked(0), now_ns)
-                case PartFromPeer(peer):
+                        self._begin_end(DrainRequested(0), now_ns)
+                case RemovePeer(peer):
                     self.kv.peer_gone(peer, now_ns)
                     self.jobs.ask(action)
-                case BecomeNew():
+                case ChangeGeneration():
                     self.kv.drop_fetches()
                     self.jobs.ask(action)
                 case _:
@@ -259,7 +259,7 @@ class StoreMachine:
         if sender.name != ROUTER:
             if isinstance(message, Leave):
                 self.kv.peer_gone(sender, now_ns)
-            elif isinstance(message, AskEvents) and self.member.followers.get(sender.name) == sender:
+            elif isinstance(message, QueryKvEvents) and self.member.followers.get(sender.name) == sender:
                 self._tell_changes(message.first, sender)
             else:
                 self.kv.hear(sender, message, now_ns)
@@ -276,7 +276,7 @@ class StoreMachine:
                     self.kv.act(self.kv.exchange.peer_joined(info, now_ns), now_ns)
             case PeerGone(peer):
                 self.kv.peer_gone(peer, now_ns)
-            case AskEvents(first):
+            case QueryKvEvents(first):
                 self._tell_changes(first, sender)
             case _:
                 pass
@@ -311,7 +311,7 @@ class StoreMachine:
             self._asked_to_serve = True
             self.jobs.ask(ServeModel(namespace, geometry, of))
 
-    def _reborn(self, event: Reborn, info: PeerInfo, now_ns: int) -> None:
+    def _reborn(self, event: GenerationChanged, info: PeerInfo, now_ns: int) -> None:
         """The store was expelled and is a new incarnation: what it keeps stays."""
         self.info = info
         self.kv.drop_fetches()
@@ -320,7 +320,7 @@ class StoreMachine:
 
     # -- the end
 
-    def _begin_end(self, asked: DrainAsked, now_ns: int) -> None:
+    def _begin_end(self, asked: DrainRequested, now_ns: int) -> None:
         """Write what is in memory alone and wanted on a disk, then close the disks, for ``patience_ns`` at most."""
         if self._write_out is None:
             self._write_out = deque(self.values.unwritten() if asked.patience_ns else ())
@@ -331,14 +331,14 @@ class StoreMachine:
             self._write_out.clear()
         self._follow(self.member.handle(replace(asked, why=""), now_ns), now_ns)
 
-    def _say_end(self, asked: DrainAsked) -> None:
+    def _say_end(self, asked: DrainRequested) -> None:
         if not asked.why:
             return
         numbers, left = self.clients.numbers(), len(self._write_out or ()) + self.values.writes_open
         text = f"{asked.why}: store {self.info.peer.name} ends; it keeps {numbers['disk_records']:,} values on disks"
         if left:
             text += f" and writes {left:,} more, for {asked.patience_ns / NS_PER_S:.0f} s at most"
-        self.jobs.ask(Notice(text))
+        self.jobs.ask(LogWarning(text))
 
     def _go_on_ending(self, now_ns: int) -> None:
         if self._write_out is None or self._has_ended:
@@ -353,7 +353,9 @@ class StoreMachine:
         if not self._disks_closed:
             self._disks_closed = True
             if left:
-                self.jobs.ask(Notice(f"the time is over: store {self.info.peer.name} has not written {left:,} values"))
+                self.jobs.ask(
+                    LogWarning(f"the time is over: store {self.info.peer.name} has not written {left:,} values")
+                )
             disks.close(now_ns)
         if disks.idle or is_late:
             self._has_ended = True

@@ -31,7 +31,7 @@ from memserve.transport.links.gpu_memory import GpuMemory
 from memserve.transport.outbound import new_context
 from memserve.transport.ports import ArenaMemory, Arenas, LinkError, Seals, check_ranges, place_of
 from memserve.transport.ranges import Ranges, fits
-from memserve.transport.request_server import Answering, Line, Listening
+from memserve.transport.request_server import Answering, Line, ListenAddress
 
 PIECE_BYTES = MIB
 """Of a message; or one range, when that is longer. An owner holds four of them for each read of a peer."""
@@ -67,7 +67,7 @@ class CurveLink:
     name = "curve"
     workers = 4
 
-    def __init__(self, arenas: Arenas, where: Listening, block_bytes: int, *, stall_s: float = STALL_S) -> None:
+    def __init__(self, arenas: Arenas, where: ListenAddress, block_bytes: int, *, stall_s: float = STALL_S) -> None:
         self._arenas, self._stall_ns = arenas, ns_from_s(stall_s)
         self._bytes_max = max(PIECE_BYTES, block_bytes)
         self._secret = followed(where.secret).then(CurveKeys.all_in, tells=False)

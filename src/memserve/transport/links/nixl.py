@@ -37,7 +37,7 @@ _PACE = ((0.01, 0.0001), (0.1, 0.0005), (2.0, 0.002))
 _SLOW_S = 0.05
 
 
-class Attendant:
+class PollThread:
     """Calls ``attend`` again and again, until it returns False; then not before the next ``look_often``."""
 
     def __init__(self, attend: Callable[[], bool]) -> None:
@@ -96,7 +96,7 @@ class ServingAgent:
         self._agent.register(memory.address, len(memory.tensor), on_gpu=True)
         #: what peers need to read it
         self.metadata = self._agent.metadata()
-        self._attendant = Attendant(self._attend)
+        self._attendant = PollThread(self._attend)
 
     def expect_reads(self) -> None:
         """Peers will read in a moment."""
@@ -152,7 +152,7 @@ class NixlLink:
         """Agents without a peer, to be removed once nothing is under way from them."""
         self._broken: set[str] = set()
         """Agents from which a read failed: to be connected to anew."""
-        self._attendant = Attendant(self._attend)
+        self._attendant = PollThread(self._attend)
 
     def describe(self, info: PeerInfo) -> PeerInfo:
         """Add the agent, where those of all workers are there."""

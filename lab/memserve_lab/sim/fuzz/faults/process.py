@@ -8,7 +8,7 @@ from random import Random
 from typing import Protocol
 
 from memserve.router.events import InstanceDrained
-from memserve_lab.sim.fuzz.clients import Referee
+from memserve_lab.sim.fuzz.clients import OutputChecker
 from memserve_lab.sim.fuzz.instances import FuzzedInstance, FuzzHost
 from memserve_lab.sim.fuzz.routers import FuzzedRouter, Routers
 from memserve_lab.sim.fuzz.scenario import MS, Fault
@@ -18,7 +18,7 @@ from memserve_lab.sim.fuzz.stores import FuzzedStore
 class World(FuzzHost, Protocol):
     """A world in which something can go wrong."""
 
-    referee: Referee
+    referee: OutputChecker
     happened: Counter[str]
     """Faults so far, by kind."""
     instances: list[FuzzedInstance]

@@ -20,7 +20,7 @@ from memserve.protocol.peers import Peer
 from memserve.protocol.records import MemberGone
 from memserve_lab.sim.clock import Clock
 from memserve_lab.sim.fuzz.campaign import judge, parse_setting, run_campaign, setting_of, settings_grid
-from memserve_lab.sim.fuzz.clients import Conversation, Referee, Turn
+from memserve_lab.sim.fuzz.clients import Conversation, OutputChecker, Turn
 from memserve_lab.sim.fuzz.faults import KINDS
 from memserve_lab.sim.fuzz.network import FaultyNetwork
 from memserve_lab.sim.fuzz.plants import PLANTS, planted
@@ -239,7 +239,7 @@ def test_a_row_that_failed_is_not_tried_again_but_may_fail_in_a_later_attempt(
     failed: int, told: int, wrong: str
 ) -> None:
     """Attempts also end where nothing but rows goes wrong: the leases of handoffs that long prompts delay."""
-    referee = Referee([48], caching=True)
+    referee = OutputChecker([48], caching=True)
     request = referee.ask(Conversation("c0", "", "", [1, 2, 3], [Turn([4], 0)], 0), 0)
     referee.row_failed(request.request_id, failed)
     story = (("attempts", told),)

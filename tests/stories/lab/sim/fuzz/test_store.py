@@ -14,7 +14,7 @@ from memserve_lab.sim.fuzz.scenario import MS, Fault, Scenario, Setting, draw
 from memserve_lab.sim.fuzz.scenario_features import STORE_FAULTS, draw_store
 from memserve_lab.sim.fuzz.stores import KeptTier, StoreMemory, seal_of
 from memserve_lab.sim.fuzz.world import World
-from memserve_lab.sim.reference.disk import PAGE_BYTES, SECTOR_BYTES, LiteralDisk
+from memserve_lab.sim.reference.disk import PAGE_BYTES, SECTOR_BYTES, SymbolicDisk
 from memserve_lab.sim.reference.oracle import Violation
 
 GEOMETRY = KVGeometry(2, 1, 1, 1, "float32", 4)
@@ -102,7 +102,7 @@ def test_a_memory_that_is_gone_promises_nothing(seed: int, setting: str) -> None
 
 
 def test_a_disk_shows_flipped_bits_wherever_the_bytes_are() -> None:
-    disk = LiteralDisk(4 * PAGE_BYTES, Random(1))
+    disk = SymbolicDisk(4 * PAGE_BYTES, Random(1))
     disk.end(disk.begin(0, bytes(PAGE_BYTES)), True)
     disk.flip(8 * 100 + 3)
     assert disk.read(100, 1) == b"\x08"

@@ -16,7 +16,7 @@ from memserve_lab.sim.fuzz.clients import Conversation, Turn
 from memserve_lab.sim.fuzz.network import FaultyNetwork
 from memserve_lab.sim.fuzz.scenario import MIXES, MS, Scenario, Setting
 from memserve_lab.sim.fuzz.world import World
-from memserve_lab.sim.reference.device import TruthDevice
+from memserve_lab.sim.reference.device import OracleDevice
 
 SEEDS = int(os.environ.get("MEMSERVE_TEST_SEEDS", "1"))
 """Scenarios of each setting; ``memserve sim fuzz --seeds 2000`` runs more."""
@@ -102,8 +102,8 @@ def _expect_failure(match: str, scenario: Scenario) -> None:
 
 def test_a_page_that_nobody_checks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the data port said "fine" to a corrupted page, attention would read it: wrong tokens, or torn layers."""
-    pull = TruthDevice.pull
-    monkeypatch.setattr(TruthDevice, "pull", lambda *args, corrupt: pull(*args, corrupt=True) or True)
+    pull = OracleDevice.pull
+    monkeypatch.setattr(OracleDevice, "pull", lambda *args, corrupt: pull(*args, corrupt=True) or True)
     _expect_failure("instead of|belong together", by_hand(Turn([1, 2, 3], 0), prefix=20))
 
 

@@ -9,7 +9,7 @@ from memserve.base.types import CopyBlocks, SamplingParams, Tier
 from memserve.instance.events import MovePages, OpenSequence, PlaceByLayer, StepFinished, StepPlan
 from memserve.kv.transfer.events import SealPages
 from memserve_lab.sim.fuzz.scenario_features import Workers, workers_of
-from memserve_lab.sim.reference.device import TruthDevice
+from memserve_lab.sim.reference.device import OracleDevice
 from memserve_lab.sim.reference.oracle import Violation, lone_tokens
 
 LAYERS, BLOCK, VOCAB = 5, 4, 12
@@ -25,9 +25,9 @@ def down(src: int, dst: int) -> MovePages:
     return MovePages(Tier.HBM, Tier.DRAM, pages(src), pages(dst))
 
 
-def begun() -> TruthDevice:
+def begun() -> OracleDevice:
     """The prompt in blocks 0 and 1 of slot 0, which draws into block 2."""
-    device = TruthDevice(BLOCK, 8, 4, VOCAB, layers=LAYERS)
+    device = OracleDevice(BLOCK, 8, 4, VOCAB, layers=LAYERS)
     opened = OpenSequence(0, np.asarray(PROMPT, np.int32), len(PROMPT), 0, SamplingParams(seed=3), [0, 1, 2])
     plan = StepPlan(1, open=[opened], slots=[0], starts=[0], counts=[8], sample_slots=[(0,)])
     assert tokens(device, plan) == lone_tokens(PROMPT, 1, 3, 0, VOCAB)
@@ -38,7 +38,7 @@ def decode(step_id: int, at: int, **more: object) -> StepPlan:
     return StepPlan(step_id, slots=[0], starts=[at], counts=[1], sample_slots=[(0,)], **more)
 
 
-def tokens(device: TruthDevice, plan: StepPlan) -> list[int]:
+def tokens(device: OracleDevice, plan: StepPlan) -> list[int]:
     event = device.run(plan)
     assert isinstance(event, StepFinished)
     return event.tokens
@@ -77,7 +77,7 @@ def test_what_is_moved_may_not_be_written_and_has_to_be_there() -> None:
 
 
 def test_what_rows_compute_where_layers_lie_is_in_dram_and_in_kept_frames() -> None:
-    device, expected = TruthDevice(BLOCK, 8, 4, VOCAB, layers=LAYERS), lone_tokens(PROMPT, 2, 3, 0, VOCAB)
+    device, expected = OracleDevice(BLOCK, 8, 4, VOCAB, layers=LAYERS), lone_tokens(PROMPT, 2, 3, 0, VOCAB)
     opened = OpenSequence(0, np.asarray(PROMPT, np.int32), len(PROMPT), 0, SamplingParams(seed=3), [0, 0, 1])
     place = PlaceByLayer(0, 0, [3, 2], {1: [5]}, ([6], [7]))
     plan = StepPlan(1, open=[opened], place=[place], slots=[0], starts=[0], counts=[3], sample_slots=[()])
@@ -93,7 +93,7 @@ def test_what_rows_compute_where_layers_lie_is_in_dram_and_in_kept_frames() -> N
 
 
 def test_no_two_rows_write_to_a_block_of_dram() -> None:
-    device = TruthDevice(BLOCK, 8, 4, VOCAB, layers=LAYERS)
+    device = OracleDevice(BLOCK, 8, 4, VOCAB, layers=LAYERS)
     opened = [OpenSequence(n, np.asarray(PROMPT, np.int32), 8, 0, SamplingParams(), [0, 0, 1 + n]) for n in (0, 1)]
     place = [PlaceByLayer(n, 0, [3 - n, 0], {}, ([4 + 2 * n], [5 + 2 * n])) for n in (0, 1)]
     plan = StepPlan(1, open=opened, place=place, slots=[0, 1], starts=[0, 0], counts=[8, 8], sample_slots=[(), ()])
