@@ -22,7 +22,8 @@ SENT = {
     for path in RELEASES
     for name, sent in json.loads(path.read_text())["messages"].items()
 }
-NAMES = {kind.__name__ for kind in typing.get_args(AnyMessage)}
+NAMES = {kind.__struct_config__.tag for kind in typing.get_args(AnyMessage)}
+"""On the wire: those of the first release that had the message, whatever it is called in the code now."""
 
 
 def begins_with(now: typing.Any, before: typing.Any) -> bool:

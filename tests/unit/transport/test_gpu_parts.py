@@ -21,7 +21,7 @@ import pytest
 from memserve.base.kv_layout import Parallel, shares
 from memserve.base.types import KVGeometry, Role, Tier
 
-SUPPORT = Path(__file__).parents[3] / "support"
+SUPPORT = Path(__file__).parents[2] / "support"
 BLOCKS = 5
 GEOMETRIES = {
     "two heads": KVGeometry(3, 2, 16, 16, "float32", 8),

@@ -2,8 +2,7 @@
 
 ::
 
-    enqueue --AdmissionRequest--> WAITS --grant--> active --over--> released       rejected, or without an answer for
-    too long
+    enqueue --AdmissionRequest--> WAITS --grant--> active --over--> released      rejected, or unanswered for too long
                                              |  ^
                               expelled: asks |  | grant                       it runs nowhere meanwhile
 

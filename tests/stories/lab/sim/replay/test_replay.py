@@ -309,7 +309,7 @@ print(hashlib.sha256(repr(t.outcome(world)).encode()).hexdigest(), world.clock.s
 def test_another_process_and_another_hash_seed_see_the_same() -> None:
     """Down to the nanosecond, faults included."""
     found = []
-    here = os.pathsep.join(map(str, (Path(__file__).parent, SUPPORT, ROOT / "src")))
+    here = os.pathsep.join(map(str, (Path(__file__).parent, SUPPORT, ROOT / "src", ROOT / "lab")))
     for seed in ("1", "77"):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": here}
         done = subprocess.run(
