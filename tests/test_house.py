@@ -419,6 +419,34 @@ def test_processes_and_requests_are_no_persons() -> None:
     report(problems, "Name the component: the prefill instance, the taker, a client, each member, no request.")
 
 
+def test_time_arguments_carry_their_unit() -> None:
+    problems = [
+        f"{where(path, node.lineno)} {node.name}"
+        for path in [*SOURCES, *LAB_SOURCES]
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and any(argument.arg == "now" for argument in (*node.args.args, *node.args.kwonlyargs))
+    ]
+    report(problems, "The time of an event is now_ns.")
+
+
+OWN_WORDS = re.compile(
+    r"\b(Knock|Doorkeeper|Strangers|Attendant|DialRouter|MeetPeer|PartFromPeer|BecomeNew|Reborn|Guests|Guest[A-Z]\w+"
+    r"|AskingController|AskEvents|AskAttempts|AskAnswers|KeptAnswers|Tallies|RouterOrders|RouterNews|StoreLife|Greeter"
+    r"|Crew|Referee|GateJudge|LiteralDevice|TruthDevice)\b(?!\")"
+)
+"""Names that this house had for what the field has a word for. On the wire, in quotes, they stay."""
+
+
+def test_things_have_the_names_of_the_field() -> None:
+    problems = [
+        f"{where(path, number)} {line.strip()[:100]}"
+        for path, number, line in worded("docs/*.md", "README.md")
+        if OWN_WORDS.search(line) and path.name != "HTTP.md"
+    ]
+    report(problems, "docs/GLOSSARY.md has the field's word: ProbeResult, ConnectRouter, RemoteRequests, ReplayBuffer.")
+
+
 def test_sources_do_not_repeat_what_is_known_elsewhere() -> None:
     """The height of a room stands in ``ROOMS``, the requirements in a table of the README."""
     problems = [f"{where(p, n)} {line.strip()[:100]}" for p, n, line in worded() if KNOWN_ELSEWHERE.search(line)]

@@ -5,7 +5,7 @@
     OUTSIDE --Join ... JoinAccepted--> MEMBER --Drain--> MEMBER that drains --Leave--> LEFT
       ^  ^                          |
       |  +--------- RejoinRequest ---------+      another router took over: join it, with all that runs here
-      +-- Reborn <-- Expelled ------+      taken to be dead: drop all work, join as a new incarnation
+      +-- new generation <-- Expelled +      taken to be dead: drop all work, join as a new incarnation
 
     ALONE --JoinRequest--> OUTSIDE ... MEMBER --silence--> ALONE      a store that was told of no router waits for a
                                                                       router to call it
@@ -156,7 +156,7 @@ class MemberMachine:
         #: those of them that are routers, by name
         self.followers: dict[str, Peer] = {}
         self._members_digest: int | None = None  # of all members; counted when it is asked for
-        self._is_reborn = True  # False between ChangeGeneration and Reborn
+        self._is_reborn = True  # False between ChangeGeneration and GenerationChanged
         self.drains = False
         """True: it accepts no new request, and leaves when it is idle."""
         self._has_left = False

@@ -2,9 +2,9 @@
 
 ::
 
-    --MeetAsked, or PeerJoined of a peer--> greets with PeerJoined --any answer--> exchanges heartbeats
-    --silence, Leave, PartAsked-----------> the peer is gone, and whatever it held is freed
-    --Expelled by a peer------------------> ChangeGeneration ... Reborn: greets all peers again, as a new incarnation
+    --AddRequested, or PeerJoined of a peer--> sends PeerJoined --any answer--> exchanges heartbeats
+    --silence, Leave, RemoveRequested--------> the peer is gone, and whatever it held is freed
+    --Expelled by a peer---------------------> ChangeGeneration ... GenerationChanged: PeerJoined to all peers again
 
 Each member does for its peers what a router does for its instances: it notices silence, and expels a process that was
 lost and speaks as if nothing had happened. As a member that is expelled it does what
@@ -66,7 +66,7 @@ class PeerGroup:
         #: name -> latest generation that was lost or left: what it had promised is void, and so it stays
         self._gone: dict[str, int] = {}
         self._wanted: PeerInfo | None = None  # to be met by the next incarnation
-        self._is_reborn = True  # False between ChangeGeneration and Reborn
+        self._is_reborn = True  # False between ChangeGeneration and GenerationChanged
         self._actions: list[GroupAction] = []
 
     @property

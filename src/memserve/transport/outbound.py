@@ -54,7 +54,7 @@ class MailboxCounters:
     repeated: int = 0
     """Numbers that were heard before."""
     handshakes_failed: int = 0
-    """Strangers: without the secret, or with another."""
+    """Of processes without the secret, or with another."""
     callback_errors: int = 0
 
 

@@ -1,4 +1,4 @@
-"""Guests: requests of followers in the owner's queue and ledger, which hold for all routers together.
+"""Remote requests: those of followers in the owner's queue and ledger, which hold for all routers together.
 
 ::
 
@@ -6,8 +6,9 @@
                |                                                          |
                +--rejected                                                +--over, or its follower is gone--> released
 
-Guests wait, take turns and are rejected as the owner's own requests are. Nothing is dispatched for them here. A new
-owner admits nothing until each follower that it remembers has told what the last owner had granted to it, or is gone.
+Remote requests wait, take turns and are rejected as the owner's own requests are. Nothing is dispatched for them here.
+A new owner admits nothing until each follower that it remembers has told what the last owner had granted to it, or is
+gone.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class RemoteRequests:
 
     @property
     def by_id(self) -> dict[str, RequestState]:
-        """Guests by the names that they have here."""
+        """Remote requests by the names that they have here."""
         return {name: guest.req for name, guest in self._by_id.items()}
 
     # -- followers
