@@ -491,6 +491,18 @@ def test_native_code_needs_no_torch_and_no_machine_flags() -> None:
     report(problems, "Take raw pointers instead of torch's types; choose the instruction set at load time.")
 
 
+def test_git_ignores_what_an_editable_install_builds() -> None:
+    """scikit-build configures an editable install in the root of the checkout."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed: it knows what is ignored")
+    left = [
+        ".ninja_deps", ".ninja_log", ".skbuild-info.json", "CMakeCache.txt", "CMakeFiles/rules.ninja", "CMakeInit.txt",
+        "build.ninja", "cmake_install.cmake", "libnanobind-static-abi3-memserve.a",
+    ]  # fmt: skip
+    run = subprocess.run(["git", "-C", str(ROOT), "check-ignore", "--no-index", *left], capture_output=True, text=True)
+    assert run.stdout.split() == left, "name the others in .gitignore"
+
+
 def test_ruff_is_content() -> None:
     pytest.importorskip("ruff", reason="ruff (extra: lint) is not installed")
     command = [sys.executable, "-m", "ruff", "check", "--quiet", "--output-format", "concise", "."]

@@ -1,4 +1,4 @@
-nanobind_add_module(_core STABLE_ABI NB_STATIC
+nanobind_add_module(_core STABLE_ABI NB_STATIC NB_DOMAIN memserve
   src/core/bind/allocator.cpp
   src/core/bind/directory.cpp
   src/core/bind/disk_queue.cpp

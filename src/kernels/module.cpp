@@ -36,6 +36,7 @@ void force_isa(const std::optional<std::string>& name) {
 
 NB_MODULE(_kernels, m) {
   m.doc() = "Paged attention and fused kernels for CPU; the instruction set is chosen when the module is loaded.";
+  nb::set_leak_warnings(false);  // see _core
   m.def("isa", [] { return std::string(memserve::kIsaNames[int(memserve::current_isa())]); });
   m.def("supported_isas", &supported_isas);
   m.def("force_isa", &force_isa, nb::arg("name").none());

@@ -4,7 +4,7 @@ set(MEMSERVE_ISA_SOURCES
   src/kernels/fused_kernels.cpp
   src/kernels/sampling_kernels.cpp
 )
-nanobind_add_module(_kernels STABLE_ABI NB_STATIC
+nanobind_add_module(_kernels STABLE_ABI NB_STATIC NB_DOMAIN memserve
   src/kernels/module.cpp
   src/kernels/attention.cpp
   src/kernels/attention_bind.cpp

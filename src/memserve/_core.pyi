@@ -560,6 +560,10 @@ class JsonShape:
     def name_bytes(self) -> int:
         """Bytes of the longest name, as written."""
 
+def warn_of_leaks(warns: bool) -> None:
+    """Whether a process that ends with objects of the native modules alive lists them on stderr. Off at first: only
+    the search for a leak needs it."""
+
 def json_shape(text: bytes) -> JsonShape:
     """How much a parser would have to build for ``text``: never less than it does. Linear in the text, of which more
     than 64 KiB are read without the GIL. What is no JSON is counted as if it were, and is for the parser to refuse.

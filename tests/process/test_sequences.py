@@ -107,11 +107,11 @@ def test_ordinary_requests_run_beside_a_long_one(server: Server, folder: Path) -
 def test_a_holder_that_is_killed_while_prompts_are_computed(server: Server, expected: dict[Any, str], at: int) -> None:
     """It stands still before its part arrives, and dies before it has computed any of that."""
     eventually(lambda: len(server.members()) == 4)
-    holder = server.children()[places(server)[at]]
+    holder, before = server.children()[places(server)[at]], split(server)
     os.kill(holder, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(complete, server, "drawn", 2 + at)
-        time.sleep(1.0)
+        eventually(lambda: split(server) == before + 1)
         assert not answer.done()
         os.kill(holder, signal.SIGKILL)
         assert answer.result() == expected["drawn", 2 + at]
@@ -124,7 +124,7 @@ def test_a_holder_that_is_killed_while_tokens_are_drawn(server: Server, expected
     chunks = iter(stream)
     text = next(chunks).choices[0].text
     os.kill(holder, signal.SIGSTOP)
-    time.sleep(0.5)
+    eventually(lambda: Path(f"/proc/{holder}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     os.kill(holder, signal.SIGKILL)
     read = [chunk.choices[0].text for chunk in chunks if chunk.choices]
     assert text + "".join(read) == expected["greedy", 4]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Self
 
 from memserve.base.errors import UserError
 from memserve.system.memory import available_memory_bytes
+from memserve.system.process import module_command
 from memserve_lab.bench.load.client import Target, first_model
 from memserve_lab.bench.load.driver import INTERRUPTED, Labels, LoadRun, send
 from memserve_lab.bench.load.prompts import Manner
@@ -45,7 +45,7 @@ class ServedChild:
         started = time.monotonic()
         self._folder = tempfile.TemporaryDirectory(prefix="memserve-bench-")
         self._log = Path(self._folder.name) / "stderr"
-        command = [sys.executable, "-m", "memserve", "serve", "--port", "0", "--drain-s", "0", *flags]
+        command = module_command("memserve", "serve", "--port", "0", "--drain-s", "0", *flags)
         process: subprocess.Popen[bytes] | None = None
         try:
             with self._log.open("wb") as errors, _signals_held() as raise_now:

@@ -9,6 +9,8 @@ namespace nb = nanobind;
 
 NB_MODULE(_core, m) {
   m.doc() = "memserve native core";
+  nb::set_leak_warnings(false);  // an interrupted process ends with objects alive: no news to its user
+  m.def("warn_of_leaks", &nb::set_leak_warnings, nb::arg("warns"));
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
     try {
       std::rethrow_exception(error);

@@ -6,8 +6,8 @@ import asyncio
 import inspect
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -37,6 +37,7 @@ from memserve.api.openai.endpoints import (
 from memserve.api.openai.interfaces import HearingEngine, ModelNames, ServedModel, ServingEngine, TokenNames
 from memserve.api.openai.openapi import openapi
 from memserve.api.openai.prefixes import DocumentRoutes, SessionRoutes
+from memserve.api.openai.probes import Probes, TrailingSlashes
 from memserve.api.openai.redirect import OwnerOnly
 from memserve.api.openai.request.prompts import PromptEncoder
 from memserve.api.openai.response.formats import ChatShape, CompletionShape
@@ -69,6 +70,7 @@ class _Pages:
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/openapi.json", self.openapi),
+            *Probes(self.health, lambda: self._hub.calls_open, self._metrics_keys).routes(),
         ]
 
     def _card(self, name: str | None = None, adapter: Adapter | None = None) -> dict[str, Any]:
@@ -217,6 +219,18 @@ def _timelines(model: str, traces: Traces | None, otlp_endpoint: str, closing: E
     return Timelines(model, traces.ended)
 
 
+def _lifespan(engine: ServingEngine, closing: ExitStack) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        with closing:
+            if isinstance(engine, HearingEngine):  # to hand each message over from a thread costs as much as a message
+                engine.hear_in(asyncio.get_running_loop())
+                closing.callback(engine.hear_in, None)
+            yield
+
+    return lifespan
+
+
 def create_app(
     engine: ServingEngine,
     model: ServedModel,
@@ -242,28 +256,21 @@ def create_app(
     metrics, encoder = ApiMetrics(), PromptEncoder(model)
     hub, edge = Hub(engine, metrics, limits.stream_buffer_bytes), Edge(limits, metrics)
     tokens, names = TokenNames(encoder.tokenizer), ModelNames(model.name, aliases, further_names, adapters)
-    keys, operators = KeyRing(api_keys), KeyRing(metrics_keys)
-    pages, closing = _Pages(hub, model, names, metrics, operators), ExitStack()
+    keys, operators, closing = KeyRing(api_keys), KeyRing(metrics_keys), ExitStack()
+    pages = _Pages(hub, model, names, metrics, operators)
     timelines = _timelines(model.name, traces, config.otlp_endpoint, closing)
     feed = PageFeed(EngineSource(hub, model.name), metrics, timelines)
     dashboard = Dashboard(feed, timelines, keys, operators)
     shared, documents = EndpointParts(hub, model, encoder, metrics, edge), Documents()
     closing.callback(encoder.close)
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        hears = engine if isinstance(engine, HearingEngine) else None
-        with closing:
-            if hears is not None:  # to hand each message over from a thread would cost as much as the message
-                hears.hear_in(asyncio.get_running_loop())
-                closing.callback(hears.hear_in, None)
-            yield
-
     generating = _generating(shared, names, tokens, documents, config)
+    routes = [*generating, *pages.routes(), *_named_prefixes(shared, documents), *dashboard.routes()]
     app = Application(
-        routes=[*generating, *pages.routes(), *_named_prefixes(shared, documents), *dashboard.routes()],
+        routes=routes,
         middleware=[
             *([Middleware(BelowRoot, root=config.root_path)] if config.root_path else []),
+            Middleware(TrailingSlashes, routes=routes),
             *request_log(limits.log_requests, model.name, closing),
             Middleware(Watch, timelines=timelines),
             *([Middleware(Cors, origins=limits.cors_origins)] if limits.cors_origins else []),
@@ -272,7 +279,7 @@ def create_app(
             Middleware(FixedPaths, routes=generating),
         ],
         exception_handlers={HTTPException: on_http_error},
-        lifespan=lifespan,
+        lifespan=_lifespan(engine, closing),
     )
     app.router.redirect_slashes = False
     app.state.hub, app.state.edge = hub, edge

@@ -32,6 +32,7 @@ from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, on_http_
 from memserve.api.metrics.cluster import ADMISSION_METRICS
 from memserve.api.metrics.families import COUNTER, GAUGE, Table, families, with_old_names
 from memserve.api.metrics.http import ApiMetrics
+from memserve.api.openai.probes import Probes, TrailingSlashes
 from memserve.api.ui.feed import PageFeed
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.snapshot import MEMBERS_MAX, SnapshotReading
@@ -285,18 +286,21 @@ def create_fleet_app(
             finally:
                 await host.close()
 
+    routes = [
+        Route("/v1/completions", relay, methods=["POST"]),
+        Route("/v1/chat/completions", relay, methods=["POST"]),
+        Route("/v1/models", pages.models),
+        Route("/v1/models/{name:path}", pages.model),
+        Route("/health", pages.health),
+        Route("/metrics", pages.metrics),
+        *Probes(pages.health, lambda: relay.calls_open, operators).routes(),
+        *EngineRoutes(host, engines_key).routes(),
+        *dashboard.routes(),
+    ]
     app = Starlette(
-        routes=[
-            Route("/v1/completions", relay, methods=["POST"]),
-            Route("/v1/chat/completions", relay, methods=["POST"]),
-            Route("/v1/models", pages.models),
-            Route("/v1/models/{name:path}", pages.model),
-            Route("/health", pages.health),
-            Route("/metrics", pages.metrics),
-            *EngineRoutes(host, engines_key).routes(),
-            *dashboard.routes(),
-        ],
+        routes=routes,
         middleware=[
+            Middleware(TrailingSlashes, routes=routes),
             *request_log(limits.log_requests, "", closing),
             Middleware(Watch, timelines=timelines),
             Middleware(Cors, origins=limits.cors_origins),

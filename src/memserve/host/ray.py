@@ -18,7 +18,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from memserve.base.errors import UserError
-from memserve.system.process import HealthState, die_with
+from memserve.system.process import HealthState, die_with, module_command
 
 NAMESPACE, CONTROLLER = "memserve", "memserve-controller"
 PLACE_S = 60.0
@@ -86,7 +85,7 @@ class ProcessActor:
             words += ["--name", _name_of_this_life(order), "--health-file", str(self._health)]
         worker_pid = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "memserve", *words],
+            module_command("memserve", *words, cwd=order.cwd),
             cwd=order.cwd,
             env={**os.environ, **order.env},
             pass_fds=[readable],

@@ -193,6 +193,7 @@ class RouterEngine:
         """From now on ``loop``, from which this is called, reads what members say; None: a thread, as at first. Before
         ``loop`` ends, or this engine is closed."""
         self._mailbox.read_in(loop)
+        self._loop.tick_in(loop)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Run ``request`` somewhere. ``sink`` gets every :class:`TokenOutput`, or one :class:`Rejected`."""

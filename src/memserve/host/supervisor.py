@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.journal.survivors import AdoptedProcess, ChildrenFile
+from memserve.system.process import module_command
 from memserve.system.secrets import Secret, followed
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class ChildOrder:
         """What runs; role and name come first, so that ``ps`` shows them."""
         alone = {Role.STORE: ["store"], Role.ROUTER: ["router"]}
         what = alone.get(self.role) or ["instance", "--role", self.role.value]
-        return [sys.executable, "-m", "memserve", *what, "--name", self.name, "--supervised", *self.flags]
+        return module_command("memserve", *what, "--name", self.name, "--supervised", *self.flags)
 
     @property
     def is_store(self) -> bool:
@@ -287,7 +287,8 @@ class Supervisor:
                 return
             failures = 0 if time.monotonic() - started > HEALTHY_S else failures + 1
             pause_s = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
-            log.warning("%s; the next attempt to start it is in %.1f s", story.message, pause_s)
+            hint = f" (hint: {story.hint})" if story.hint else ""
+            log.warning("%s; the next attempt to start it is in %.1f s%s", story.message, pause_s, hint)
             self._retiring.wait(pause_s)
 
     def _live(self, child: _Child) -> UserError | None:

@@ -90,6 +90,12 @@ def write_private(path: Path, text: str) -> None:
     fresh.rename(path)
 
 
+def _chmod(path: Path, mode: int) -> None:
+    """Only where it has another mode: processes that follow a file see each change of it."""
+    if stat.S_IMODE(path.stat().st_mode) != mode:
+        path.chmod(mode)
+
+
 def _close_to_others(folder: Path) -> None:
     """Make the folder and memserve's files in it readable by their owner alone, whatever modes a copy has left.
 
@@ -97,9 +103,9 @@ def _close_to_others(folder: Path) -> None:
     """
     found = set(os.listdir(folder))
     for name in found & _FILES:
-        os.chmod(folder / name, 0o600)
+        _chmod(folder / name, 0o600)
     if found <= _FILES:
-        os.chmod(folder, 0o700)
+        _chmod(folder, 0o700)
     elif stat.S_IMODE(folder.stat().st_mode) & 0o022:
         log.warning("other users may write to %s, and take files of the metadata away: chmod 700 it", folder)
 

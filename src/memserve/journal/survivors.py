@@ -22,6 +22,7 @@ import msgspec
 
 from memserve.journal.folder import OUT_OF_RESOURCES, is_locked, write_private
 from memserve.protocol.peers import Peer
+from memserve.system.process import SAFE_PATH
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ def _start_of(pid: int) -> int | None:
 
 
 def _but_address(command: Sequence[str]) -> list[str]:
-    words = list(command)
+    words = [word for word in command if word != SAFE_PATH]
     if "--join" in words:
         words[words.index("--join") + 1] = ""
     return words

@@ -227,16 +227,22 @@ class Adapters:
         return RowsOf(parts, len(own), device) if parts else None
 
     def _load(self, module: Any, adapter: Adapter) -> dict[int, Halves]:
-        halves = _halves(adapter)
+        halves, config = _halves(adapter), adapter.config
+        if empty := sorted(config.layers() - {config.layer(path) for path in halves}):
+            raise _unfit(adapter, f"names layer {empty[0]} in layers_to_transform, and has no matrices for it")
         pairs = {}
         for path, (down, up) in halves.items():
             linear = _linear_at(module, path, adapter)
+            if field := config.leaves_out(path):
+                raise _unfit(adapter, f"has matrices for {path}, which its {field} leaves out")
             rank = down.shape[0]
             if down.shape != (rank, linear.in_features) or up.shape != (linear.out_features, rank) or rank < 1:
                 shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
                 fits = f"({linear.out_features}, {linear.in_features})"
                 raise _unfit(adapter, f"has matrices of {shapes} for {path}, which is {fits}")
-            scaled = up.float() * adapter.scale(path, rank)
+            if rank != config.rank(path):
+                raise _unfit(adapter, f"says rank {config.rank(path)} for {path}, and has matrices of rank {rank}")
+            scaled = up.float() * config.scale(path)
             if not (torch.isfinite(down).all() and torch.isfinite(scaled).all()):
                 raise _unfit(adapter, f"has weights for {path} that are not finite")
             place = linear.weight.device, linear.weight.dtype

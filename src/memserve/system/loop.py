@@ -6,6 +6,7 @@ machine. Between events it wakes when the machine's next deadline comes, and not
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import sys
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -212,12 +214,19 @@ class SharedLoop(MachineLoop[EventT]):
         self._turn = threading.Lock()
         self._is_open = False  # events are handled
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes its own thread
+        self._ticks_in: asyncio.AbstractEventLoop | None = None
         self._wakes_ns = 0  # when that thread will look at the deadline anyway
 
     def start(self) -> None:
         """Begin to handle events; what was posted before is handled first."""
         self._is_open = True
         super().start()
+
+    def tick_in(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """From now on deadlines are looked at in ``loop``, which reads what others say; None: in a thread. While
+        ``loop`` is blocked nothing is heard, so no silence may end there."""
+        self._ticks_in = loop
+        self._bell.put(None)
 
     def see_to_it(self) -> None:
         """The inbox has got something: handle it, unless another thread is at it."""
@@ -260,7 +269,21 @@ class SharedLoop(MachineLoop[EventT]):
             try:
                 self._bell.get(timeout=None if deadline_ns is None else self._time_left_s(deadline_ns))
             except queue.Empty:
-                self._inbox.put(ClockTicked())
+                self._tick()
+
+    def _tick(self) -> None:
+        loop = self._ticks_in
+        if loop is None or loop.is_closed():
+            self._inbox.put(ClockTicked())
+            return
+        with suppress(RuntimeError):  # it has just been closed
+            loop.call_soon_threadsafe(self._tick_here)
+            self._bell.get()
+
+    def _tick_here(self) -> None:
+        self._inbox.put(ClockTicked())
+        self.see_to_it()
+        self._bell.put(None)
 
 
 def _complain(answer: Future[Any]) -> None:

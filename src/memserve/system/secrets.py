@@ -28,7 +28,8 @@ _Stamp = tuple[tuple[int, int, int], ...]
 class Followed(Generic[T]):
     """What files hold. A change is read by the next look at it; no process watches them.
 
-    An operator may write anything, at any time: what cannot be read changes nothing, and is said once.
+    An operator may write anything, at any time: what cannot be read changes nothing, and is said once. A file that was
+    only touched is no news.
     """
 
     def __init__(self, files: Sequence[Path], read: Callable[[], T], what: str, *, tells: bool = True) -> None:
@@ -39,6 +40,7 @@ class Followed(Generic[T]):
         self._stamp: _Stamp | None = self._stamp_now()  # before they are read: a change meanwhile is seen later
         self._value = self._first = read()
         self._looked_s = time.monotonic()
+        self._is_odd = False  # what was there last could not be read
 
     @property
     def first(self) -> T:
@@ -69,9 +71,12 @@ class Followed(Generic[T]):
             for path in self._files:
                 if path.exists() and not path.is_file():  # to open a pipe would wait for its writer
                     raise UserError(f"{path} is no file any more")
-            self._value = self._read()
-            log.log(self._level, "%s in %s: read again", self._what, self._files[0])
+            value, before, was_odd = self._read(), self._value, self._is_odd
+            self._value, self._is_odd = value, False
+            if value != before or was_odd:
+                log.log(self._level, "%s in %s: read again", self._what, self._files[0])
         except UserError as error:
+            self._is_odd = True
             log.log(self._level, "%s; %s that were read before stay in use", error.message, self._what)
         return self._value
 

@@ -7,8 +7,10 @@ client has the secret one as well. What is sent is encrypted, and cannot be reco
 Connections that came to a mailbox and went without a letter: peers without the secret are named, counted.
 
 ZeroMQ tells that a connection was accepted, or has ended, by its descriptor; of a failed handshake it tells only that
-there was one. So a connection is a stranger's until it has brought a letter, or was the only one that could have
-passed a handshake that succeeded.
+there was one. So a connection is a stranger's until it has brought a letter, or as many handshakes have succeeded as
+there are connections that could have passed them. One that ends without a letter and without a failure may be one of
+those: a process that tries the secret and leaves (:mod:`memserve.transport.probe`), as a server does before it
+calls a store, is none.
 """
 
 from __future__ import annotations
@@ -183,6 +185,8 @@ class FailedHandshakes:
         self._port = port
         self._unproven: dict[int, str] = {}
         """Descriptor -> address of all connections that may be a stranger's; no more than there are descriptors."""
+        self._passed = 0
+        """Handshakes that succeeded, each of another one of those connections."""
         self._ended: list[tuple[int, str, str]] = []
         """Connections that have ended unproven: descriptor, address, why. Their letters may still lie unread."""
         self._why = ""
@@ -201,14 +205,21 @@ class FailedHandshakes:
     def _take(self, event: int, descriptor: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
             self._unproven[descriptor] = _address_of(descriptor, self._port)
-        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED and len(self._unproven) == 1:
-            self._unproven.clear()
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._passed += 1
         elif event == zmq.EVENT_DISCONNECTED:
             why, self._why = self._why, ""
-            if (address := self._unproven.pop(descriptor, None)) is not None:
+            if (address := self._unproven.pop(descriptor, None)) is None:
+                pass
+            elif self._passed and not why:
+                self._passed -= 1
+            else:
                 self._ended.append((descriptor, address, why or "it does not speak this protocol"))
         elif event & FAILED:
             self._why = _BROKE_OFF if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else _OTHER_SECRET
+        if self._passed >= len(self._unproven):  # more: of connections that have brought a letter
+            self._unproven.clear()
+            self._passed = 0
 
     @property
     def are_any(self) -> bool:
@@ -217,7 +228,9 @@ class FailedHandshakes:
 
     def spoke(self, descriptor: int) -> None:
         """A letter came this way: nothing without the secret can write one."""
-        if self._unproven.pop(descriptor, None) is None and self._ended:
+        if self._unproven.pop(descriptor, None) is not None:
+            self._passed = max(0, self._passed - 1)
+        elif self._ended:
             self._ended = [ended for ended in self._ended if ended[0] != descriptor]
 
     def judge(self) -> int:

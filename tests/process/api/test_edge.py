@@ -8,6 +8,8 @@ import json
 import re
 import resource
 import socket
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -15,6 +17,7 @@ import pytest
 
 from api_world import MODEL, SCRIPT_TEXT, World, encode, says, serve
 from fake_engine import FakeEngine
+from memserve.api.http import connection as connection_module
 from memserve.api.http.config import EdgeConfig
 from memserve.api.http.limits import DESCRIPTORS_KEPT, READ_BYTES_MAX, SMALL_BODY_BYTES, make_room_for_connections
 from memserve.base.errors import UserError
@@ -171,15 +174,35 @@ def test_an_idle_connection_is_closed_and_a_busy_one_is_not(hasty: World) -> Non
 # -- connections
 
 
-def test_a_newcomer_takes_the_place_of_the_connection_that_has_waited_longest() -> None:
+def test_a_newcomer_takes_the_place_of_the_connection_that_has_waited_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "FRESH_S", 0.0)
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(serve(FakeEngine(says("x")), limits=EdgeConfig(connections_max=3)))
         first, second, third, fourth = (stack.enter_context(connect(world.url)) for _ in range(4))
-        assert until_closed(first) == b""
+        assert error_of(until_closed(first))["code"] == "evicted", "it is told, as it has had no answer yet"
         for connection in (second, third, fourth):
             connection.sendall(head(b"GET", "/health"))
             assert Answers(connection).next()[0] == 200
         assert metric(world, "refused_total", limit="evicted") == 1 and metric(world, "connections") == 3
+        stack.enter_context(connect(world.url))
+        assert until_closed(second) == b"", "between two requests a client expects that"
+        assert metric(world, "refused_total", limit="evicted") == 2
+
+
+def test_of_many_connections_at_once_each_gets_an_answer() -> None:
+    """The loop stands still meanwhile, so that it finds all of them at once, their requests unread."""
+    goes_on = threading.Event()
+    with contextlib.ExitStack() as stack:
+        world = stack.enter_context(serve(FakeEngine(says("x")), limits=EdgeConfig(connections_max=20)))
+        stack.callback(goes_on.set)
+        assert httpx.post(f"{world.url}/v1/completions", json=ASK).status_code == 200, "its loop is known from then on"
+        world.server._hub._loop.call_soon_threadsafe(goes_on.wait)
+        connections = [stack.enter_context(connect(world.url)) for _ in range(300)]
+        for connection in connections:
+            connection.sendall(head(b"GET", "/health"))
+        goes_on.set()
+        statuses = Counter(connection.recv(1 << 16)[9:12] for connection in connections)
+    assert statuses[b"200"] >= 20 and statuses[b"200"] + statuses[b"503"] == len(connections), statuses
 
 
 def test_what_is_being_answered_is_not_pushed_out() -> None:
@@ -231,7 +254,13 @@ def test_the_limit_of_open_files_leaves_room_for_the_rest_of_the_process(
     make_room_for_connections(1000)
     assert limits == [1000 + DESCRIPTORS_KEPT, 2000] and not caplog.text
     make_room_for_connections(3000)
-    assert limits == [2000, 2000] and f"room for {2000 - DESCRIPTORS_KEPT} connections" in caplog.text
+    assert limits == [2000, 2000] and f"room for {2000 - DESCRIPTORS_KEPT} of 3000 connections" in caplog.text
+    limits[:] = 64, 64
+    make_room_for_connections(1024)
+    assert (
+        f"files, 64, leaves room for 1 of 1024 connections at once: raise it to {1024 + DESCRIPTORS_KEPT}"
+        in caplog.text
+    )
 
 
 # -- bodies

@@ -81,4 +81,4 @@ def test_every_field_is_described() -> None:
 def test_the_server_serves_it(client: httpx.Client) -> None:
     served = client.get("/openapi.json").json()
     assert served == json.loads(json.dumps(openapi()))
-    assert served["components"]["schemas"]["ChatBody"]["required"] == ["model", "messages"]
+    assert served["components"]["schemas"]["ChatBody"]["required"] == ["messages"]

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+import raw_http
 from api_world import (
     CONTEXT_TOKENS,
     EOS,
@@ -24,6 +25,7 @@ from api_world import (
     tiny_tokenizer,
 )
 from fake_engine import FakeEngine
+from memserve import __version__
 from memserve.api.http.config import ApiConfig
 from memserve.api.openai.request.prompts import TEXT_BYTES_MAX
 from memserve.base.errors import UserError
@@ -55,6 +57,76 @@ JSON = {"content-type": "application/json"}
 
 def post(world: World, path: str, **fields: Any) -> httpx.Response:
     return httpx.post(f"{world.url}{path}", json={"model": MODEL, **fields}, timeout=30)
+
+
+def test_probes_find_the_pages_that_vllm_has(world: World) -> None:
+    assert httpx.get(f"{world.url}/version").json() == {"version": __version__}
+    for method in ("GET", "POST"):
+        assert httpx.request(method, f"{world.url}/ping").json()["status"] == "ok"
+    assert httpx.get(f"{world.url}/load").json() == {"server_load": 0}
+
+
+def test_the_load_counts_requests_and_has_the_key_of_metrics() -> None:
+    engine, key = FakeEngine(says(SCRIPT_TEXT), step_s=None), {"authorization": "Bearer operator-0123456789"}
+    body = json.dumps({"prompt": "hi", "max_tokens": 3}).encode()
+    with serve(engine, metrics_keys=["operator-0123456789"]) as world, raw_http.connect(world.url) as connection:
+        connection.sendall(raw_http.post("/v1/completions", body))
+        assert engine.wait_until(lambda: len(engine.submitted) == 1)
+        assert httpx.get(f"{world.url}/load").status_code == 401
+        assert httpx.get(f"{world.url}/load", headers=key).json() == {"server_load": 1}
+        for _ in range(3):
+            engine.step()
+        assert raw_http.Answers(connection).next()[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/metrics", "/version", "/openapi.json"])
+def test_a_slash_at_the_end_of_a_path_changes_nothing(world: World, path: str) -> None:
+    plain, slashed = (httpx.get(f"{world.url}{path}{end}") for end in ("", "/"))
+    assert slashed.status_code == plain.status_code == 200
+    assert slashed.headers["content-type"] == plain.headers["content-type"]
+
+
+def test_generating_routes_take_a_slash_at_their_end(world: World) -> None:
+    assert post(world, "/v1/chat/completions/", messages=HELLO).status_code == 200
+    assert post(world, "/v1/completions/", prompt="hello").status_code == 200
+    assert post(world, "/tokenize/", prompt="hello").status_code == 200
+    assert post(world, "/v1/nothing/", prompt="hello").status_code == 404
+
+
+def test_keys_are_asked_for_behind_a_slash_as_well() -> None:
+    with serve(FakeEngine(says(SCRIPT_TEXT)), api_keys=["key-0123456789abcdef"]) as world:
+        for path in ("/v1/models/", "/tokenize/", "/v1/completions/"):
+            assert httpx.post(f"{world.url}{path}", json={}).status_code == 401, path
+
+
+@pytest.mark.parametrize("root", ["", "/root"])
+def test_a_browser_is_led_to_the_dashboard(root: str) -> None:
+    browser = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    with serve(FakeEngine(says(SCRIPT_TEXT)), config=ApiConfig(root_path=root)) as world:
+        for path in ("/", "/ui/"):
+            page = httpx.get(f"{world.url}{root}{path}", headers=browser, follow_redirects=True)
+            assert str(page.url) == f"{world.url}{root}/ui" and page.headers["content-type"].startswith("text/html")
+        assert httpx.get(f"{world.url}{root}/").json()["error"]["code"] == "unknown_url", "a program finds no page"
+
+
+@pytest.mark.parametrize("left_out", [{}, {"model": None}])
+def test_a_request_need_not_name_the_one_model(world: World, left_out: dict[str, None]) -> None:
+    bodies = {
+        "/v1/chat/completions": {"messages": HELLO},
+        "/v1/completions": {"prompt": "hello"},
+        "/v1/responses": {"input": "hello"},
+        "/invocations": {"messages": HELLO},
+    }
+    for path, body in bodies.items():
+        answer = httpx.post(f"{world.url}{path}", json={**body, **left_out}, timeout=30)
+        assert answer.status_code == 200 and answer.json()["model"] == MODEL, answer.text
+
+
+def test_a_verbosity_is_accepted_and_an_unknown_one_refused(world: World) -> None:
+    for level in ("low", "medium", "high", None):
+        assert post(world, "/v1/chat/completions", messages=HELLO, verbosity=level).status_code == 200
+    refused = post(world, "/v1/chat/completions", messages=HELLO, verbosity="chatty")
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "verbosity"
 
 
 def test_token_ids_are_reported_where_asked_for_and_null_elsewhere(client: openai.OpenAI) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
@@ -206,6 +207,25 @@ def test_a_long_step_silences_nobody(router, node) -> None:
     eventually(lambda: router.instances()[0].heard_ns > before.heard_ns + 500 * NS_PER_MS)
     it.device.gate.set()
     assert answer(news) == (truth, FinishReason.LENGTH)
+
+
+def test_a_router_whose_loop_is_blocked_declares_no_member_dead(router, node) -> None:
+    """The API's event loop reads what members say: while it is blocked, silence means nothing."""
+    it = node("c1", router.address)
+    assert router.wait_for(["c1"], WAIT_S)
+    me, beats = it.member.me, 3 * CONFIG.dead_after_ns // (2 * BRISK.beat_ns)
+
+    async def blocked() -> None:
+        router.hear_in(asyncio.get_running_loop())
+        sent = it.member._mailbox.counters.sent
+        eventually(lambda: it.member._mailbox.counters.sent > sent + beats)  # nothing else runs in this loop
+        blocked_until_ns = time.monotonic_ns()
+        heard_ns = blocked_until_ns + CONFIG.dead_after_ns // 2
+        await asyncio.to_thread(eventually, lambda: router.instances()[0].heard_ns > heard_ns)
+        router.hear_in(None)
+
+    asyncio.run(blocked())
+    assert it.member.me == me and router.members()["c1"].peer == me, "it was not expelled"
 
 
 def test_an_instance_whose_welcome_was_lost_joins_as_another(node) -> None:

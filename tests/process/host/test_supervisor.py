@@ -111,6 +111,19 @@ def test_a_child_that_dies_without_a_word_is_described(world, body: str, words: 
         it.supervisor.settle()
 
 
+def test_why_a_child_does_not_come_back_is_logged_with_a_hint(world, caplog: pytest.LogCaptureFixture) -> None:
+    it = world(
+        "if len(log.read_text().splitlines()) > 1:\n"
+        "    print(json.dumps({'error': 'the file has 7 bytes', 'hint': 'give 7'})); sys.exit(1)\n"
+        "time.sleep(60)"
+    )
+    eventually(it.lives)
+    it.supervisor.settle()
+    os.kill(it.lives()[0][0], signal.SIGKILL)
+    eventually(lambda: "instance x1: the file has 7 bytes; the next attempt" in caplog.text)
+    assert "(hint: give 7)" in caplog.text
+
+
 def test_a_child_that_ignores_the_end_is_killed(world) -> None:
     deafness = "signal.signal(signal.SIGTERM, signal.SIG_IGN); log.with_name('deaf').touch()"
     it = world(f"{deafness}\nwhile True: time.sleep(1)")
@@ -355,7 +368,9 @@ def test_a_store_ends_behind_the_instances(world, tmp_path: Path, monkeypatch: p
     body = """
 end = log.with_name("ends")
 def bye(*_):
-    time.sleep(0.2)
+    log.with_name(f"{name} ends").touch()
+    while name != "s1" and not all(log.with_name(f"{one} ends").exists() for one in ("x1", "x2")):
+        time.sleep(0.001)  # a store that is asked at the same time is quicker
     with end.open("a") as lines:
         print(name, file=lines)
     sys.exit(0)

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -188,6 +187,10 @@ def test_a_state_folder_belongs_to_one_process(tmp_path: Path) -> None:
     assert not is_locked(tmp_path)
     mine = StateFolder(tmp_path)
     assert mine.secret() == secret and (tmp_path / "secret").stat().st_mode & 0o077 == 0
+    before = (tmp_path / "secret").stat().st_ctime_ns
+    mine.close()
+    mine = StateFolder(tmp_path)
+    assert (tmp_path / "secret").stat().st_ctime_ns == before, "who follows the secret sees no change"
     seen = subprocess.run([sys.executable, "-c", look, str(tmp_path)], capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == "True"
     mine.close()
@@ -390,18 +393,29 @@ def test_children_are_found_again_and_those_of_no_use_are_ended(tmp_path: Path) 
 
 
 ORPHAN = """
-import sys, time
+import sys, threading
 from pathlib import Path
 from memserve.protocol.messages import Peer
 from memserve.host import meta_children
 meta_children.LOOK_S = 0.01
 router = [Peer("router", 1)]
+looks, looked, is_locked = [], threading.Condition(), meta_children.is_locked
+def look(folder):
+    with looked:
+        looks.append(is_locked(folder))
+        looked.notify_all()
+    return looks[-1]
+def wait_for_looks(count):
+    with looked:
+        looked.wait_for(lambda: len(looks) >= count)
+meta_children.is_locked = look
 meta_children.end_when_orphaned(Path(sys.argv[1]), lambda: router[0], 0.3)
+wait_for_looks(3)
 print("up", flush=True)
 router[0] = Peer("router", int(sys.stdin.readline()))
 print("ok", flush=True)
 sys.stdin.readline()
-time.sleep(0.8)
+wait_for_looks(len(looks) + 80)  # in more time than its patience
 """
 
 
@@ -414,8 +428,7 @@ def test_an_orphan_waits_for_a_while_and_then_ends(tmp_path: Path, is_held: bool
     folder = StateFolder(tmp_path)
     command = [sys.executable, "-c", ORPHAN, str(tmp_path)]
     orphan = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert orphan.stdout.readline() == "up\n"
-    time.sleep(0.1)  # some looks: it has seen the lock
+    assert orphan.stdout.readline() == "up\n", "it has seen the lock"
     if router == 1 and not is_held:
         folder.close()
     orphan.stdin.write(f"{router}\n")

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -227,6 +228,20 @@ def test_members_that_come_and_go_are_no_strangers(
         assert b.box.counters.handshakes_failed == 0 and "turned away" not in caplog.text
     eventually(lambda: b.box.counters.handshakes_failed == 1)
     assert "it broke off before it had shown the cluster's secret" in caplog.text
+
+
+def test_a_knock_beside_other_connections_is_no_stranger_s(
+    open_box: Callable[..., Reader], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a server knocks at a store while it starts: the secret is shown, and nothing said."""
+    b = open_box(B)
+    with socket.create_connection(("127.0.0.1", b.port)):
+        with ThreadPoolExecutor(4) as threads:
+            assert set(threads.map(lambda _: knock(b.box.address, SECRET, 20.0), range(8))) == {ProbeResult.LET_IN}
+        assert knock(b.box.address, "some other cluster's secret", 20.0) is ProbeResult.TURNED_AWAY
+        eventually(lambda: "it has another cluster secret" in caplog.text)
+    eventually(lambda: "it broke off before it had shown" in caplog.text)
+    assert "it does not speak this protocol" not in caplog.text
 
 
 @pytest.mark.parametrize(

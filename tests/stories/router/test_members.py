@@ -62,10 +62,15 @@ def test_another_model_cannot_join(make_cluster):
 
 
 def test_two_processes_of_one_name_do_not_expel_each_other_for_ever() -> None:
-    """The second may be a restart of the first, and has its place; the first comes again, and is told."""
+    """The first is silent, so that the second may be a restart of it: it has its place; the first comes again, and is
+    told."""
     world = World()
     first, second = info("c", C, address="tcp://here"), info("c", C, 2, address="tcp://there")
     world.hear(first.peer, Join(first))
+    for _ in range(3):
+        assert not world.hear(second.peer, Join(second)), "the first may be heard yet"
+        world.now += NS_PER_S // 2
+    world.now += 1
     assert world.sent(world.hear(second.peer, Join(second)), JoinAccepted)
     assert world.sent(world.hear(first.peer, Heartbeat(Load(), 0)), Expelled)
     again = info("c", C, 3, address="tcp://here")
@@ -74,6 +79,31 @@ def test_two_processes_of_one_name_do_not_expel_each_other_for_ever() -> None:
     assert [one.peer for one in world.cluster.instances()] == [second.peer]
     router = info("c", Role.ROUTER, 4)
     assert world.sent(world.hear(router.peer, Join(router)), Refused), "of whatever role"
+
+
+def test_a_second_process_does_not_displace_a_live_one() -> None:
+    world = World()
+    first, second = info("c", C, address="tcp://here"), info("c", C, 2, address="tcp://there")
+    world.hear(first.peer, Join(first))
+    assert not world.hear(second.peer, Join(second))
+    world.now += NS_PER_S // 4
+    world.hear(first.peer, Heartbeat(Load(), 0))  # it may have been on its way since before its process ended
+    world.now += NS_PER_S // 4
+    assert not world.hear(second.peer, Join(second))
+    world.now += NS_PER_S // 4
+    world.hear(first.peer, Heartbeat(Load(), 0))
+    world.now += NS_PER_S // 4
+    ((to, refused),) = world.sent(world.hear(second.peer, Join(second)), Refused)
+    assert to == "c" and "the colocated at tcp://here has it" in refused.reason
+    assert [one.peer for one in world.cluster.instances()] == [first.peer]
+
+
+def test_a_restart_at_the_same_address_has_its_place_at_once() -> None:
+    world = World()
+    first, second = info("c", C), info("c", C, 2)
+    world.hear(first.peer, Join(first))
+    assert world.sent(world.hear(second.peer, Join(second)), JoinAccepted)
+    assert [one.peer for one in world.cluster.instances()] == [second.peer]
 
 
 def test_a_geometry_that_cannot_be_is_refused(make_cluster):
@@ -305,8 +335,11 @@ def test_an_idle_cluster_wakes_up_for_its_members_only(make_cluster):
     world = make_cluster(("p", P), ("d", D))
     world.ask(a_request("r", PROMPT))
     world.run()
-    world.wait(100 * NS_PER_S)
-    assert world.cluster.next_deadline_ns >= world.now + 4 * NS_PER_S
+    deadlines = set()
+    for _ in range(200):
+        world.wait(NS_PER_S // 2)
+        deadlines.add(world.cluster.next_deadline_ns)
+    assert min(deadlines) > 0 and len(deadlines) <= 2 * 100 / 4, "one in more than four seconds for each member"
     assert make_cluster().cluster.next_deadline_ns is None
 
 

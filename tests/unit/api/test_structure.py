@@ -80,3 +80,8 @@ def test_what_is_no_grammar_is_refused_by_the_field_s_name(fields: dict[str, Any
     with pytest.raises(ApiError) as refused:
         asked(**fields)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_a_pattern_that_cannot_be_used_says_why() -> None:
+    with pytest.raises(ApiError, match="look-around, including look-ahead and look-behind, is not supported"):
+        asked(structured_outputs={"json": {"type": "string", "pattern": "(?=a)b"}})

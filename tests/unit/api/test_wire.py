@@ -121,6 +121,8 @@ REFUSED = {
     "two lengths": (b"POST / HTTP/1.1\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n", 400),
     "length and chunks": (b"POST / HTTP/1.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n", 400),
     "another coding": (b"POST / HTTP/1.1\r\ntransfer-encoding: gzip, chunked\r\n\r\n", 501),
+    "two codings": (b"POST / HTTP/1.1\r\ntransfer-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n", 400),
+    "chunked twice": (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
     "chunks in 1.0": (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n", 501),
     "version 3": (b"GET / HTTP/3.0\r\n\r\n", 400),
     "version 2": (b"GET / HTTP/2.0\r\n\r\n", 505),

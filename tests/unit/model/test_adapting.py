@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,23 @@ WHOLE = "model.layers.0.self_attn.q_proj"
         ({}, {f"base_model.model.{WHOLE}.lora_A.weight": torch.ones(4, 31)}, "matrices of"),
         ({}, {f"base_model.model.{WHOLE}.lora_B.weight": torch.full((32, 4), torch.nan)}, "not finite"),
         ({}, {"base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": torch.ones(4, 32)}, "one of two matrices"),
+        ({"lora_alpha": "x"}, {}, r"Expected `float`, got `str` - at `\$.lora_alpha`"),
+        ({"lora_alpha": None}, {}, r"got `null` - at `\$.lora_alpha`"),
+        ({"alpha_pattern": {"q_proj": "x"}}, {}, r"got `str` - at `\$.alpha_pattern"),
+        ({"alpha_pattern": {"q_(": 2}}, {}, "no regular expression"),
+        ({"alpha_pattern": ["q_proj"]}, {}, r"Expected `object . null`, got `array` - at `\$.alpha_pattern`"),
+        ({"use_rslora": "false"}, {}, r"at `\$.use_rslora`"),
+        ({"r": 0}, {}, r"Expected `int` >= 1 - at `\$.r`"),
+        ({"r": -1}, {}, r"Expected `int` >= 1"),
+        ({"r": "x"}, {}, r"got `str` - at `\$.r`"),
+        ({"r": 2**40}, {}, "says rank 1099511627776 for .*, and has matrices of rank 4"),
+        ({"rank_pattern": {"q_proj": 2}}, {}, "says rank 2 for"),
+        ({"layers_to_transform": [99]}, {}, "names layer 99 in layers_to_transform"),
+        ({"layers_to_transform": 0}, {}, "has matrices for .*layers.1.*, which its layers_to_transform leaves out"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "blocks"}, {}, "names layer 0"),
+        ({"target_modules": ["v_proj"]}, {}, "its target_modules leaves out"),
+        ({"exclude_modules": r".*\.0\..*"}, {}, "its exclude_modules leaves out"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights to pissa"),
     ],
 )  # fmt: skip
 def test_an_adapter_that_cannot_be_served_is_refused_with_its_reason(
@@ -169,6 +187,42 @@ def test_an_adapter_that_cannot_be_served_is_refused_with_its_reason(
     with pytest.raises(UserError, match=message) as raised:
         load(folder, {"odd": odd})
     assert "'odd'" in raised.value.message and raised.value.hint
+
+
+def test_all_that_a_config_says_of_matrices_is_followed(llama: tuple[Any, Path, Path, Path], tmp_path: Path) -> None:
+    module, folder, _, _ = llama
+    said = {
+        "r": 64, "rank_pattern": {"q_proj": 4}, "lora_alpha": 5, "alpha_pattern": {r"layers\.\d.self_attn.q_proj": 12},
+        "target_modules": r".*\.q_proj", "exclude_modules": ["v_proj"],
+        "layers_to_transform": [0, 1, 2], "layers_pattern": "layers",
+    }  # fmt: skip
+    own = save_adapter(tmp_path / "own", module, ["q_proj"], seed=3, **said)
+    whole = merged(module, own, 12 / 4)
+    with load(folder, {"own": own}) as llm:
+        answers = at_once(llm, ["own"])["own"]
+    assert answers == [greedy_tokens(whole, np.array(tokens, np.int32), NEW_TOKENS) for tokens in PROMPTS]
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"\xff", b'{"peft_type": "LORA", "lora_alpha": NaN}', b"[" * 5000])
+def test_a_config_that_is_no_object_is_one_clear_error(
+    llama: tuple[Any, Path, Path, Path], tmp_path: Path, data: bytes
+) -> None:
+    odd = save_adapter(tmp_path / "odd", llama[0], ["q_proj"], seed=3)
+    (odd / "adapter_config.json").write_bytes(data)
+    with pytest.raises(UserError, match="'odd'") as raised:
+        read_adapters([f"odd={odd}"])
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_in_an_adapter_s_folder_is_not_waited_for(
+    llama: tuple[Any, Path, Path, Path], tmp_path: Path, name: str
+) -> None:
+    odd = save_adapter(tmp_path / "odd", llama[0], ["q_proj"], seed=3)
+    (odd / name).unlink()
+    os.mkfifo(odd / name)
+    with pytest.raises(UserError, match="is a pipe, not a file"):
+        read_adapters([f"odd={odd}"])
 
 
 @pytest.mark.parametrize("text", ["", "name", "=folder", "name="])

@@ -105,6 +105,10 @@ def test_what_is_no_grammar_is_reported_and_fails_its_slots(grammars: Grammars) 
     assert mask(grammars, 1).any()
 
 
+def test_a_grammar_that_allows_no_text_says_so(grammars: Grammars) -> None:
+    assert build(grammars, 1, "start: A\nA: /a/ & /b/") == "no token of the model begins a text that it allows"
+
+
 def test_a_grammar_that_takes_too_much_ends_alone(grammars: Grammars) -> None:
     """Of a multiple of a large number the automaton has as many states. Another grammar is built and used meanwhile."""
     number = {"type": "integer", "multipleOf": 99999989}

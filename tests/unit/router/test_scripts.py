@@ -150,6 +150,7 @@ def test_a_silent_instance_is_taken_to_be_dead() -> None:
     it = Router(C, F)
     it.asked(1, "r", "Send(c, Dispatch r#1)")
     it.hears(4000, F.peer, Heartbeat(Load()))
+    it.later(4500)
     it.later(4999)
     why = "nothing was heard of it for 5.0 s"
     gone = f"Send(f, PeerGone c, {why})", "Send(f, Dispatch r#2)", f"ReportMember(DIED, c, tcp://c, {why}, colocated)"
@@ -157,6 +158,23 @@ def test_a_silent_instance_is_taken_to_be_dead() -> None:
     no_member = "Send(c, Expelled this incarnation is no member)"
     told = "ReportMember(EXPELLED, c, this incarnation is no member)"
     it.hears(6000, C.peer, Heartbeat(Load()), no_member, told)
+
+
+def test_a_router_that_was_stopped_hears_what_came_meanwhile() -> None:
+    """Nothing was read while it stood still, and no tick came: what was sent is heard within half a second."""
+    it = Router(C, F)
+    it.asked(1, "r", "Send(c, Dispatch r#1)")
+    it.later(4400)
+    it.later(5300)
+    it.hears(5301, C.peer, Heartbeat(Load()))
+    it.hears(5302, F.peer, Heartbeat(Load()))
+    it.later(5800)
+    it.hears(9000, F.peer, Heartbeat(Load()))
+    it.later(9801)
+    it.later(10300)
+    why = "nothing was heard of it for 5.0 s"
+    gone = f"Send(f, PeerGone c, {why})", "Send(f, Dispatch r#2)", f"ReportMember(DIED, c, tcp://c, {why}, colocated)"
+    it.later(10301, *gone)
 
 
 def test_a_refusal_leads_elsewhere() -> None:

@@ -77,6 +77,15 @@ def test_a_file_that_is_gone_or_open_to_others_keeps_the_keys(tmp_path: Path, ca
     assert tenants(ring, "k-old", "k-strange") == [None, ""], "as the hint says"
 
 
+def test_a_file_that_was_only_touched_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = put(tmp_path / "secret", "a secret of the tests\n")
+    secret = follow_secret(file)
+    file.chmod(0o400)
+    assert secret.value() == "a secret of the tests" and not caplog.records
+    put(file, "another secret of the tests\n")
+    assert secret.value() == "another secret of the tests" and "read again" in caplog.text
+
+
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = put(tmp_path / "keys", "k-old\n")
     ring = KeyRing(api_keys(None, file).follow())

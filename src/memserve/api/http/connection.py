@@ -38,6 +38,10 @@ the connection were closed, they would see a reset instead."""
 WIRE_LINGER_BYTES_MAX = 256 * KIB
 """Bytes that a client may still send after it broke a limit of the protocol."""
 
+FRESH_S = 1.0
+"""A connection that has just opened is not closed for another one: of thousands that open at once, requests wait unread
+in the kernel."""
+
 _RETRY = {429: b"1", 503: b"1"}
 
 
@@ -80,7 +84,7 @@ class Connection(asyncio.BufferedProtocol):
         self._written_bytes = self._taken_bytes = 0
         self._input_alarm = MovableTimeout(self._loop, self._input_is_late)
         self._output_alarm = MovableTimeout(self._loop, self._output_is_late)
-        self._closing = False
+        self._closing = self._has_answered = False
 
     # -- asyncio
 
@@ -154,13 +158,22 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def waits_since_s(self) -> float | None:
-        """Since when the connection has been waiting for bytes of its client."""
-        return self._since_s if self._phase in _WAITS_FOR_CLIENT else None
+        """Since when the connection has been waiting for bytes of its client. None: it is not, or is new."""
+        if self._phase not in _WAITS_FOR_CLIENT:
+            return None
+        is_fresh = self._phase is _Phase.IDLE and not self._has_answered and self._loop.time() < self._since_s + FRESH_S
+        return None if is_fresh else self._since_s
 
     def evict(self) -> None:
-        """Close it: another client needs the place."""
+        """Close it: another client needs the place. Between two requests a client expects that; else it is told."""
+        if self._phase is _Phase.LINGERING or (self._phase is _Phase.IDLE and self._has_answered):
+            self._edge.metrics.refused.labels("evicted").inc()
+            self.abort()
+        else:
+            self._refuse(
+                HttpSyntaxError(503, "The server needed this connection for another client", "evicted"), linger=False
+            )
         self._phase = _Phase.CLOSED  # `connection_lost` comes later: it must not be chosen again until then
-        self.abort()
 
     # -- called by its exchange
 
@@ -199,6 +212,7 @@ class Connection(asyncio.BufferedProtocol):
     def answered(self, exchange: HttpExchange) -> None:
         """The answer is complete: read the next request, or end the connection."""
         self._server.total_requests += 1
+        self._has_answered = True
         if self._phase is _Phase.LINGERING or self._phase is _Phase.CLOSED:
             return
         if not exchange.keeps_connection:

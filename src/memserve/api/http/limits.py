@@ -72,10 +72,11 @@ class Waiting(Protocol):
 
     @property
     def waits_since_s(self) -> float | None:
-        """Since when it has been waiting for bytes of its client; ``None``: it is being answered."""
+        """Since when it has been waiting for bytes of its client; ``None``: it is being answered, or its request may
+        have arrived and not be read yet."""
 
     def evict(self) -> None:
-        """Close it: another client needs the place."""
+        """Close it: another client needs the place. It counts as refused."""
 
 
 class Connections:
@@ -84,7 +85,7 @@ class Connections:
     def __init__(self, limits: EdgeConfig, metrics: ApiMetrics) -> None:
         self._per_address_max = limits.connections_per_address_max
         self._metrics = metrics
-        self._max = min(limits.connections_max, max(1, _descriptors() - DESCRIPTORS_KEPT))
+        self._max = min(limits.connections_max, _room())
         self._of: dict[str, dict[Waiting, None]] = {}
         self._count = 0
 
@@ -122,7 +123,6 @@ class Connections:
         waiting = [(since, one) for one in crowd if (since := one.waits_since_s) is not None]
         if not waiting:
             return False
-        self._metrics.refused.labels("evicted").inc()
         min(waiting, key=lambda pair: pair[0])[1].evict()
         return True
 
@@ -137,15 +137,17 @@ def make_room_for_connections(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if (room := _descriptors() - DESCRIPTORS_KEPT) < count:
+    if (room := _room()) < count:
         log.warning(
-            "the limit of open files leaves room for %d connections instead of %d: raise ulimit -n", room, count
-        )
+            "the limit of open files, %d, leaves room for %d of %d connections at once: raise it to %d (ulimit -n %d)",
+            soft, room, count, wanted, wanted,
+        )  # fmt: skip
 
 
-def _descriptors() -> int:
+def _room() -> int:
+    """How many connections there may be by the limit of open files: at least one, whatever it is."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft if soft != resource.RLIM_INFINITY else 1 << 20
+    return max(1, (soft if soft != resource.RLIM_INFINITY else 1 << 20) - DESCRIPTORS_KEPT)
 
 
 class BodyMemory:

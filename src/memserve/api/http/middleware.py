@@ -140,7 +140,8 @@ log = logging.getLogger(__name__)
 WORK_ROUTES = ("/invocations", "/tokenize", "/detokenize")
 """Outside of ``/v1/``, where clients of others look for them; they need a key as well."""
 KNOWN_ROUTES = (
-    "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json", *WORK_ROUTES,
+    "/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/openapi.json", "/version",
+    "/ping", "/load", *WORK_ROUTES,
 )  # fmt: skip
 """Labels of the request counter: paths that clients invent must not add labels."""
 

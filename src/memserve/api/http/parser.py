@@ -200,6 +200,8 @@ class RequestReader:
     def _start_body(self, headers: list[tuple[bytes, bytes]], version: str) -> int | None:
         """Enter the state after a head; httptools has refused repeated and contradicting lengths."""
         fields = dict(headers)
+        if sum(name == b"transfer-encoding" for name, _ in headers) > 1:  # another server may follow the other one
+            raise HttpSyntaxError(400, "The request has several Transfer-Encoding headers", "malformed")
         self._body_bytes = self._framing_bytes = self._trailer_bytes = 0
         if (coding := fields.get(b"transfer-encoding")) is not None:
             if coding.strip().lower() != b"chunked" or version != "1.1":

@@ -201,8 +201,11 @@ def _as_configured(plan: Generation, config: ApiConfig, ignored: tuple[str, ...]
     )
 
 
-def addressed(name: str, names: ModelNames, caller: Caller) -> Caller:
-    """``caller`` with the adapter that it asks for by ``name``. Raises :class:`ApiError` 404 for a name of nothing."""
+def addressed(name: str | None, names: ModelNames, caller: Caller) -> Caller:
+    """``caller`` with the adapter that it asks for by ``name``; None: the served model itself. Raises :class:`ApiError`
+    404 for a name of nothing."""
+    if name is None:
+        return caller
     if name not in names:
         raise model_not_found(name, names.served)
     adapter = names.adapter(name)

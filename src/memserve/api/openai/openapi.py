@@ -182,11 +182,28 @@ OPERATIONS = (
         "GET", "/health", "Whether a request could be run now. Needs no key.", "`status`: ok", errors=(503,),
         examples=(Example("Is it up"),),
     ),
+    Operation(
+        "GET", "/ping", "As `/health`: what Amazon SageMaker asks.", "`status`: ok", errors=(503,),
+        examples=(Example("Is it up"),),
+    ),
+    Operation("POST", "/ping", "As `GET /ping`.", "`status`: ok", errors=(503,)),
+    Operation(
+        "GET", "/version", "The version of memserve. Needs no key.", "`version`", examples=(Example("Which one"),)
+    ),
+    Operation(
+        "GET", "/load", "How many requests are being answered. Needs the key of `/metrics`, if there is one.",
+        "`server_load`", examples=(Example("How busy it is"),),
+    ),
     Operation("GET", "/metrics", "Counters and gauges in Prometheus' text form.", "text", media_type="text/plain"),
     Operation(
         "GET", "/ui", "The dashboard, for a browser. Needs no key: the page asks for one.", "a page",
         media_type="text/html",
     ),
+    Operation(
+        "GET", "/", "Leads a browser (`Accept: text/html`) to the dashboard; others find nothing here.", "a redirect",
+        successes=(307,), errors=(404,), media_type="text/html",
+    ),
+    Operation("GET", "/ui/", "Leads to `/ui`.", "a redirect", successes=(307,), media_type="text/html"),
     Operation(
         "GET", "/ui/{name}", "A file of the dashboard. Needs no key.", "a script, a style or a picture", errors=(404,),
         parameters=(("name", "the file's name"),), media_type="text/javascript",

@@ -210,7 +210,7 @@ class Grammar:
             return self._convert(text.removeprefix(GBNF))
         if self._tokenizer is None:
             is_error, messages = LLMatcher.validate_grammar_with_warnings(text, None)
-            return str(messages[0]) if is_error else ""
+            return _in_words(str(messages[0])) if is_error else ""
         matcher = LLMatcher(self._tokenizer, text, log_level=0)
         mask, why = _mask_of(matcher)
         self._first = matcher, mask
@@ -223,7 +223,7 @@ class Grammar:
         try:
             made = str(gbnf_to_lark(text)).encode()
         except Exception as error:  # its parser raises what it meets
-            return str(error) or type(error).__name__
+            return _in_words(str(error)) if str(error) else type(error).__name__
         if len(made) > len(self._memory) - HEAD_BYTES:
             return "it is too long in Lark's form"
         self._memory[: HEAD_BYTES + len(made)] = len(made).to_bytes(HEAD_BYTES, "little") + made
@@ -259,8 +259,7 @@ class Grammar:
 
     def _answer(self, kind: int, cell: int, serial: int, begun_ns: int, why: str = "") -> None:
         if why:
-            text = why.split("\n", 1)[0].encode()[: FAULT_BYTES - 1]  # the state of the parser follows
-            self._put(cell, text + b"\0")
+            self._put(cell, why.encode()[: FAULT_BYTES - 1] + b"\0")
         self._line.sendall(REPLY.pack(kind, cell, serial, time.process_time_ns() - begun_ns, self._taken))
 
     def _limit(self, more_bytes: int) -> None:
@@ -300,7 +299,25 @@ def _mask_of(matcher: Any) -> tuple[bytes, str]:
         mask = matcher.compute_bitmask()
         if not matcher.is_error():
             return mask, ""
-    return b"", str(matcher.get_error()) or "the grammar engine gives no reason"
+    return b"", _in_words(str(matcher.get_error()))
+
+
+def _in_words(error: str) -> str:
+    """An error of llguidance in one line for people: its first, unless that only announces the next ones."""
+    line = error.split("\n", 1)[0].strip()  # the place in the text, or the state of the parser follows
+    if line.endswith(":"):
+        line = " ".join(error.split())
+    return _REASONS.get(line, line) or "the grammar engine gives no reason"
+
+
+_REASONS = {
+    "NoExtension": "no text follows it",
+    "NoExtensionBias": "no token of the model begins a text that it allows",
+    "ParserTooComplex": "it is too complex for the grammar engine",
+    "LexerTooComplex": "its patterns are too complex for the grammar engine",
+    "InternalError": "the grammar engine failed",
+}
+"""llguidance's words -> what they mean."""
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ import queue
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -24,6 +23,7 @@ from memserve.base.errors import check
 from memserve.base.units import MIB
 from memserve.model.grammar import process as wire
 from memserve.model.grammar.matcher import YIELD_S, GrammarProcess
+from memserve.system.process import module_command
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class GrammarProcesses:
                     file.write(self._tokenizer())
             inherited = [theirs.fileno(), *([vocabulary] if vocabulary >= 0 else [])]
             arguments = [theirs.fileno(), vocabulary, self.vocab_size, *self._eos]
-            command = [sys.executable, "-m", wire.__name__, *map(str, arguments)]
+            command = module_command(wire.__name__, *map(str, arguments))
             one_heap = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # else each thread's counts against the limits
             self._source = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL, env=one_heap)
         if vocabulary >= 0:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import stat
 import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from memserve.base.errors import UserError
 from memserve.model.loading.cache import cached_folder, whole_digest
 from memserve.model.loading.checkpoint import errors_named
+from memserve.system.process import module_command
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}
@@ -101,8 +103,24 @@ def bundled_gguf() -> Path:
     return files[0]
 
 
+def refuse_special_files(folder: Path, param: str) -> None:
+    """Raise :class:`UserError` for a pipe, socket or device in ``folder``, by whatever symlink: to read it might never
+    end."""
+    for path in sorted(folder.iterdir()):
+        with suppress(OSError):  # a symlink that leads nowhere
+            mode = path.stat().st_mode
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                kind = _SPECIAL.get(stat.S_IFMT(mode), "a device")
+                raise UserError(f"{path} is {kind}, not a file", hint="put the file there, or remove it", param=param)
+
+
+_SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
 def _local_folder(path: Path, dtype: str, before: Callable[[Path], None] | None) -> ModelFolder:
     name = path.resolve().name
+    with errors_named(f"cannot read {path}", "check that you may read it"):
+        refuse_special_files(path, "model")
     if (path / "config.json").is_file():
         return ModelFolder(path, name)
     match sorted(path.glob("*.gguf")):
@@ -169,7 +187,7 @@ def gguf_weights(path: Path) -> tuple[int, int]:
 
 
 def _convert_in_child(path: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "memserve.model.loading.conversion", str(path), str(folder)]
+    command = module_command("memserve.model.loading.conversion", str(path), str(folder))
     try:
         child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CONVERSION_S)
     except subprocess.TimeoutExpired:

@@ -40,7 +40,7 @@ from memserve.model.workers.group import WorkerGroup
 from memserve.model.workers.sharding import shard
 from memserve.system.imports import leave_compiler_out
 from memserve.system.memory import keep_heap_small, objects_that_stay, usable_cores
-from memserve.system.process import die_with, ignore_terminal, set_thread_environment
+from memserve.system.process import die_with, ignore_terminal, module_command, set_thread_environment
 from memserve.transport.ports import Arenas, OnLayer
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Processes:
     def _start(self, module: str, order: object, inherited: list[int], environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", module, str(theirs.fileno())]
+            command = module_command(module, str(theirs.fileno()))
             together = {**os.environ, **environment}
             process = subprocess.Popen(command, pass_fds=[*inherited, theirs.fileno()], env=together)
         line = Connection(ours.detach())

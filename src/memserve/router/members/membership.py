@@ -1,9 +1,20 @@
 """Joining, heartbeats, draining, leaving, dying; and attempts that a member has lost.
 
 Asking a store to join that its operator has started without a word about this router.
+
+Members that are silent are noticed, looked at once more, and then taken to be dead::
+
+    heard ........ 4.5 s: noticed ........ 5 s: still silent --> dead
+      ^                                       |
+      +------------- heard meanwhile ---------+
+
+Two looks, because the router may have been stopped before the first: what came meanwhile is read only after it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 from memserve.base.config import ClusterConfig
 from memserve.base.types import Admission, Role
@@ -28,11 +39,55 @@ from memserve.protocol.peers import Load, Peer, PeerInfo
 from memserve.protocol.records import MemberDrained, MemberEntered, MemberGone, RecoveredMember
 from memserve.protocol.store import STORE, JoinRequest
 from memserve.router.events import MemberChange
-from memserve.router.members.registry import LinkTotals, Member, MemberState
+from memserve.router.members.registry import LinkTotals, Member, MemberState, Registry
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.parts import RouterParts
 from memserve.router.report import InstanceView
 from memserve.router.requests.lifecycle import Lifecycle
+
+_LATE = 10
+"""A message is on its way for less than this part of the time after which a silent member is dead."""
+
+
+class SilenceWatch:
+    """Looks after all members that it was told to :meth:`watch`, until they are gone."""
+
+    __slots__ = ("_dead_after_ns", "_on_dead", "_registry", "_timers", "late_ns")
+
+    def __init__(
+        self, registry: Registry, timers: Timers, dead_after_ns: int, on_dead: Callable[[Member, str, int], None]
+    ) -> None:
+        """``on_dead(member, reason, now_ns)``: for each that is silent for ``dead_after_ns``."""
+        self._registry, self._timers, self._dead_after_ns, self._on_dead = registry, timers, dead_after_ns, on_dead
+        #: how long what was sent is on its way, at most
+        self.late_ns = dead_after_ns // _LATE
+
+    def watch(self, member: Member) -> None:
+        """From now_ns on."""
+        self._timers.arm(self._noticed_ns(member), self._look, member.peer)
+
+    def _noticed_ns(self, member: Member) -> int:
+        return member.heard_ns + self._dead_after_ns - self.late_ns
+
+    def _look(self, peer: Peer, now_ns: int) -> None:
+        member = self._registry.get(peer)
+        if member is None:
+            return
+        if self._noticed_ns(member) > now_ns:
+            self.watch(member)
+        else:
+            due_ns = max(member.heard_ns + self._dead_after_ns, now_ns + self.late_ns)
+            self._timers.arm(due_ns, self._look_again, (peer, member.heard_ns))
+
+    def _look_again(self, seen: tuple[Peer, int], now_ns: int) -> None:
+        peer, heard_ns = seen
+        member = self._registry.get(peer)
+        if member is None:
+            return
+        if member.heard_ns > heard_ns:
+            self._look(peer, now_ns)
+        else:
+            self._on_dead(member, f"nothing was heard of it for {(now_ns - heard_ns) / 1e9:.1f} s", now_ns)
 
 
 class LossDetector:
@@ -110,13 +165,15 @@ class Membership:
 
     __slots__ = (
         "_config", "_counters", "_handles", "_lifecycle", "_loads", "_losses", "_outbox", "_registry",
-        "_rejoin_request", "_timers", "_trees",
+        "_rejoin_request", "_silence", "_trees",
     )  # fmt: skip
 
     def __init__(self, parts: RouterParts, lifecycle: Lifecycle) -> None:
         self._config, self._counters, self._lifecycle = parts.config, parts.counters, lifecycle
         self._registry, self._trees, self._loads = parts.registry, parts.trees, parts.loads
-        self._handles, self._timers, self._outbox = parts.handles, parts.timers, parts.outbox
+        self._handles, self._outbox = parts.handles, parts.outbox
+        dead_after_ns = parts.config.dead_after_ns
+        self._silence = SilenceWatch(parts.registry, parts.timers, dead_after_ns, partial(self.gone, died=True))
         self._losses = LossDetector(lifecycle, parts.outbox)
         #: for members of the last router; known to machines that remember
         self._rejoin_request = RejoinRequest("")
@@ -156,6 +213,13 @@ class Membership:
             self._refuse(sender, info, reason)
             return
         older = self._registry.named(sender.name)
+        if older is not None and older.state is not MemberState.REJOINING and older.info.address != info.address:
+            since_ns, late_ns = older.contest(sender, now_ns), self._silence.late_ns
+            if older.heard_ns > since_ns + late_ns:  # it lives, so this is no restart
+                self._refuse(sender, info, older.why_not_its_name)
+                return
+            if now_ns <= since_ns + 3 * late_ns:
+                return  # it asks again
         if older is not None:
             self.gone(older, "it was started anew", now_ns, died=True)
         member = self._enter(message, now_ns)
@@ -189,7 +253,7 @@ class Membership:
         self._trees.enter(member.number, publishes=info.publishes_events, role=info.role)
         self._lifecycle.admission.memory.enter(member)
         self._lifecycle.answers.asks |= info.role is Role.ROUTER
-        self._timers.arm(now_ns + self._config.dead_after_ns, self._silent, member.peer)
+        self._silence.watch(member)
         return member
 
     def _introduce(self, member: Member, joined_at: str, now_ns: int) -> None:
@@ -313,19 +377,6 @@ class Membership:
         for req in failed:
             self._lifecycle.place(req, now_ns)
         self._lifecycle.answers.has_told(member.peer, now_ns)
-
-    def _silent(self, peer: Peer, now_ns: int) -> None:
-        """The timer of a member that may have been silent for too long."""
-        member = self._registry.get(peer)
-        if member is None:
-            return
-        due_ns = member.heard_ns + self._config.dead_after_ns
-        if due_ns > now_ns:
-            self._timers.arm(due_ns, self._silent, peer)
-        else:
-            self.gone(
-                member, f"nothing was heard of it for {(now_ns - member.heard_ns) / 1e9:.1f} s", now_ns, died=True
-            )
 
     def stranger(self, sender: Peer, message: AnyMessage, now_ns: int) -> Member | None:
         """A process that is no member speaks as if it were one. Returns it if it is one from now on."""

@@ -67,6 +67,9 @@ class Member:
     """While it is rejoining: it was draining, and shall go on."""
     replaces: str = ""
     """The address of the member of its name in whose place it came, as a process that was started anew."""
+    rival: Peer | None = None
+    """Another process that asks to join with its name."""
+    rival_since_ns: int = 0
     attempts: dict[str, None] = field(default_factory=dict)
     """All and only the attempts that fail when it dies, in order of dispatch."""
     totals: LinkTotals = field(default_factory=LinkTotals)
@@ -120,6 +123,18 @@ class Member:
             return False
         is_replaced = info.address == self.replaces and info.address != self.info.address
         return is_replaced or info.role is not self.info.role
+
+    @property
+    def why_not_its_name(self) -> str:
+        """Why another process cannot have its name."""
+        has_it = f"the {self.info.role.value} at {self.info.address} has it"
+        return f"two processes cannot both be called {self.name!r}, and {has_it}: take another --name"
+
+    def contest(self, rival: Peer, now_ns: int) -> int:
+        """``rival`` asks for its name again. Returns when it did so first."""
+        if self.rival != rival:
+            self.rival, self.rival_since_ns = rival, now_ns
+        return self.rival_since_ns
 
     @property
     def is_store(self) -> bool:
@@ -233,8 +248,7 @@ class Registry:
         if same_name is not None and info.peer.generation < same_name.peer.generation:
             return f"a newer incarnation of {info.peer.name!r} is a member"
         if same_name is not None and same_name.excludes(info):
-            has_it = f"the {same_name.info.role.value} at {same_name.info.address} has it"
-            return f"two processes cannot both be called {info.peer.name!r}, and {has_it}: take another --name"
+            return same_name.why_not_its_name
         others = any(member.has_model and member is not same_name for member in self)
         if not info.role.has_model or not others:
             return None

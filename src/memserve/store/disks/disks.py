@@ -166,6 +166,11 @@ class Disks:
         """A restart knows of all removals, and of all that was dropped for its space."""
         return all(log.removals_written for log in self._logs())
 
+    @property
+    def removals_wait_for_room(self) -> bool:
+        """Some are not written, and will not be until a full disk has room again."""
+        return any(disk.is_full and disk.log is not None and not disk.log.removals_written for disk in self._live)
+
     # -- verification
 
     def verify(self, now_ns: int) -> int:

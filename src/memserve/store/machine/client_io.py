@@ -223,9 +223,11 @@ class DelayedReplies:
         self._deadlines = Deadlines()
 
     def give(self, client: Client, answer: StoreDone, deadline_ns: int) -> None:
-        """Answer as soon as everything that was forgotten so far stays so; ``LATE`` when that takes too long."""
-        if self._values.disks.removals_written:
-            self._send(client, answer)
+        """Answer as soon as everything that was forgotten so far stays so; ``LATE`` when that takes too long, or a disk
+        has no room for it."""
+        disks = self._values.disks
+        if disks.removals_written or disks.removals_wait_for_room:
+            self._send(client, answer if disks.removals_written else _too_late(answer))
             return
         held = _Held(client, answer, deadline_ns)
         client.calls.add(answer.call)
@@ -239,22 +241,27 @@ class DelayedReplies:
 
     def advance(self, now_ns: int) -> None:
         """Give what may be given now."""
-        if self._held and self._values.disks.removals_written:
+        disks = self._values.disks
+        if self._held and (disks.removals_written or disks.removals_wait_for_room):
             held, self._held = self._held, []
             for one in held:
                 one.over = True
-                self._send(one.client, one.answer)
+                self._send(one.client, one.answer if disks.removals_written else _too_late(one.answer))
         while (late := self._deadlines.pop_due(now_ns)) is not None:
             assert isinstance(late, _Held)
             late.over = True
             self._held.remove(late)
-            done, too_late = bytes([StoreCode.DONE]), bytes([StoreCode.LATE])
-            self._send(late.client, replace(late.answer, codes=late.answer.codes.replace(done, too_late)))
+            self._send(late.client, _too_late(late.answer))
 
     @property
     def next_deadline_ns(self) -> int | None:
         """When :meth:`advance` is worth calling."""
         return self._deadlines.next_ns()
+
+
+def _too_late(answer: StoreDone) -> StoreDone:
+    """What was forgotten may be back after a restart."""
+    return replace(answer, codes=answer.codes.replace(bytes([StoreCode.DONE]), bytes([StoreCode.LATE])))
 
 
 @dataclass(slots=True, eq=False)

@@ -49,7 +49,7 @@ def children(pid: int) -> list[int]:
 
 def servers(pid: int) -> list[int]:
     """Those of them that are ``memserve serve``; a bench starts others too, for a moment."""
-    return [child for child in children(pid) if "serve" in Path(f"/proc/{child}/cmdline").read_text().split("\0")[:4]]
+    return [child for child in children(pid) if "serve" in Path(f"/proc/{child}/cmdline").read_text().split("\0")[:5]]
 
 
 def is_alive(pid: int) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,24 @@ def test_a_damaged_safetensors_file_is_named(kind: str, folder: Path) -> None:
     file = folder / WEIGHTS
     file.write_bytes(DAMAGED[kind](file.read_bytes()))
     assert str(file) in refuse(folder, "is damaged").message
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json", "tokenizer.json", "generation_config.json", "model.gguf"])
+def test_a_pipe_in_a_model_s_folder_is_not_waited_for(name: str, folder: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert refuse(folder, "is a pipe, not a file").message.startswith(str(folder / name))
+
+
+def test_devices_and_sockets_in_a_model_s_folder_are_refused(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).symlink_to("/dev/zero")
+    refuse(folder, "is a device, not a file")
+    (folder / WEIGHTS).unlink()
+    (folder / "nowhere.json").symlink_to(folder / "absent")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(folder / "s"))
+        refuse(folder, "is a socket, not a file")
 
 
 class Planted:

@@ -104,8 +104,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
     """What both generating endpoints share."""
 
-    model: ModelName
-    """The served model's name, or one of its aliases; letter case does not matter."""
+    model: ModelName | None = None
+    """The served model's name, one of its aliases, or an adapter's; letter case does not matter. Default: the served
+    model."""
     n: Choices | None = None
     """Answers to draw from each prompt. Default 1."""
     temperature: Temperature | None = None
@@ -276,6 +277,8 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
     """Accepted, no effect."""
     prediction: Any = None
     """Accepted, no effect."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Accepted, no effect: how long answers are is the model's choice, and `max_tokens`."""
 
     tools: Any = None
     """Functions that the model may call: calls come back as `tool_calls`."""
@@ -298,8 +301,6 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, frozen=True, kw_only=
     """Refused."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """A variable of the chat template; no effect where the template has no such variable."""
-    verbosity: Any = None
-    """Refused unless `medium`."""
     web_search_options: Any = None
     """Refused."""
 
@@ -311,7 +312,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "modalities": ("Any modality other than text", (["text"],)),
     "audio": ("Audio output", ()),
     "moderation": ("Moderation", ()),
-    "verbosity": ("Choosing a verbosity", ("medium",)),
     "web_search_options": ("Web search", ()),
 }
 """Field -> what it asks for, and the values that ask for nothing."""

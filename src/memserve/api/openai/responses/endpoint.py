@@ -207,8 +207,7 @@ class ResponsesRoutes:
         await workers.turn(tenant)
         leniency = self._planner.leniency
         body, ignored = await workers.run(tenant, len(data), lambda: parse_leniently(data, ResponsesBody, leniency))
-        name = self._names.served if body.model is None else body.model
-        caller = addressed(name, self._names, Caller(tenant))
+        caller = addressed(body.model, self._names, Caller(tenant))
         if body.background and body.store is False:
             raise bad_request("background can only be used when `store` is true", "background")
         if body.background and body.stream:

@@ -54,7 +54,7 @@ function totals(figures) {
     return figure(label, count(figures.rate(name)), below);
   };
   const inFlight = figures.history.map((point) => [point.time_ms, point.live]);
-  const hits = { sub: "of prompt tokens, since the start", metric: cached, value: figures.sum(cached) };
+  const hits = { sub: "of answered requests' prompt tokens, since the server's start", metric: cached, value: figures.sum(cached) };
   const trend = spark(figures.shares(cached, prompts), "KV from the cache, the last minutes", 1);
   const sub = `${count(figures.sum(waiting))} wait${clustered ? " for admission" : " in engines"}`;
   const under = sample(waiting, figures.sum(waiting));
@@ -138,7 +138,8 @@ function card(figures, member, clustered) {
   if (clustered && mine("transfers_open")) facts.push(`${counted(mine("transfers_open"), "KV transfer")} open`);
   if (clustered && mine("prompt_tokens_total")) {
     const part = (100 * mine("cached_tokens_total")) / mine("prompt_tokens_total");
-    facts.push(`${part.toFixed(1)} % of ${count(mine("prompt_tokens_total"))} prompt tokens cached`);
+    const all = count(mine("prompt_tokens_total"));
+    facts.push(`${part.toFixed(1)} % of ${all} prompt tokens that it began were cached, documents and retries as well`);
   }
   const tiers = member.role === "store" ? storeBars(figures, member.name) : blockBars(figures, member.name);
   const name = h("h3", {}, h("span", { class: `dot ${member.state}`, title: member.state }), ` ${member.name} `);
