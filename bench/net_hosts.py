@@ -2,7 +2,7 @@
 paces.
 
     python bench/net_hosts.py [--mib 64] [--rounds 5] [--delay-ms 1] [--loss 0.01] [--gbit 1]
-        [--links curve,nixl]
+        [--links curve,nixl] [--geometry llama3]
 
 Needs root, iperf3 (Debian's package) and, for its part, NIXL. Both hosts are network namespaces that the script
 makes, with a process between them as the network (``tests/support/net_hosts.py``). Contenders take turns in every
@@ -38,9 +38,9 @@ from memserve.transport.ranges import Ranges
 from memserve.transport.request_server import ListenAddress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+import geometries
 from net_hosts import Host, Quality, Wired, why_none
 
-GEOMETRY = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16")
 TCP = ("env", "UCX_TLS=tcp,self")
 IPERF_S = 10.0
 
@@ -48,45 +48,45 @@ IPERF_S = 10.0
 SECRET = "a secret of this script alone"
 
 
-def _describe(link: PageLink, name: str, arena: Any) -> PeerInfo:
+def _describe(link: PageLink, name: str, arena: Any, kv: KVGeometry) -> PeerInfo:
     from memserve.protocol.peers import ArenaPlace
 
     place = ArenaPlace(Tier.HBM, arena.address, arena.nbytes)
-    info = PeerInfo(Peer(name, 1), Role.PREFILL, "", "", GEOMETRY, 0, 0, 0, True, arenas=(place,))
+    info = PeerInfo(Peer(name, 1), Role.PREFILL, "", "", kv, 0, 0, 0, True, arenas=(place,))
     return link.describe(info)
 
 
-def _link(name: str, address: str, nbytes: int) -> tuple[PageLink, Any]:
+def _link(name: str, address: str, nbytes: int, kv: KVGeometry) -> tuple[PageLink, Any]:
     arena = _core.SharedArena(nbytes)
     np.frombuffer(arena, np.uint8)[:] = 7
     arena.generation = 1
     if name == "nixl":
-        return NixlLink({Tier.HBM: arena}, GEOMETRY.block_bytes, host=address), arena
-    return CurveLink({Tier.HBM: arena}, ListenAddress(SECRET, address), GEOMETRY.block_bytes), arena
+        return NixlLink({Tier.HBM: arena}, kv.block_bytes, host=address), arena
+    return CurveLink({Tier.HBM: arena}, ListenAddress(SECRET, address), kv.block_bytes), arena
 
 
-def own(name: str, address: str, nbytes: int) -> None:
+def own(name: str, address: str, nbytes: int, kv: KVGeometry) -> None:
     """On one host: memory that the other one reads, until stdin ends. Prints for each line its CPU seconds so far."""
-    link, arena = _link(name, address, nbytes)
-    print(wire.encode(Join(_describe(link, "owner", arena))).hex(), flush=True)
-    link.add_peer(_describe(link, "reader", arena))
+    link, arena = _link(name, address, nbytes, kv)
+    print(wire.encode(Join(_describe(link, "owner", arena, kv))).hex(), flush=True)
+    link.add_peer(_describe(link, "reader", arena, kv))
     for _ in sys.stdin:
         link.expect_reads()
         print(time.process_time(), flush=True)
 
 
-def read(name: str, address: str, nbytes: int, owner: str, readers: int) -> None:
+def read(name: str, address: str, nbytes: int, kv: KVGeometry, owner: str, readers: int) -> None:
     """On the other host: reads all of it for each line on stdin, and prints the seconds, and those of the CPU."""
-    link, _arena = _link(name, address, nbytes)
+    link, _arena = _link(name, address, nbytes, kv)
     hello = wire.decode(bytes.fromhex(owner))
     assert isinstance(hello, Join)
     link.add_peer(hello.info)
-    blocks = np.random.default_rng(1).permutation(nbytes // GEOMETRY.block_bytes).astype(np.int64)
-    parts = [part * GEOMETRY.block_bytes for part in np.array_split(blocks, readers)]
+    blocks = np.random.default_rng(1).permutation(nbytes // kv.block_bytes).astype(np.int64)
+    parts = [part * kv.block_bytes for part in np.array_split(blocks, readers)]
     with ThreadPoolExecutor(readers) as workers:
 
         def pull(offsets: Any) -> None:
-            link.read(hello.info.peer, Tier.HBM, Tier.HBM, Ranges(offsets, offsets, GEOMETRY.block_bytes))
+            link.read(hello.info.peer, Tier.HBM, Tier.HBM, Ranges(offsets, offsets, kv.block_bytes))
 
         print("ready", flush=True)
         for _ in sys.stdin:
@@ -121,9 +121,9 @@ def _iperf(source: Host, target: Host, nbytes: int) -> float:
 class Sides:
     """Both processes of one link."""
 
-    def __init__(self, link: str, network: Wired, nbytes: int, readers: int) -> None:
+    def __init__(self, link: str, network: Wired, nbytes: int, geometry: str, readers: int) -> None:
         source, target = network["owner"], network["reader"]
-        both = ("--links", link, "--bytes", str(nbytes), "--readers", str(readers))
+        both = ("--links", link, "--bytes", str(nbytes), "--geometry", geometry, "--readers", str(readers))
         self._nbytes, self._owner = nbytes, _side(source, "--own", source.address, *both)
         assert self._owner.stdout is not None
         hello = self._owner.stdout.readline().strip()
@@ -139,12 +139,12 @@ class Sides:
 
 
 def measure(
-    quality: Quality, nbytes: int, rounds: int, links: list[str], readers: int
+    quality: Quality, nbytes: int, geometry: str, rounds: int, links: list[str], readers: int
 ) -> dict[str, list[tuple[float, float]]]:
     """By contender: what each round gave."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("iperf3", *links)}
     with Wired(quality, "owner", "reader") as network:
-        sides = {link: Sides(link, network, nbytes, readers) for link in links}
+        sides = {link: Sides(link, network, nbytes, geometry, readers) for link in links}
         for _ in range(rounds):
             found["iperf3"].append((_iperf(network["owner"], network["reader"], nbytes), float("nan")))
             for link, both in sides.items():
@@ -162,24 +162,27 @@ def main() -> None:
     parser.add_argument("--gbit", type=float, default=1.0)
     parser.add_argument("--links", default="curve,nixl")
     parser.add_argument("--readers", type=int, default=4)
+    geometries.add_option(parser)
     parser.add_argument("--own", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--read", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--bytes", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--owner", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    kv = geometries.SHAPES[args.geometry].kv
     if args.own:
-        own(args.links, args.own, args.bytes)
+        own(args.links, args.own, args.bytes, kv)
     elif args.read:
-        read(args.links, args.read, args.bytes, args.owner, args.readers)
+        read(args.links, args.read, args.bytes, kv, args.owner, args.readers)
     elif (why := why_none(wired=True)) is not None:
         raise SystemExit(f"no hosts here: {why}")
     else:
-        nbytes = args.mib * MIB // GEOMETRY.block_bytes * GEOMETRY.block_bytes
+        nbytes = args.mib * MIB // kv.block_bytes * kv.block_bytes
         quality = Quality(args.delay_ms / 1000, args.loss, args.gbit * 1e9)
-        found = measure(quality, nbytes, args.rounds, args.links.split(","), args.readers)
+        found = measure(quality, nbytes, args.geometry, args.rounds, args.links.split(","), args.readers)
         print(
             f"{args.delay_ms:g} ms, {100 * args.loss:g} % lost, {args.gbit:g} Gbit/s;"
-            f" {args.mib} MiB, {args.rounds} rounds, {args.readers} readers"
+            f" {args.mib} MiB in blocks of {kv.block_bytes >> 10:,} KiB ({args.geometry}), {args.rounds} rounds,"
+            f" {args.readers} readers"
         )
         medians = {name: statistics.median(rate for rate, _ in rounds) for name, rounds in found.items()}
         for name, rate in medians.items():

@@ -12,8 +12,8 @@ a ratio the median of the rounds' ratios. What each contender does stands in ``s
   transaction, MSET. memcpy: from one buffer to 64 places.
 * *get*: 1 MiB of 64 keys in turn. `in place` is the look-up and the release alone (LMDB: its own pages, within a
   transaction); `copied` ends in a buffer of the program's. memcpy: from 64 places to one buffer.
-* *blocks*: 64 KV blocks of 737,280 bytes (SmolLM2-135M) into 64 buffers by one call, with one thread and with two; LMDB
-  and memcpy one after the other.
+* *blocks*: 64 KV blocks of 737,280 bytes (SmolLM2-135M, or of ``--geometry``) into 64 buffers by one call, with one
+  thread and with two; LMDB and memcpy one after the other.
 * *match*: `match_last_index` over 1,000 keys, all there, anywhere among a million, others each time; LMDB: a look-up
   each until one fails; Redis: 1,000 EXISTS in one pipeline; Mooncake: `batch_is_exist`, among 20,000.
 
@@ -37,7 +37,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from store_rivals import (
-    BLOCK_BYTES,
     CHAINS,
     MATCHED,
     MIB,
@@ -54,6 +53,7 @@ from store_rivals import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+import geometries
 from served_store import ServedStore
 
 
@@ -121,7 +121,6 @@ class Memserve(Contender):
 
 CONTENDERS: tuple[type[Contender], ...] = (RIVALS[0], Memserve, *RIVALS[1:])
 DIVISORS = {"put": VALUES, "get": VALUES, "blocks": 1, "match": CHAINS}
-BYTES = {"put": MIB, "get": MIB, "blocks": VALUES * BLOCK_BYTES}
 
 
 def opened(buffers: Buffers, folder: Path, without: Iterable[str]) -> list[Contender]:
@@ -164,9 +163,9 @@ def paired(mine: list[float], others: list[float]) -> float:
     return round(statistics.median(one / other for one, other in zip(mine, others, strict=True)), 3)
 
 
-def rows_of(times: dict[tuple[str, str, str], list[float]]) -> list[dict[str, Any]]:
+def rows_of(times: dict[tuple[str, str, str], list[float]], block_bytes: int) -> list[dict[str, Any]]:
     """A row for each contender and variant, with its ratio to memcpy and to each rival that does the same."""
-    rows = []
+    rows, moved = [], {"put": MIB, "get": MIB, "blocks": VALUES * block_bytes}
     for (kind, name, variant), spent in times.items():
         median, base = statistics.median(spent), times.get((kind, "memcpy", ""))
         rivals = {
@@ -184,7 +183,7 @@ def rows_of(times: dict[tuple[str, str, str], list[float]]) -> list[dict[str, An
                 "median_us": round(median, 2),
                 "least_us": round(min(spent), 2),
                 "most_us": round(max(spent), 2),
-                "gb_per_s": round(BYTES[kind] / median / 1e3, 2) if kind in BYTES else None,
+                "gb_per_s": round(moved[kind] / median / 1e3, 2) if kind in moved else None,
                 "times_memcpy": paired(spent, base) if base else None,
                 "times_rivals": rivals,
             }
@@ -218,10 +217,12 @@ def main() -> None:
     reader.add_argument("--without", default="", help="contenders to leave out, by name")
     reader.add_argument("--quick", action="store_true", help="3 rounds, 50,000 keys: does everything work")
     reader.add_argument("--json", type=Path)
+    geometries.add_option(reader)
     given = reader.parse_args()
     if given.quick:
         given.rounds, given.keys = 3, 50_000
-    kinds, buffers = given.only.split(","), Buffers()
+    block_bytes = geometries.SHAPES[given.geometry].kv.block_bytes
+    kinds, buffers = given.only.split(","), Buffers(block_bytes)
     wanted = ["put", *kinds] if "get" in kinds and "put" not in kinds else kinds
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         contenders = opened(buffers, Path(folder), given.without.lower().split(","))
@@ -232,7 +233,7 @@ def main() -> None:
         finally:
             for one in contenders:
                 one.close()
-    rows = rows_of(times)
+    rows = rows_of(times, block_bytes)
     show(rows)
     if given.json:
         given.json.write_text(json.dumps(rows, indent=1))

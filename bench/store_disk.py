@@ -1,12 +1,13 @@
 """The store's disks beside fio: whole KV blocks, read and written past the page cache.
 
     python bench/store_disk.py [--folder DIR] [--gib 4] [--rounds 5] [--seconds 1] [--depths 1,8,32] [--json FILE]
+        [--geometry llama3]
 
 Each round measures, one after the other and in changing order, memserve and fio at each depth:
 
-* *read*: random blocks of 737,280 bytes (a block of SmolLM2-135M) of a disk that is full, through the machine and its
-  host: head, key, length and checksum of each block are compared. fio reads random blocks of one size and compares
-  nothing;
+* *read*: random blocks of 737,280 bytes (a block of SmolLM2-135M, or of ``--geometry``) of a disk that is full, through
+  the machine and its host: head, key, length and checksum of each block are compared. fio reads random blocks of one
+  size and compares nothing;
 * *write*: new blocks, admitted, appended, published; segments are emptied for them. fio writes one behind the other.
 
 Both files are of one size, in one folder, written once before. Figures are medians of the rounds, in MB/s; the ratio
@@ -37,24 +38,26 @@ from memserve.store.disks import events as ev
 from memserve.store.disks.disks import Disks, DisksConfig
 from memserve.store.host.disks import DiskHost
 
-BLOCK_BYTES = 737_280
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+import geometries
+
 EXTENTS = 64
 
 
 class Store:
     """A machine, its host and an arena of blocks."""
 
-    def __init__(self, folder: Path, nbytes: int, sync: str, engine: str) -> None:
+    def __init__(self, folder: Path, nbytes: int, block_bytes: int, sync: str, engine: str) -> None:
+        self.block_bytes = block_bytes
         config = DisksConfig(sync=sync, admission="all", writes_max=EXTENTS, move_share=0.0)
-        self.arena = _core.Arena(EXTENTS * BLOCK_BYTES)
+        self.arena = _core.Arena(EXTENTS * block_bytes)
         rng = np.random.default_rng(1)
         np.frombuffer(self.arena, np.uint8)[:] = rng.integers(0, 256, self.arena.nbytes, np.uint8)
-        offsets = np.arange(EXTENTS, dtype=np.int64) * BLOCK_BYTES
-        self.seals = [int(seal) for seal in _core.seal_ranges(self.arena.address, offsets, BLOCK_BYTES)]
+        self.refresh()
         self.host = DiskHost([(folder, nbytes)], config, engine=engine)
         self.disks = Disks(self.host.logs, config)
         self.done: queue.SimpleQueue[ev.DiskDone] = queue.SimpleQueue()
-        self.host.start(self.done.put, self.arena.address, self.arena.nbytes, BLOCK_BYTES)
+        self.host.start(self.done.put, self.arena.address, self.arena.nbytes, block_bytes)
         self.rng = random.Random(2)
         self.settle()
 
@@ -84,8 +87,8 @@ class Store:
             now = time.perf_counter()
             while now < end and extents:
                 key, extent = self.rng.randbytes(16), extents[-1]
-                offset = extent * BLOCK_BYTES
-                if not self.disks.write(key, offset, BLOCK_BYTES, time.monotonic_ns(), seal=self.seals[extent]):
+                offset = extent * self.block_bytes
+                if not self.disks.write(key, offset, self.block_bytes, time.monotonic_ns(), seal=self.seals[extent]):
                     break  # a segment is being prepared
                 at_of[key] = extents.pop()
             if now >= end and not at_of:
@@ -93,7 +96,7 @@ class Store:
             for outcome in self.step():
                 if isinstance(outcome, ev.Written):
                     extents.append(at_of.pop(outcome.key))
-                    written += outcome.ok * BLOCK_BYTES
+                    written += outcome.ok * self.block_bytes
 
     def read_for(self, seconds: float, depth: int) -> float:
         """Bytes of payload a second."""
@@ -105,7 +108,7 @@ class Store:
         while True:
             now = time.perf_counter()
             while now < end and extents:
-                read_id = self.disks.read(self.rng.choice(all_keys), extents[-1] * BLOCK_BYTES, 0, 1 << 62)
+                read_id = self.disks.read(self.rng.choice(all_keys), extents[-1] * self.block_bytes, 0, 1 << 62)
                 if read_id is None:
                     break
                 at_of[read_id] = extents.pop()
@@ -117,12 +120,12 @@ class Store:
                         sys.exit(f"a block was not read back: {outcome.why}")
                     extents.append(at_of.pop(outcome.id))
                     count += 1
-        return count * BLOCK_BYTES / (time.perf_counter() - start)
+        return count * self.block_bytes / (time.perf_counter() - start)
 
     def refresh(self) -> None:
         """After writes, the extents hold what their checksums say again."""
-        offsets = np.arange(EXTENTS, dtype=np.int64) * BLOCK_BYTES
-        self.seals = [int(seal) for seal in _core.seal_ranges(self.arena.address, offsets, BLOCK_BYTES)]
+        offsets = np.arange(EXTENTS, dtype=np.int64) * self.block_bytes
+        self.seals = [int(seal) for seal in _core.seal_ranges(self.arena.address, offsets, self.block_bytes)]
 
     def fill(self, nbytes: int) -> None:
         while self.disks.counters()["payload_bytes_written"] < nbytes:
@@ -133,9 +136,9 @@ class Store:
         self.host.close()
 
 
-def fio(path: Path, nbytes: int, kind: str, depth: int, seconds: float) -> float:
+def fio(path: Path, nbytes: int, block_bytes: int, kind: str, depth: int, seconds: float) -> float:
     """Bytes a second."""
-    command = ["fio", "--name=blocks", f"--filename={path}", f"--size={nbytes}", f"--bs={BLOCK_BYTES}"]
+    command = ["fio", "--name=blocks", f"--filename={path}", f"--size={nbytes}", f"--bs={block_bytes}"]
     command += [f"--rw={'randread' if kind == 'read' else 'write'}", "--blockalign=4096", "--direct=1"]
     command += ["--ioengine=io_uring", f"--iodepth={depth}", f"--runtime={seconds}", "--time_based", "--randrepeat=0"]
     done = subprocess.run([*command, "--output-format=json"], capture_output=True, text=True)
@@ -159,13 +162,13 @@ def lay_out(path: Path, nbytes: int) -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
-    nbytes = options.gib * GIB
+    nbytes, block_bytes = options.gib * GIB, geometries.SHAPES[options.geometry].kv.block_bytes
     with_fio = shutil.which("fio") is not None
     if not with_fio:
         print("fio is not installed: there is nothing to compare with")
     else:
         lay_out(folder / "fio.dat", nbytes)
-    store = Store(folder / "store", nbytes, options.sync, options.engine)
+    store = Store(folder / "store", nbytes, block_bytes, options.sync, options.engine)
     store.fill(nbytes + GIB // 2)
     figures: dict[str, list[float]] = {}
     for number in range(options.rounds):
@@ -181,7 +184,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, fl
                         (
                             "fio",
                             lambda kind=kind, depth=depth: fio(
-                                folder / "fio.dat", nbytes, kind, depth, options.seconds
+                                folder / "fio.dat", nbytes, block_bytes, kind, depth, options.seconds
                             ),
                         )
                     )
@@ -220,6 +223,7 @@ def main() -> None:
     parser.add_argument("--sync", choices=("none", "segment", "always"), default="segment")
     parser.add_argument("--engine", choices=("", "io_uring", "threads"), default="")
     parser.add_argument("--json", type=Path)
+    geometries.add_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="memserve-store-disk-") as name:
         probe = _core.DiskQueue(str(Path(name) / "probe"), MIB, 1)

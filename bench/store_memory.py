@@ -4,7 +4,7 @@ Measured in a process of its own, as clients are: hold and let go of a value of 
 among a million; 64 blocks copied out, beside ``memcpy`` of the same bytes between the same kinds of memory. Medians of
 ``--reps`` rounds that take turns; ratios are what means something, for a machine's speed changes from run to run.
 
-    python bench/store_memory.py [--reps 30] [--entries 1000000] [--block-bytes 2097152] [--json out.json]
+    python bench/store_memory.py [--reps 30] [--entries 1000000] [--geometry llama3] [--json out.json]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,6 +24,9 @@ from typing import Any
 import numpy as np
 
 from memserve import _core
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+import geometries
 
 KEYS_AT_ONCE, BLOCKS, VALUE_BYTES = 1000, 64, 1_000_000
 CALLS = 2000
@@ -179,9 +183,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reps", type=int, default=30)
     parser.add_argument("--entries", type=int, default=1_000_000)
-    parser.add_argument("--block-bytes", type=int, default=2 << 20)
+    geometries.add_option(parser, "llama3")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args()
+    arguments.block_bytes = geometries.SHAPES[arguments.geometry].kv.block_bytes
     figures = measure(arguments)
     for name, us in figures["us"].items():
         print(f"{name:52} {us:12,.2f} us")

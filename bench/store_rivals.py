@@ -19,7 +19,6 @@ from ports import free_port
 
 MIB = 1 << 20
 VALUES = 64
-BLOCK_BYTES = 737_280
 MATCHED = 1000
 CHAINS = 20
 """Chains of keys that are matched one after the other, none of them twice in a row."""
@@ -46,13 +45,13 @@ def key_of(number: int, kind: str = "value") -> bytes:
 class Buffers:
     """Memory of the program's, touched before."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_bytes: int) -> None:
         drawn = np.random.default_rng(1)
         self.one = drawn.integers(0, 256, MIB, dtype=np.uint8)
         self.out = np.zeros(MIB, np.uint8)
         self.places = drawn.integers(0, 256, (VALUES, MIB), dtype=np.uint8)
-        self.blocks = drawn.integers(0, 256, (VALUES, BLOCK_BYTES), dtype=np.uint8)
-        self.targets = np.ones((VALUES, BLOCK_BYTES), np.uint8)
+        self.blocks = drawn.integers(0, 256, (VALUES, block_bytes), dtype=np.uint8)
+        self.targets = np.ones((VALUES, block_bytes), np.uint8)
 
 
 class Contender:

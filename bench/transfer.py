@@ -1,11 +1,13 @@
 """Moves KV between two processes of this machine: our links beside memcpy, NIXL alone and Mooncake over TCP.
 
     python bench/transfer.py [--mib 128] [--rounds 9] [--ucx tcp] [--mooncake VENV/bin/python] [--json out.json]
+        [--geometry llama3]
 
 All contenders take turns inside every round, each with the same pieces: piece ``i`` of another process's memory goes to
 place ``perm[i]`` of ours, so that nothing can be merged. First pieces of 8 KiB to 4 MiB, then the KV of a 2,048-token
-prompt of SmolLM2-135M in bfloat16 (64 blocks of 737,280 bytes): *aggregated* = whole blocks, *by page* = a layer of a
-block each (24,576 bytes), *8 KiB pieces* = the pieces of layouts that keep K and V of each layer apart.
+prompt of SmolLM2-135M in bfloat16 (64 blocks of 737,280 bytes), or of another ``--geometry``: *aggregated* = whole
+blocks, *by page* = a layer of a block each (24,576 bytes), *8 KiB pieces* = the pieces of layouts that keep K and V of
+each layer apart.
 
 ``memcpy`` copies inside one process, one thread, piece by piece (numpy's row assignment). Our links checksum what they
 copy, so a wrong read cannot go unnoticed; the others do not. ``nixl alone`` reads straight into registered memory, with
@@ -45,10 +47,12 @@ from memserve.transport.ports import PageLink
 from memserve.transport.ranges import Ranges
 from memserve_lab.experiments.pool_moves import shuffled
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+import geometries
+
 PIECES = (8 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20)
-GEOMETRY = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16")
-PROMPT_BLOCKS = 2048 // GEOMETRY.block_tokens
-LAYOUTS = {"aggregated": GEOMETRY.block_bytes, "by page": GEOMETRY.page_bytes, "8 KiB pieces": 8 << 10}
+PROMPT_TOKENS = 2048
+LAYOUTS = ("aggregated", "by page", "8 KiB pieces")
 Contender = Callable[[Ranges], float | None]
 """Copies, and returns None (the call is timed) or the seconds measured elsewhere."""
 
@@ -65,15 +69,16 @@ def shared(nbytes: int) -> _core.SharedArena:
     return arena
 
 
-def own(nbytes: int) -> None:
-    """Child process: memory that the other one reads. Each line on stdin seals a page, as before real reads."""
+def own(nbytes: int, kv: KVGeometry, link: str) -> None:
+    """Child process: memory that the other one reads over ``link``. Each line on stdin seals a page, as before real
+    reads."""
     arena = shared(nbytes)
     np.frombuffer(arena, np.uint8)[:] = np.random.default_rng(1).integers(0, 256, nbytes, dtype=np.uint8)
     sealed: list[PagesSealed | PagesPulled] = []
-    port = open_data_port("auto", GEOMETRY, {Tier.HBM: arena}, sealed.append)
-    info = PeerInfo(Peer("owner", 1), Role.PREFILL, "", "", GEOMETRY, 0, 0, 0, True)
+    port = open_data_port(link, kv, {Tier.HBM: arena}, sealed.append)
+    info = PeerInfo(Peer("owner", 1), Role.PREFILL, "", "", kv, 0, 0, 0, True)
     print(wire.encode(Join(port.describe(info))).hex(), flush=True)
-    reader = PeerInfo(Peer("reader", 1), Role.DECODE, "", "", GEOMETRY, 0, 0, 0, True, nixl_agent=b"-")
+    reader = PeerInfo(Peer("reader", 1), Role.DECODE, "", "", kv, 0, 0, 0, True, nixl_agent=b"-")
     port.add_peer(reader)
     for _ in sys.stdin:
         port.start(SealPages(1, Tier.HBM, (0,), 0, 1))
@@ -246,19 +251,26 @@ def main() -> None:
     parser.add_argument("--small-pages", action="store_true", help="leave the shared memory on pages of 4 KiB")
     parser.add_argument("--mooncake", help="a Python that has mooncake-transfer-engine")
     parser.add_argument("--json", type=Path)
+    geometries.add_option(parser)
     parser.add_argument("--own", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--links", default="shm", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    kv = geometries.SHAPES[options.geometry].kv
     if options.own:
-        return own(options.own)
+        return own(options.own, kv, options.links)
     if options.ucx:
         os.environ["UCX_TLS"] = options.ucx
     if options.small_pages:
         os.environ["TRANSFER_PAGES"] = "small"
-    nbytes = max(options.mib << 20, PROMPT_BLOCKS * GEOMETRY.block_bytes)
+    prompt_bytes = PROMPT_TOKENS * kv.token_bytes
+    nbytes = max(options.mib << 20, prompt_bytes)
     works = {f"{size >> 10} KiB": shuffled((options.mib << 20) // size, size) for size in PIECES}
-    works |= {name: shuffled(PROMPT_BLOCKS * GEOMETRY.block_bytes // size, size) for name, size in LAYOUTS.items()}
+    pieces = zip(LAYOUTS, (kv.block_bytes, kv.page_bytes, 8 << 10), strict=True)
+    works |= {name: shuffled(prompt_bytes // size, size) for name, size in pieces}
     with ExitStack() as stack:
-        owner = Child(sys.executable, __file__, "--own", str(nbytes))
+        links = "trusted" if has_nixl(options) else "shm"
+        owned = ("--own", str(nbytes), "--geometry", options.geometry, "--links", links)
+        owner = Child(sys.executable, __file__, *owned)
         stack.callback(owner.close)
         records = measure(contenders(owner, nbytes, options, stack), works, options.rounds, owner)
     report(records, works)
@@ -267,14 +279,19 @@ def main() -> None:
     return None
 
 
+def has_nixl(options: argparse.Namespace) -> bool:
+    """Whether NIXL takes part."""
+    return nixl_is_installed() and not options.without_nixl
+
+
 def contenders(owner: Child, nbytes: int, options: argparse.Namespace, stack: ExitStack) -> dict[str, Contender]:
     """Contenders that work on this machine."""
     join = wire.decode(bytes.fromhex(owner.hello))
     assert isinstance(join, Join)
     arena = {Tier.HBM: shared(nbytes)}
     found = {"memcpy": memcpy(nbytes), "shm link": link_contender(ShmLink(arena), join.info, stack)}
-    if nixl_is_installed() and not options.without_nixl:
-        found["nixl link"] = link_contender(NixlLink(arena, GEOMETRY.block_bytes), join.info, stack)
+    if has_nixl(options):
+        found["nixl link"] = link_contender(NixlLink(arena, join.info.geometry.block_bytes), join.info, stack)
         found["nixl alone"] = nixl_alone(join.info, nbytes)
         found["nixl alone, a call each"] = one_by_one(found["nixl alone"])
     if options.mooncake:

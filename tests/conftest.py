@@ -43,7 +43,8 @@ ssl.create_default_context = _default_context
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--data-sets DIR``: the folder of data sets that some tests hold the readers against; without it they skip.
 
-    ``--matrix-cells N --matrix-seed S``: how much of the failure matrix on real processes is run, and which part.
+    ``--matrix-cells N --matrix-seed S --matrix-geometry NAME``: how much of the failure matrix on real processes is
+    run, which part, and with whose KV.
 
     ``--disk-kills N``: how often the store's disks are killed in the middle of everything; 900 take a few minutes.
 
@@ -53,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--axe", type=Path, default=None, help="axe.min.js of the npm package axe-core")
     parser.addoption("--matrix-cells", type=int, default=2, help="cells of the failure matrix to run")
     parser.addoption("--matrix-seed", type=int, default=2, help="which ones")
+    parser.addoption("--matrix-geometry", default="mqa", help="the model's KV, a name in support/geometries.py")
     parser.addoption("--disk-kills", type=int, default=60, help="kills of the store's literal disks")
     parser.addoption("--store-kills", type=int, default=2, help="kills of real processes beside a store")
 

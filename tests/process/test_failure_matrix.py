@@ -9,6 +9,7 @@ import pytest
 
 import faulty_instance
 from failure_matrix import FAULTS, LINKS, MOMENTS, PHASES, ROLES, Case, all_cases, run_matrix
+from geometries import SHAPES
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,8 +35,8 @@ def drawn(count: int, seed: int) -> list[Case]:
 
 def test_clients_see_one_right_stream_and_nothing_is_left_behind(request: pytest.FixtureRequest) -> None:
     count, seed = request.config.getoption("--matrix-cells"), request.config.getoption("--matrix-seed")
-    cells = drawn(count, seed)
+    cells, shape = drawn(count, seed), SHAPES[request.config.getoption("--matrix-geometry")]
     assert cells
-    for result in run_matrix(cells, pause_s=7.0, clients=6, seed=seed):
+    for result in run_matrix(cells, pause_s=7.0, clients=6, seed=seed, shape=shape):
         assert result.good, result.line()
         assert not result.errors, result.line()

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from geometries import SHAPES, TINY
 from memserve import LLM
 from memserve.base.errors import UserError
 from memserve.base.types import SamplingParams
 from memserve.instance.layerwise.state import LayerReport
-from tiny_models import prompt, save_folder, tiny_module
+from tiny_models import prompt, save_folder
 
+SHAPE = SHAPES["mqa"]
 OPTIONS = {"dtype": "float32", "threads": 1, "block_tokens": 8, "max_step_tokens": 16, "enable_prefix_caching": False}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(save_folder(tiny_module("llama"), Path(tmp_path_factory.mktemp("models")) / "tiny"))
+    return str(save_folder(SHAPE.module(), Path(tmp_path_factory.mktemp("models")) / "tiny"))
 
 
 def answers(model: str, **options: object) -> tuple[list[tuple[int, ...]], LayerReport]:
@@ -34,11 +36,10 @@ def answers(model: str, **options: object) -> tuple[list[tuple[int, ...]], Layer
 
 
 def test_prompts_that_do_not_fit_begin_all_the_same(model: str) -> None:
-    block_bytes = 3 * 2 * 8 * 16 * 4  # layers, heads, tokens, K and V of 8, float32
-    expected, unused = answers(model, kv_memory="4MiB")
-    tokens, layers = answers(
-        model, kv_memory=f"{64 * block_bytes}B", dram_memory="4MiB", layerwise="auto", link_gbps=1.0
-    )
+    block_bytes = 8 * SHAPE.in_dtype("float32").token_bytes
+    expected, unused = answers(model, kv_memory=f"{400 * block_bytes}B")
+    little = {"kv_memory": f"{64 * block_bytes}B", "dram_memory": f"{400 * block_bytes}B"}
+    tokens, layers = answers(model, **little, layerwise="auto", link_gbps=SHAPE.kv.token_bytes / TINY.kv.token_bytes)
     assert tokens == expected
     assert layers.begun and layers.link.down_bytes >= layers.begun * block_bytes
     assert layers.sequences == layers.parked == layers.dram_pages == 0, "all have ended"

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from geometries import SHAPES
 from memserve import LLM
 from memserve.base.types import SamplingParams
 from memserve.base.units import NS_PER_S
@@ -19,10 +20,11 @@ from memserve.host.profile_file import profile_path, save_profile
 from memserve.kv.costs import CopyCurve, CostModel, PrefillCurve
 from memserve.model.loading.loader import load_model
 from served_cluster import WAIT_S, Server, eventually, is_alive
-from tiny_models import prompt, save_folder, tiny_module
+from tiny_models import prompt, save_folder
 
-BLOCK = 8
-"""Tokens: the model's context is 256."""
+SHAPE = SHAPES["llama3"]
+BLOCK = SHAPE.kv.block_tokens
+"""Tokens: the model's context is 256. In float32 a block has 8 MiB."""
 SLOW = CostModel(PrefillCurve(token_ns=0.2 * NS_PER_S), same_host=CopyCurve(2.0 * NS_PER_S, 0.0, 0.0), machine="slow")
 """A fetch is given up when computing would have been quicker. That takes milliseconds with a tiny model, and a busy
 machine needs them for anything: here instances believe that computing and fetching take seconds, and so wait."""
@@ -30,7 +32,7 @@ machine needs them for anything: here instances believe that computing and fetch
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = save_folder(tiny_module("llama"), tmp_path_factory.mktemp("models") / "tiny")
+    folder = save_folder(SHAPE.module(), tmp_path_factory.mktemp("models") / "tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         loaded = load_model(str(folder), "float32", "cpu", block_tokens=BLOCK, threads=1)
@@ -42,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def truth(model: Path) -> Iterator[Callable[[list[int], int], Any]]:
     """What one engine without a cache answers, greedily."""
-    with LLM(str(model), dtype="float32", kv_memory="4MiB", threads=1, enable_prefix_caching=False) as llm:
+    with LLM(str(model), dtype="float32", kv_memory="64MiB", threads=1, enable_prefix_caching=False) as llm:
         greedy = SamplingParams(temperature=0)
         yield lambda tokens, count: llm.generate([tokens], greedy, max_tokens=count, ignore_eos=True)[0]
 
@@ -56,8 +58,8 @@ class Kept:
         self.server = self.start()
 
     def start(self) -> Server:
-        disks = ("--ssd", f"{self._folder}/ssd=64MiB", "--store-dram", "16MiB", "--ssd-sync", "none")
-        where = ("--block-tokens", str(BLOCK), "--metadata", str(self._folder / "state"))
+        disks = ("--ssd", f"{self._folder}/ssd=512MiB", "--store-dram", "128MiB", "--ssd-sync", "none")
+        where = (*SHAPE.memory_flags(512), "--metadata", str(self._folder / "state"))
         self.server = Server(self._model, *self._shape, *disks, *where)
         self.pids |= {self.server.process.pid, *self.server.children().values()}
         return self.server

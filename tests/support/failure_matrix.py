@@ -2,11 +2,13 @@
 
     python tests/support/failure_matrix.py [--roles prefill,decode] [--faults kill,stop] [--phases decoding]
                                            [--links shm] [--pause-s 30] [--sample N --seed S] [--table FILE]
+                                           [--geometry llama3]
 
 For each role and link a router and healthy instances are started, once; for each case one more instance of that role,
 which fails by itself at the chosen moment (``faulty_instance.py``), while a crowd of clients streams. Every answer must
 be exactly what one engine alone gives, or one clean error within the deadline; afterwards no block may be held
-anywhere. The model is tiny and random, everything else is what users run.
+anywhere. The model is tiny and random, with ``--geometry`` its KV is that of a real one (``geometries.py``);
+everything else is what users run.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from typing import Any
 
 import httpx
 
+from geometries import SHAPES, TINY, Shape
 from ports import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -66,7 +69,9 @@ PULLING = ("taking-over", "coming-home", "fetching")
 """Moments in which the failing instance itself reads pages."""
 DEADLINE_S = 90.0
 SETTLE_S = 75.0
-ENGINE = ("--dtype", "float32", "--kv-memory", "256KiB", "--prefill-chunk-tokens", "64", "--threads", "1")
+ENGINE = ("--prefill-chunk-tokens", "64", "--threads", "1")
+KV_TOKENS, DRAM_TOKENS = 680, 1360
+"""Of an instance: three or four requests of the crowd fit."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +164,12 @@ def ask(url: str, body: dict[str, Any]) -> tuple[str, str, float]:
     return text, error, time.monotonic() - started
 
 
-def expected(model: Path, bodies: list[dict[str, Any]]) -> list[str]:
+def expected(model: Path, shape: Shape, bodies: list[dict[str, Any]]) -> list[str]:
     """The texts that one engine alone gives."""
     from memserve import LLM, SamplingParams
 
-    texts = []
-    with LLM(str(model), dtype="float32", kv_memory_bytes=4 << 20, threads=1) as llm:
+    texts, kv_bytes = [], KV_TOKENS * shape.in_dtype("float32").token_bytes
+    with LLM(str(model), dtype="float32", kv_memory=kv_bytes, threads=1) as llm:
         for body in bodies:
             sampling = SamplingParams(temperature=body["temperature"], seed=body.get("seed", 0))
             [answer] = llm.generate([body["prompt"]], sampling, max_tokens=body["max_tokens"], ignore_eos=True)
@@ -178,8 +183,9 @@ def expected(model: Path, bodies: list[dict[str, Any]]) -> list[str]:
 class Fleet:
     """A router, healthy instances of some roles, and one more that will fail."""
 
-    def __init__(self, model: Path, folder: Path, roles: list[str], link: str) -> None:
+    def __init__(self, model: Path, shape: Shape, folder: Path, roles: list[str], link: str) -> None:
         self.model, self.folder, self.link = model, folder, link
+        self.engine = (*ENGINE, *shape.memory_flags(KV_TOKENS, DRAM_TOKENS))
         first = free_port() // 2  # below the ports that servers of tests are given
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if link == "nixl":  # as between hosts; the range tells its connections from those of messages
@@ -203,13 +209,13 @@ class Fleet:
         counts = ["--prefill", "0", "--decode", "0", "--colocated", "0"]
         cluster = ["--cluster-port", port, "--cluster-secret-file", str(self.secret), "--policy", "least-load"]
         name = ["--served-model-name", "tiny", "--port", str(self.http), "--metadata", "none"]
-        return ["serve", "--model", str(self.model), *counts, *cluster, *name, *ENGINE]
+        return ["serve", "--model", str(self.model), *counts, *cluster, *name, *self.engine]
 
     def start(self, name: str, role: str, *flags: str, fault: tuple[str, str, int] | None = None) -> None:
         """Start an instance; with ``fault`` = (fault, moment, skip) one that will fail."""
         options = ["--join", self.join, "--cluster-secret-file", str(self.secret), "--role", role, "--name", name]
         options += ["--link", self.link, *flags]
-        command = ["instance", *options, "--model", str(self.model), *ENGINE, "--dram-memory", "1MiB"]
+        command = ["instance", *options, "--model", str(self.model), *self.engine]
         launcher = [sys.executable, "-m", "memserve"]
         if fault:
             armed = ["--fault", fault[0], "--moment", fault[1], "--skip", str(fault[2])]
@@ -271,11 +277,11 @@ class Fleet:
 
 
 @contextmanager
-def fleet_for(role: str, link: str, model: Path) -> Iterator[Fleet]:
+def fleet_for(role: str, link: str, model: Path, shape: Shape) -> Iterator[Fleet]:
     """The healthy ones beside an instance of ``role``. A holder is alone at first: so no other has what it has."""
     beside = {"colocated": ["colocated"], "fetcher": ["colocated"], "holder": []}
     with tempfile.TemporaryDirectory(prefix="memserve-matrix-") as folder:
-        fleet = Fleet(model, Path(folder), beside.get(role, ["prefill", "decode"]), link)
+        fleet = Fleet(model, shape, Path(folder), beside.get(role, ["prefill", "decode"]), link)
         try:
             yield fleet
         finally:
@@ -360,18 +366,20 @@ def all_cases() -> list[Case]:
     return [case for combo in itertools.product(ROLES, FAULTS, PHASES, LINKS) if (case := Case(*combo)).possible]
 
 
-def run_matrix(cases: list[Case], pause_s: float, clients: int = 10, seed: int = 0) -> Iterator[Result]:
+def run_matrix(
+    cases: list[Case], pause_s: float, clients: int = 10, seed: int = 0, shape: Shape = TINY
+) -> Iterator[Result]:
     """Run ``cases``, those of one role and link on one fleet."""
-    from tiny_models import save_folder, tiny_module
+    from tiny_models import save_folder
 
     with ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memserve-tiny-")))
-        save_folder(tiny_module("llama"), model)
+        save_folder(shape.module(), model)
         bodies = requests(clients, seed)
-        want = expected(model, bodies)
+        want = expected(model, shape, bodies)
         ordered = sorted(cases, key=lambda case: (ROLES.index(case.role), case.link))
         for (role, link), group in itertools.groupby(ordered, key=lambda case: (case.role, case.link)):
-            with fleet_for(role, link, model) as fleet:
+            with fleet_for(role, link, model, shape) as fleet:
                 for case in group:
                     yield run_case(fleet, case, bodies, want, pause_s)
 
@@ -399,6 +407,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=0, help="only so many cells, drawn from --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--geometry", choices=SHAPES, help="of the model's KV; without it, tiny")
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
     combos = set(itertools.product(*(w.split(",") for w in (args.roles, args.faults, args.phases, args.links))))
@@ -406,7 +415,8 @@ def main() -> int:
     if args.sample:
         chosen = random.Random(args.seed).sample(chosen, min(args.sample, len(chosen)))
     results = []
-    for result in run_matrix(chosen, args.pause_s, args.clients, args.seed):
+    shape = SHAPES[args.geometry] if args.geometry else TINY
+    for result in run_matrix(chosen, args.pause_s, args.clients, args.seed, shape):
         results.append(result)
         print(result.line(), flush=True)
     if args.table:

@@ -6,7 +6,7 @@ from collections import deque
 
 from msgspec import structs
 
-from fleet_world import BLOCK, GEOMETRY, Fleet, Member
+from fleet_world import GEOMETRY, Fleet, Member
 from instance_world import VOCAB
 from memserve import _core
 from memserve.base.config import ExchangeConfig, PoolConfig
@@ -24,8 +24,8 @@ from memserve_lab.sim.reference.device import OracleDevice
 class FlatPool(BlockPool):
     """Finds blocks by identity alone."""
 
-    def __init__(self, blocks):
-        super().__init__(PoolConfig(blocks), BLOCK, "default")
+    def __init__(self, blocks, block_tokens):
+        super().__init__(PoolConfig(blocks), block_tokens, "default")
         self.table = {}
 
     def lend(self, tenant, tokens, first_block=0):
@@ -45,9 +45,10 @@ class StoreMember(Member):
 
     def __init__(self, fleet, name="s", blocks=64, generation=1, host_id=""):
         self.fleet, self.peer = fleet, Peer(name, generation)
-        self.pool = FlatPool(blocks)
-        self.exchange = Exchange(self.pool, GEOMETRY, ExchangeConfig(), self.peer)
-        self.device = OracleDevice(BLOCK, blocks, 0, VOCAB, layers=GEOMETRY.num_layers)
+        kv = self.geometry = fleet.geometry
+        self.pool = FlatPool(blocks, kv.block_tokens)
+        self.exchange = Exchange(self.pool, kv, ExchangeConfig(), self.peer)
+        self.device = OracleDevice(kv.block_tokens, blocks, 0, VOCAB, layers=kv.num_layers)
         self.plans, self.builds, self.masks, self.jobs, self.said, self.heard = (), (), (), deque(), [], []
         self.corrupt_pulls, self.mute, self.host_id = 0, False, host_id
         self.kept = set()
@@ -56,7 +57,7 @@ class StoreMember(Member):
     @property
     def info(self):
         return PeerInfo(
-            self.peer, Role.STORE, "", "", GEOMETRY, 0, 0, 0, True, host_id=self.host_id, publishes_events=False
+            self.peer, Role.STORE, "", "", self.geometry, 0, 0, 0, True, host_id=self.host_id, publishes_events=False
         )
 
     def post(self, event):
@@ -124,9 +125,9 @@ class StoreMember(Member):
             assert self.pool.ref_count(Tier.HBM, block) == 1
 
 
-def with_store(host_id="", **configs):
+def with_store(host_id="", geometry=GEOMETRY, **configs):
     """Instances, and a store that all of them know."""
-    fleet = Fleet(**configs)
+    fleet = Fleet(geometry, **configs)
     fleet.members["s"] = StoreMember(fleet, host_id=host_id)
     fleet.welcome_all()
     fleet.run()

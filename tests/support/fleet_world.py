@@ -60,8 +60,10 @@ class Member:
 
     def __init__(self, fleet, name, cfg, generation=1):
         self.fleet, self.cfg, self.peer = fleet, cfg, Peer(name, generation)
-        self.machine = Instance(cfg, BLOCK, me=self.peer, geometry=GEOMETRY)
-        self.device = OracleDevice(BLOCK, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB, layers=LAYERS)
+        kv = self.geometry = fleet.geometry
+        self.machine = Instance(cfg, kv.block_tokens, me=self.peer, geometry=kv)
+        sizes = kv.block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks
+        self.device = OracleDevice(*sizes, VOCAB, layers=kv.num_layers)
         self.plans, self.jobs, self.builds, self.masks = deque(), deque(), deque(), deque()
         self.built = {0}  # jobs
         chance = Random(name)
@@ -75,7 +77,7 @@ class Member:
     def info(self):
         pool = self.cfg.pool
         return PeerInfo(
-            self.peer, Role.COLOCATED, "", self.cfg.namespace, GEOMETRY, pool.hbm_blocks, pool.dram_blocks,
+            self.peer, Role.COLOCATED, "", self.cfg.namespace, self.geometry, pool.hbm_blocks, pool.dram_blocks,
             self.machine.context_tokens, pool.caching,
         )  # fmt: skip
 
@@ -127,14 +129,15 @@ class Member:
             self.void.update(later.step_id for later in self.plans)
             self.device.abandon_layers(plan)
             return self.post(self.device.fail(plan, fail))
-        if plan.report_layers and self.tells_layers and self.layers_told < LAYERS and plan.step_id not in self.void:
+        is_void = plan.step_id in self.void
+        has_more = self.layers_told < self.geometry.num_layers
+        if plan.report_layers and self.tells_layers and has_more and not is_void:
             self.device.finish_layer(plan, self.layers_told)
             self.layers_told += 1
             return self.post(LayerFinished(plan.step_id, self.layers_told - 1))
         self.plans.popleft()
         self.layers_told = 0
-        void = plan.step_id in self.void
-        return self.post(self.device.run_void(plan) if void else self.device.run(plan))
+        return self.post(self.device.run_void(plan) if is_void else self.device.run(plan))
 
     def stand_still(self):
         """As if nothing could move: everything is taken from all sequences."""
@@ -152,7 +155,7 @@ class Member:
         corrupt, self.corrupt_pulls = self.corrupt_pulls > 0, max(0, self.corrupt_pulls - 1)
         good = [self.device.pull(job, i, source.device, corrupt=corrupt) for i in range(len(job.src_blocks))]
         wrong = good.count(False)
-        pulled = len(good) * (job.end_layer - job.first_layer) * GEOMETRY.page_bytes
+        pulled = len(good) * (job.end_layer - job.first_layer) * self.geometry.page_bytes
         return self.post(PagesPulled(job.job_id, "checksum" if wrong else "", pulled, "shm", mismatches=wrong))
 
     def do_build(self):
@@ -205,8 +208,9 @@ class Job:
 class Fleet:
     """Members, the network between them, and a router that only a test could love."""
 
-    def __init__(self, **configs):
-        self.now = 0
+    def __init__(self, geometry=GEOMETRY, **configs):
+        self.now, self.geometry = 0, geometry
+        self.acts_max = 6000 * max(1, geometry.block_tokens * geometry.num_layers // (BLOCK * LAYERS))
         self.members, self.generations = {}, {}
         self.wires = {}  # (from, to) -> messages under way, in order
         self.jobs = {}
@@ -289,7 +293,7 @@ class Fleet:
             choices += [(member.do_mask, None)] if member.masks else []
         return choices
 
-    def run(self, until=lambda: False, limit=6000):
+    def run(self, until=lambda: False):
         """In turn, until there is nothing to do, or ``until()``."""
         at = 0
         while (choices := self.choices()) and not until():
@@ -297,7 +301,7 @@ class Fleet:
             do(argument) if argument is not None else do()
             at += 1
             self.now += 1
-            assert at < limit, f"no end: {[member.machine for member in self.members.values()]}"
+            assert at < self.acts_max, f"no end: {[member.machine for member in self.members.values()]}"
 
     def pass_time(self, ns=31 * NS_PER_S):
         """All leases end."""
@@ -400,16 +404,17 @@ class Fleet:
 
     def _judge(self, job):
         req = job.request
+        context = min(self.members[name].cfg.max_model_tokens for name in self.instances)
         if req.beam_width:
             if FinishReason.DEADLINE in job.final.values():
                 return
-            expected = lone_beams(req, 64)
+            expected = lone_beams(req, context)
             assert [tuple(job.got[i]) for i in range(min(req.n, len(expected)))] == [t for t, _, _ in expected]
             return
         for index in range(req.n):
             got = job.got[index]
             assert got == lone_tokens(req.prompt, len(got), req.sampling.seed, index, VOCAB), f"{job}: {index}"
-            limit = min(req.stop.max_tokens, 64 - len(req.prompt))
+            limit = min(req.stop.max_tokens, context - len(req.prompt))
             stopped = [i for i, t in enumerate(got, 1) if t in req.stop.stop_token_ids and i >= req.stop.min_tokens]
             if job.final[index] is FinishReason.STOP:
                 assert stopped == [len(got)]

@@ -79,11 +79,13 @@ def lone_beams(req, context):
 class World:
     """Posts events, performs actions, and compares every output with what the lone request would get."""
 
-    def __init__(self, cfg, block_tokens=4, twin=True, costs=None):
+    def __init__(self, cfg, block_tokens=4, twin=True, costs=None, geometry=None):
         self.cfg, self.block_tokens, self.twin, self.costs = cfg, block_tokens, twin, costs
+        self.geometry = geometry or KVGeometry(LAYERS, 1, 1, 1, "float32", block_tokens)
         self.machine = self.new_machine()
         sizes = block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB
-        self.device = SymbolicDevice(*sizes, layers=1 if cfg.scheduler.layerwise == "off" else LAYERS)
+        layers = 1 if cfg.scheduler.layerwise == "off" else self.geometry.num_layers
+        self.device = SymbolicDevice(*sizes, layers=layers)
         self.plans, self.builds, self.masks = deque(), deque(), deque()
         self.built = {0}  # jobs
         self.jobs = {}  # job -> grammar
@@ -102,8 +104,7 @@ class World:
     def new_machine(self):
         kind = TwinPool if self.twin else BlockPool
         pool = kind(self.cfg.pool, self.block_tokens, "test")
-        geometry = KVGeometry(LAYERS, 1, 1, 1, "float32", self.block_tokens)
-        machine = Instance(self.cfg, self.block_tokens, self.costs or PreemptionCosts(), pool, geometry=geometry)
+        machine = Instance(self.cfg, self.block_tokens, self.costs or PreemptionCosts(), pool, geometry=self.geometry)
         foretell(machine, Random(0))
         return machine
 
@@ -199,8 +200,9 @@ class World:
         self.now = max(self.now, now)
         return self.post(ClockTicked())
 
-    def drain(self, limit=3000):
-        """Run until nothing is under way."""
+    def drain(self, limit=30_000):
+        """Run until nothing is under way. Where nine of ten masks are late, dozens of requests take thousands of
+        steps."""
         while self.plans or self.builds or self.masks:
             self.step() if self.plans else self.build() if self.builds else self.mask()
             limit -= 1

@@ -28,31 +28,37 @@ def _config(family: str, sizes: dict[str, int]) -> Any:
 
     common = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     common |= {"max_position_embeddings": CONTEXT_TOKENS, "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
-    gated = common | {"num_key_value_heads": 2, "intermediate_size": 48} | sizes
+    gated = common | {"num_key_value_heads": 2, "intermediate_size": 48}
     match family:
         case "llama":
-            return t.LlamaConfig(**gated, tie_word_embeddings=True)
+            return t.LlamaConfig(**(gated | {"tie_word_embeddings": True} | sizes))
         case "qwen3":
-            return t.Qwen3Config(**gated, head_dim=16)
+            return t.Qwen3Config(**(gated | {"head_dim": 16} | sizes))
+        case "qwen3_moe":  # experts in every layer
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16}
+            return t.Qwen3MoeConfig(**(gated | experts | sizes))
+        case "gemma":
+            return t.GemmaConfig(**(gated | {"head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"} | sizes))
         case "gemma2":  # window on every other layer, soft caps on scores and logits
             gated |= {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}
-            return t.Gemma2Config(**gated, attn_logit_softcapping=5.0, final_logit_softcapping=3.0)
+            gated |= {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+            return t.Gemma2Config(**(gated | sizes))
         case "gpt_oss":  # attention sinks, windows, experts
-            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "head_dim": 16}
-            return t.GptOssConfig(**gated, **experts, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+            gated |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "head_dim": 16}
+            return t.GptOssConfig(**(gated | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | sizes))
         case "mixtral":  # experts
-            return t.MixtralConfig(**gated, num_local_experts=4, num_experts_per_tok=2)
+            return t.MixtralConfig(**(gated | {"num_local_experts": 4, "num_experts_per_tok": 2} | sizes))
         case "phi3":  # q, k, v in one linear, gate and up in another
-            return t.Phi3Config(**gated)
+            return t.Phi3Config(**(gated | sizes))
         case "longrope":  # positions that change for prompts of more than 64 tokens
             rope = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-            return t.Phi3Config(**gated, original_max_position_embeddings=64, rope_scaling=rope)
+            return t.Phi3Config(**(gated | {"original_max_position_embeddings": 64, "rope_scaling": rope} | sizes))
         case "dynamic":  # other positions with each length beyond 64
-            gated["max_position_embeddings"] = 64
-            return t.LlamaConfig(**gated, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+            rope = {"rope_type": "dynamic", "factor": 4.0}
+            return t.LlamaConfig(**(gated | {"max_position_embeddings": 64, "rope_scaling": rope} | sizes))
         case "falcon_h1":  # a state beside the attention of each layer
-            sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "head_dim": 8}
-            return t.FalconH1Config(**gated, **sizes)
+            state = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "head_dim": 8}
+            return t.FalconH1Config(**(gated | state | sizes))
         case "opt":
             return t.OPTConfig(**common, ffn_dim=48, word_embed_proj_dim=32)
         case "gpt_neox":
@@ -64,22 +70,23 @@ FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "opt", "gpt_neox")
 
 
 def tiny_module(family: str, seed: int = 0, **sizes: int) -> Any:
-    """A random causal language model with weights large enough that its logits have opinions. ``sizes``: other ones
-    than usual, for families with gates."""
+    """A random causal language model with weights large enough that its logits have opinions, and small enough, where a
+    weight has many inputs, that these change from token to token. ``sizes``: other ones than usual, for families with
+    gates."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     module = AutoModelForCausalLM.from_config(_config(family, sizes), attn_implementation="eager").float()
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1 or "sinks" in name:
-            torch.nn.init.normal_(parameter, std=0.25)
+            torch.nn.init.normal_(parameter, std=min(0.25, (3 / parameter.shape[-1]) ** 0.5))
     module.requires_grad_(False)
     return module.train(False)
 
 
-def loaded(module: Any, dtype: str = "float32") -> LoadedModel:
+def loaded(module: Any, dtype: str = "float32", block_tokens: int = 32) -> LoadedModel:
     """``module`` as the loader would give it, without a tokenizer. The module is switched to our attention."""
-    geometry, _ = probe_model(module, dtype, 32)
+    geometry, _ = probe_model(module, dtype, block_tokens)
     return LoadedModel(
         module=module,
         tokenizer=None,
@@ -109,9 +116,9 @@ def save_folder(module: Any, folder: Path) -> Path:
 
 
 @contextmanager
-def one_engine(folder: Path) -> Iterator[Callable[[list[int], int], str]]:
+def one_engine(folder: Path, kv_memory: str = "4MiB") -> Iterator[Callable[[list[int], int], str]]:
     """What one engine without a cache answers, greedily: to token ids, with so many tokens."""
-    with LLM(str(folder), dtype="float32", kv_memory="4MiB", threads=1, enable_prefix_caching=False) as llm:
+    with LLM(str(folder), dtype="float32", kv_memory=kv_memory, threads=1, enable_prefix_caching=False) as llm:
         yield lambda tokens, count: llm.generate([tokens], GREEDY, max_tokens=count, ignore_eos=True)[0].text
 
 
@@ -147,6 +154,7 @@ class Driver:
         scheduler, pool = SchedulerConfig(max_running=8), PoolConfig(blocks, dram_blocks, lower_dtype=lower_dtype)
         config = InstanceConfig(CONTEXT_TOKENS, pool=pool, scheduler=scheduler, adapters=adapters)
         self.device = ModelDevice(model, config, **options)
+        self.geometry, self.blocks, self.dram_blocks = model.geometry, blocks, dram_blocks
         self.steps = 0
 
     def step(self, rows: list[tuple[int, int, int, tuple[int, ...]]] = (), **parts: Any) -> Any:

@@ -221,9 +221,9 @@ class FairQueue(Generic[Item]):
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the lines and the items do not agree."""
         listed = [place.key for line in self._lines.values() for place in line]
-        check(sorted(listed) == sorted(self._items), f"lines have {listed}, items are {list(self._items)}")
+        check(sorted(listed) == sorted(self._items), "lines have {}, items are {}", listed, self._items)
         self._turns.check_invariants()
-        check(sorted(self._turns) == sorted(self._lines), f"lines of {list(self._lines)}, turns of {list(self._turns)}")
+        check(sorted(self._turns) == sorted(self._lines), "lines of {}, turns of {}", self._lines, self._turns)
         for tenant, line in self._lines.items():
             check(line == sorted(line) and bool(line), f"the line of {tenant!r} is out of order, or empty")
             check(
@@ -315,6 +315,6 @@ class TenantStore(Generic[Value]):
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the counts do not agree."""
         costs = {tenant: sum(kept.cost for kept in names.values()) for tenant, names in self._kept.items()}
-        check(costs == self._costs and sum(costs.values()) == self._total, f"{self._costs} are kept as {costs}")
+        check(costs == self._costs and sum(costs.values()) == self._total, "{} are kept as {}", self._costs, costs)
         check(all(self._kept.values()), "a tenant without anything is listed")
         check(self._total <= self.cost_max or len(self) == 1, f"{self._total} of {self.cost_max} are kept")

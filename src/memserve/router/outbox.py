@@ -223,4 +223,4 @@ class DurabilityGate:
         check(numbers == sorted(numbers), "actions wait out of order")
         check(all(self._released < number <= self._asked for number in numbers), "an action waits for nothing")
         waiting = Counter(action.to for _, action in self._held if isinstance(action, Send))
-        check(waiting == self._held_for, f"messages wait for {waiting}, counted are {self._held_for}")
+        check(waiting == self._held_for, "messages wait for {}, counted are {}", waiting, self._held_for)

@@ -250,8 +250,8 @@ class PagePort:
         offsets = layer_offsets(self._geometry, job.blocks, job.first_layer)
         range_bytes = (job.end_layer - job.first_layer) * self._geometry.page_bytes
         arena = self._arenas[job.tier]
-        check(0 <= job.first_layer < job.end_layer <= self._geometry.num_layers, f"layers to be sealed: {job}")
-        check(fits(offsets, range_bytes, arena.nbytes), f"blocks to be sealed: {job}")
+        check(0 <= job.first_layer < job.end_layer <= self._geometry.num_layers, "layers to be sealed: {}", job)
+        check(fits(offsets, range_bytes, arena.nbytes), "blocks to be sealed: {}", job)
 
         def seal() -> None:
             seals = seal_ranges(arena, offsets, range_bytes)

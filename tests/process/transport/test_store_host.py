@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from geometries import SHAPES
 from memserve import StoreClient, _core
 from memserve.base.config import ExchangeConfig, PoolConfig
 from memserve.base.errors import UserError
@@ -34,14 +35,17 @@ from waiting import eventually
 
 SECRET = "a secret of a test, long enough"
 GEOMETRY = KVGeometry(4, 2, 32, 32, "bfloat16", 32)  # blocks of 64 KiB
-TOKENS = np.arange(1000, 1000 + 8 * GEOMETRY.block_tokens, dtype=np.int32)
 NAMESPACE = "a model"
+BLOCKS = 20
+"""Of the instance; eight of them go to the store."""
 
 
 class Cluster:
     """A scripted router, and one instance with a real exchange and real pages."""
 
-    def __init__(self) -> None:
+    def __init__(self, geometry: KVGeometry = GEOMETRY) -> None:
+        self.geometry = geometry
+        self.tokens = np.arange(1000, 1000 + 8 * geometry.block_tokens, dtype=np.int32)
         self.lock = threading.RLock()
         self.hides = False
         """The router answers no store."""
@@ -50,15 +54,14 @@ class Cluster:
         self.outcomes: list[object] = []
         self.router = ZmqMailbox(Peer("router", new_generation()), SECRET, "127.0.0.1", 0, self._router_hears)
         me = Peer("p1", new_generation())
-        config = PoolConfig(64, 0, identity_key=identity_key(SECRET))
-        self.pool = BlockPool(config, GEOMETRY.block_tokens, NAMESPACE)
-        self.arena = _core.SharedArena(64 * GEOMETRY.block_bytes)
-        self.exchange = Exchange(self.pool, GEOMETRY, ExchangeConfig(), me)
-        self.port = open_data_port("shm", GEOMETRY, {Tier.HBM: self.arena}, self._pages)
+        config = PoolConfig(BLOCKS, 0, identity_key=identity_key(SECRET))
+        self.pool = BlockPool(config, self.geometry.block_tokens, NAMESPACE)
+        self.arena = _core.SharedArena(BLOCKS * self.geometry.block_bytes)
+        self.exchange = Exchange(self.pool, self.geometry, ExchangeConfig(), me)
+        self.port = open_data_port("shm", self.geometry, {Tier.HBM: self.arena}, self._pages)
         self.mailbox = ZmqMailbox(me, SECRET, "127.0.0.1", 0, self._instance_hears)
-        self.info = self.port.describe(
-            PeerInfo(me, Role.COLOCATED, self.mailbox.address, NAMESPACE, GEOMETRY, 64, 0, 999, True, this_host())
-        )
+        place = (Role.COLOCATED, self.mailbox.address, NAMESPACE)
+        self.info = self.port.describe(PeerInfo(me, *place, geometry, BLOCKS, 0, 999, True, this_host()))
 
     def close(self) -> None:
         for part in (self.mailbox, self.port, self.router):
@@ -125,17 +128,17 @@ class Cluster:
         self.store = None
 
     def content(self, block: int) -> np.ndarray:
-        rng = np.random.default_rng(int(TOKENS[block * GEOMETRY.block_tokens]))
-        return rng.integers(0, 256, GEOMETRY.block_bytes, np.uint8)
+        rng = np.random.default_rng(int(self.tokens[block * self.geometry.block_tokens]))
+        return rng.integers(0, 256, self.geometry.block_bytes, np.uint8)
 
     def push(self) -> None:
         """Offer all of the prompt, and wait until the store has it."""
-        view = np.frombuffer(self.arena, np.uint8).reshape(-1, GEOMETRY.block_bytes)
+        view = np.frombuffer(self.arena, np.uint8).reshape(-1, self.geometry.block_bytes)
         with self.lock:
             blocks = self.pool.allocate(8)
             for at, block in enumerate(blocks):
                 view[block] = self.content(at)
-            offer = self.exchange.offer(self.store.peer, "t", TOKENS, blocks, 0)
+            offer = self.exchange.offer(self.store.peer, "t", self.tokens, blocks, 0)
             self.exchange.computed(offer, 0, 8)
             self.pool.release(blocks)
             self._take([])
@@ -152,13 +155,13 @@ class Cluster:
         with self.lock:
             self.pool.clear_cache()
             self.outcomes.clear()
-            self.exchange.fetch(self.store.peer, "t", TOKENS, 0, 8, 0, 1 << 60)
+            self.exchange.fetch(self.store.peer, "t", self.tokens, 0, 8, 0, 1 << 60)
             self._take([])
         (ended,) = self._all(FetchEnded)
         assert ended.ok, ended.reason
-        view = np.frombuffer(self.arena, np.uint8).reshape(-1, GEOMETRY.block_bytes)
+        view = np.frombuffer(self.arena, np.uint8).reshape(-1, self.geometry.block_bytes)
         with self.lock:
-            blocks, _ = self.pool.lend("t", TOKENS)
+            blocks, _ = self.pool.lend("t", self.tokens)
             for at, block in enumerate(blocks):
                 assert np.array_equal(view[block], self.content(at)), f"block {at} is wrong"
             self.pool.release(blocks)
@@ -210,8 +213,8 @@ class Store:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    cluster = Cluster(getattr(request, "param", GEOMETRY))
     yield cluster
     cluster.close()
 
@@ -229,8 +232,14 @@ def new_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
         store.close()
 
 
+@pytest.mark.parametrize(
+    "cluster", [SHAPES[name].kv for name in ("mqa", "long-blocks")], ids=["mqa", "long-blocks"], indirect=True
+)
 def test_kv_of_an_instance_outlives_the_store(cluster: Cluster, new_store, tmp_path: Path) -> None:
-    store = new_store("--join", cluster.router.address.removeprefix("tcp://"), "--ssd", f"{tmp_path}/ssd=64MiB")
+    """Blocks of 576 KiB and of 8 MiB, in memory and on a disk, by the events and snapshots that a router gets."""
+    room = 32 * cluster.geometry.block_bytes
+    sizes = ("--dram", f"{room}B", "--ssd", f"{tmp_path}/ssd={2 * room}B")
+    store = new_store("--join", cluster.router.address.removeprefix("tcp://"), *sizes)
     store.start()
     eventually(lambda: cluster.ready)
     assert cluster.store is not None and not cluster.store.costs, "of a disk without values nothing is known"

@@ -16,7 +16,8 @@ from random import Random
 import pytest
 
 from fleet_store import StoreMember
-from fleet_world import ROUTER_PEER, Fleet, TransferMode, fleet_config
+from fleet_world import BLOCK, GEOMETRY, ROUTER_PEER, Fleet, TransferMode, fleet_config
+from geometries import SHAPES
 from instance_world import VOCAB, request
 from memserve.base.config import ExchangeConfig
 from memserve.base.types import FinishReason, Tier
@@ -25,28 +26,34 @@ from memserve.instance.cluster import store_export as store_offers
 from memserve.protocol.messages import Cancel, Drain, Pin, StopSequence, Unpin
 from memserve.protocol.peers import Holder
 
-FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
+
+def family(number, tokens):
+    """The beginning of one of three texts."""
+    return [(number * 5 + i * i) % VOCAB for i in range(tokens)]
 
 
 class Life:
-    """Everything that a cluster does to instances, in any order, on tiny pools; a seed is a complete bug report."""
+    """Everything that a cluster does to instances, in any order, on tiny pools; a seed is a complete bug report. Texts
+    grow with the ``geometry``'s blocks."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, geometry=GEOMETRY):
         self.random = random = Random(seed)
+        self.scale = geometry.block_tokens // BLOCK
         common = {
             "dram": random.choice([0, 0, 6, 20]),
             "caching": random.random() < 0.8,
             "running": random.randint(4, 8),
-            "step_tokens": random.randint(8, 24),
-            "chunk": random.randint(2, 12),
+            "step_tokens": random.randint(8, 24) * self.scale,
+            "chunk": random.randint(2, 12) * self.scale,
             "depth": random.randint(1, 3),
             "preemption": random.choice(["auto", "swap", "recompute"]),
+            "context": 64 * self.scale,
         }
         exchange = ExchangeConfig(pulls_in_flight=random.randint(1, 3), event_capacity=random.choice([0, 8, 1000]))
         self.configs = {}
         for name in "pdqe"[: random.randint(2, 4)]:
             self.configs[name] = replace(fleet_config(hbm=random.randint(12, 30), **common), exchange=exchange)
-        self.fleet = Fleet(**self.configs)
+        self.fleet = Fleet(geometry, **self.configs)
         self.loss = random.choice([0.0, 0.0, 0.02, 0.1])
         self.fleet.lose = lambda sender, to, message: (
             random.random() < self.loss and type(message).__name__ not in ("JoinAccepted", "PeerGone")
@@ -74,13 +81,13 @@ class Life:
         """A turn of a conversation, or something new."""
         random, names = self.random, self.fleet.instances
         self.count += 1
-        shared, family = random.randint(1, 26), random.randrange(3)
+        shared, number = random.randint(1, 26) * self.scale, random.randrange(3)
         n, beam_width = random.choice([(1, 0)] * 5 + [(2, 0), (3, 0), (1, 2), (2, 3)])
         req = request(
             f"r{self.count}",
-            FAMILIES[family][:shared] + [random.randrange(VOCAB) for _ in range(random.randint(0, 6))],
-            max_tokens=random.randint(1, 14),
-            seed=family,
+            family(number, shared) + [random.randrange(VOCAB) for _ in range(random.randint(0, 6))],
+            max_tokens=random.randint(1, 14) * self.scale,
+            seed=number,
             stops=random.choice([(), (), (random.randrange(VOCAB),)]),
             logprobs=random.choice([None, None, 0]),
             n=n,
@@ -182,7 +189,7 @@ class Life:
                 self.fleet.send(ROUTER_PEER, self.fleet.members[name].peer, message)
 
     def pin(self):
-        tokens = request("x", FAMILIES[self.random.randrange(3)][: self.random.randint(1, 30)]).prompt
+        tokens = request("x", family(self.random.randrange(3), self.random.randint(1, 30) * self.scale)).prompt
         handle, to = f"h{self.random.randrange(3)}", self._member().peer
         pin = Pin(handle, "", tokens, self.random.choice([1, 60]) * NS_PER_S)
         self.fleet.send(ROUTER_PEER, to, self.random.choice([pin, pin, Unpin(handle)]))
@@ -204,8 +211,8 @@ def test_random_lives(part):
 class StoreLife(Life):
     """A life with a store, which may die and come back empty."""
 
-    def __init__(self, seed):
-        super().__init__(seed)
+    def __init__(self, seed, geometry=GEOMETRY):
+        super().__init__(seed, geometry)
         self.generation = 0
         self.start_store()
         self.rules += [self.kill_store, self.start_store, self.silence, self.forget, self.corrupt_store]
@@ -250,6 +257,13 @@ class StoreLife(Life):
         for name in self.fleet.instances:
             writer = self.fleet.members[name].machine.link.writer
             assert not writer.offers.lent
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_random_lives_with_real_geometries(name):
+    """Blocks of 32 and 64 tokens, layers by the dozen: one life beside a store, and one without."""
+    StoreLife(1, SHAPES[name].kv).live(30)
+    Life(2, SHAPES[name].kv).live(30)
 
 
 @pytest.fixture

@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 import secrets
 from collections import Counter
+from dataclasses import replace
 
-from instance_world import VOCAB, World, config, request
-from memserve.base.types import FinishReason, Tier
+from geometries import SHAPES
+from instance_world import LAYERS, VOCAB, World, config, request
+from memserve.base.types import FinishReason, KVGeometry, Tier
 from memserve.protocol.events import RequestCancelled
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(120)] for family in range(3)]
 CONTEXT = 160
+SMALL = KVGeometry(LAYERS, 1, 1, 1, "float32", 4)
 
 
-def world_of(rng: random.Random) -> World:
+def world_of(rng: random.Random, geometry: KVGeometry) -> World:
     """Pools that many prompts do not fit into, and a link that sometimes carries less than they need."""
     cfg = config(
         hbm=rng.choice((40, 60, 80)),
@@ -27,16 +30,22 @@ def world_of(rng: random.Random) -> World:
         depth=rng.choice((1, 2, 3)),
         preemption=rng.choice(("auto", "swap", "recompute")),
         layerwise=rng.choice(("auto", "auto", "auto", "layerkv", "next-layer", "static-2")),
-        link_bytes_s=rng.choice((None, 125_000.0, 8e9, 2e10, 1e15)),
+        link_bytes_s=link_rate(rng, geometry),
         slo_tpot_ns=rng.choice((None, 50_000_000)),
     )
-    return World(cfg, 4, twin=False)
+    return World(cfg, 4, twin=False, geometry=geometry)
 
 
-def life(seed: int, steps: int = 400) -> Counter[str]:
+def link_rate(rng: random.Random, geometry: KVGeometry) -> float | None:
+    """Bytes a second, for as many tokens of any geometry."""
+    rate = rng.choice((None, 125_000.0, 8e9, 2e10, 1e15))
+    return rate and rate * geometry.token_bytes / SMALL.token_bytes
+
+
+def life(seed: int, steps: int = 400, geometry: KVGeometry = SMALL) -> Counter[str]:
     """One life to its end; what happened in it."""
     rng = random.Random(seed)
-    world = world_of(rng)
+    world = world_of(rng, geometry)
     count = 0
     for _ in range(steps):
         act = rng.random()
@@ -96,6 +105,18 @@ def test_tokens_do_not_depend_on_what_lies_by_layer() -> None:
             raise
     assert min(seen[what] for what in ("admitted", "converted")) > 3, seen  # parking has stories below
     assert seen["moved"] > 1000 and seen["read"] > 1000, seen
+
+
+def test_real_layers_lie_anywhere_as_well() -> None:
+    """By the dozen, so that a frame of a kept layer has room for more blocks than a sequence has. Blocks are short."""
+    seen = Counter[str]()
+    for name, shape in SHAPES.items():
+        try:
+            seen += life(4, 200, replace(shape.kv, block_tokens=4))
+        except Exception as error:
+            error.add_note(f"with {name}")
+            raise
+    assert seen["admitted"] and seen["converted"] and seen["read"] > 1000, seen
 
 
 def test_layers_are_kept_while_there_is_room_and_given_up_for_others() -> None:

@@ -344,3 +344,18 @@ def test_last_plans_beside_a_plain_list(ops: list[tuple[str, int, set[int]]]) ->
             assert plans.of(asked) == expected
     plans.forget(1 << 30)
     assert not plans._blocks, "finished plans are remembered"
+
+
+def test_what_waits_is_described_only_where_it_is_wrong() -> None:
+    """The check runs after every event of a fuzzed cluster; a description of an import took a hundred times as long."""
+
+    class Waiting:
+        def __call__(self) -> None:
+            pass
+
+        def __repr__(self) -> str:
+            raise AssertionError("it is described although all is well")
+
+    barriers = Barriers(BlockPool(PoolConfig(4), BLOCK, "test"))
+    barriers.when_passed(1, Waiting())
+    barriers.check_invariants()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from geometries import SHAPES
 from late_grammar import check_late_draws
 from memserve.base.errors import InvariantError
 from memserve.base.types import CopyBlocks, SamplingParams, StopParams, Tier
@@ -106,6 +107,25 @@ def test_a_sequence_survives_a_trip_to_host_memory(llama: tuple[object, Driver])
     resumed = OpenSequence(5, known, 50, 0, SamplingParams(temperature=0), [11, 10])
     got += driver.step([(5, 51, 1, (5,))], copies=[back], open=[resumed]).tokens
     assert got + driver.decode(5, 52, 1) == expected
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_real_geometries_survive_chunks_and_a_trip(name: str) -> None:
+    """A prompt in two chunks, out to DRAM, its blocks overwritten, back in elsewhere."""
+    shape, tokens = SHAPES[name], prompt(100, 8)
+    driver = Driver(loaded(shape.module(), block_tokens=shape.kv.block_tokens), blocks=8, dram_blocks=4)
+    assert driver.geometry == shape.in_dtype("float32")
+    used = slice(-(-104 // shape.kv.block_tokens))
+    here, below, there = [6, 1, 4, 3][used], [3, 0, 2, 1][used], [0, 7, 2, 5][used]
+    driver.step([(0, 0, 47, ())], open=[sequence(0, tokens, here)])
+    got = driver.step([(0, 47, 53, (0,))]).tokens
+    out, back = CopyBlocks(Tier.HBM, Tier.DRAM, here, below), CopyBlocks(Tier.DRAM, Tier.HBM, below, there)
+    driver.step([(1, 0, 100, ())], close=[0], copies=[out], open=[sequence(1, prompt(100, 9), here)])
+    known = np.concatenate([tokens, got]).astype(np.int32)
+    resumed = OpenSequence(2, known, 100, 0, GREEDY, there)
+    got += driver.step([(2, 100, 1, (2,))], copies=[back], open=[resumed]).tokens
+    got += driver.decode(2, 101, 1)
+    assert got == greedy_tokens(shape.module(), tokens, 3)
 
 
 def test_copies_run_in_order(llama: tuple[object, Driver]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
 import pytest
 
+from geometries import SHAPES
 from memserve import _core
 from memserve.base.errors import InvariantError
 from memserve.base.types import Tier
@@ -18,47 +19,54 @@ from memserve.model.copier import Copy, PageCopier
 from tiny_models import FAMILIES, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 
 LAYERS = 3
-BLOCK = 32
+"""Of the tiny models."""
+KEPT_MAX = 4
 
 
 class Blocks:
-    """Hands out HBM and DRAM blocks in random order."""
+    """Hands out HBM and DRAM blocks of a device in random order."""
 
-    def __init__(self, rng: random.Random, hbm: int, dram: int) -> None:
-        self.hbm, self.dram = rng.sample(range(hbm), hbm), rng.sample(range(dram), dram)
+    def __init__(self, rng: random.Random, driver: Driver) -> None:
+        self.hbm, self.dram = (rng.sample(range(count), count) for count in (driver.blocks, driver.dram_blocks))
+        self._layers = driver.geometry.num_layers
 
     def frames(self, entries: int) -> list[int]:
-        return [self.hbm.pop() for _ in range(-(-entries // LAYERS))]
+        return [self.hbm.pop() for _ in range(-(-entries // self._layers))]
 
 
-def keep(order: PlaceByLayer, tier: Tier, sources: Sequence[int]) -> MovePages:
+def keep(layers: int, order: PlaceByLayer, tier: Tier, sources: Sequence[int]) -> MovePages:
     """Page by page from whole blocks ``sources`` into the frames of the kept layers."""
     src, dst = [], []
     for layer, frames in order.kept.items():
         for entry, source in enumerate(sources):
-            src.append(source * LAYERS + layer)
-            dst.append(frames[entry // LAYERS] * LAYERS + entry % LAYERS)
+            src.append(source * layers + layer)
+            dst.append(frames[entry // layers] * layers + entry % layers)
     return MovePages(tier, Tier.HBM, src, dst)
 
 
-def spill(blocks: Sequence[int], dram_blocks: Sequence[int]) -> MovePages:
+def spill(layers: int, blocks: Sequence[int], dram_blocks: Sequence[int]) -> MovePages:
     """Whole blocks to DRAM."""
-    src, dst = ([block * LAYERS + layer for block in some for layer in range(LAYERS)] for some in (blocks, dram_blocks))
+    src, dst = ([block * layers + layer for block in some for layer in range(layers)] for some in (blocks, dram_blocks))
     return MovePages(Tier.HBM, Tier.DRAM, src, dst)
+
+
+def some_layers(rng: random.Random, layers: int) -> list[int]:
+    """Layers to keep: any number of a few."""
+    return sorted(rng.sample(range(layers), rng.randrange(min(layers, KEPT_MAX) + 1)))
 
 
 def decoded(driver: Driver, rng: random.Random, lengths: Sequence[int], count: int, kept: Sequence[int] | None) -> list:
     """Greedy tokens of several prompts. Their full blocks lie by layer as soon as they are computed, with the layers
     ``kept``; None: others in every step, brought there out of DRAM."""
-    blocks = Blocks(rng, 200, 40)
+    blocks, layers, block_tokens = Blocks(rng, driver), driver.geometry.num_layers, driver.geometry.block_tokens
     tokens = [prompt(length, seed) for seed, length in enumerate(lengths)]
     drawn: list[list[int]] = [[] for _ in lengths]
     state: list[tuple[list[int], list[int]]] = []
     for slot, some in enumerate(tokens):
-        table = [blocks.hbm.pop() for _ in range(-(-(len(some) + count) // BLOCK))]
-        state.append((table, [blocks.dram.pop() for _ in range((len(some) - 1) // BLOCK)]))
+        table = [blocks.hbm.pop() for _ in range(-(-(len(some) + count) // block_tokens))]
+        state.append((table, [blocks.dram.pop() for _ in range((len(some) - 1) // block_tokens)]))
         driver.step([(slot, 0, len(some) - 1, ())], open=[sequence(slot, some, table)])
-    arena = np.frombuffer(driver.device.shared_arenas[Tier.HBM], np.uint8).reshape(200, -1)
+    arena = np.frombuffer(driver.device.shared_arenas[Tier.HBM], np.uint8).reshape(driver.blocks, -1)
     place: list[PlaceByLayer] = []
     for step in range(count):
         if step == 0 or kept is None:
@@ -67,19 +75,22 @@ def decoded(driver: Driver, rng: random.Random, lengths: Sequence[int], count: i
                     blocks.hbm[:0] = frames
             place = []
             for slot, (_, dram) in enumerate(state):
-                some = sorted(rng.sample(range(LAYERS), rng.randrange(LAYERS + 1))) if kept is None else kept
+                some = some_layers(rng, layers) if kept is None else kept
                 frames = {layer: blocks.frames(len(dram)) for layer in some}
                 place.append(PlaceByLayer(slot, 0, dram, frames, (blocks.frames(len(dram)), blocks.frames(len(dram)))))
             if step == 0:  # out of the whole blocks, which are garbage afterwards
-                moves = [spill(table[: len(dram)], dram) for table, dram in state]
+                moves = [spill(layers, table[: len(dram)], dram) for table, dram in state]
                 moves += [
-                    keep(order, Tier.HBM, table[: len(dram)]) for order, (table, dram) in zip(place, state, strict=True)
+                    keep(layers, order, Tier.HBM, table[: len(dram)])
+                    for order, (table, dram) in zip(place, state, strict=True)
                 ]
                 driver.step(moves=moves)
                 for table, dram in state:
                     arena[table[: len(dram)]] = 255
             else:
-                driver.step(moves=[keep(order, Tier.DRAM, dram) for order, (_, dram) in zip(place, state, strict=True)])
+                driver.step(
+                    moves=[keep(layers, order, Tier.DRAM, dram) for order, (_, dram) in zip(place, state, strict=True)]
+                )
         rows = [(slot, len(tokens[slot]) - 1 + step, 1, (slot,)) for slot in range(len(state))]
         for slot, token in enumerate(driver.step(rows, place=place).tokens):
             drawn[slot].append(token)
@@ -87,9 +98,10 @@ def decoded(driver: Driver, rng: random.Random, lengths: Sequence[int], count: i
 
 
 @cache
-def whole(family: str, lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Greedy tokens of prompts of these lengths, by the family's own eager path, which knows no blocks."""
-    module = tiny_module(family)
+def whole(name: str, lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Greedy tokens of prompts of these lengths, by the own eager path of a family or of a real geometry's model,
+    which knows no blocks."""
+    module = SHAPES[name].module() if name in SHAPES else tiny_module(name)
     return [greedy_tokens(module, prompt(length, seed), count) for seed, length in enumerate(lengths)]
 
 
@@ -100,6 +112,15 @@ def rng() -> random.Random:
 
 def device(module: object, **options: object) -> Driver:
     return Driver(loaded(module), blocks=200, dram_blocks=40, shared=True, **options)
+
+
+@pytest.fixture(params=SHAPES)
+def real(request: pytest.FixtureRequest) -> Iterator[tuple[str, Driver]]:
+    """The name of a real geometry, and a device with a model of it and little memory: blocks have up to 16 MiB."""
+    shape = SHAPES[request.param]
+    driver = Driver(loaded(shape.module(), block_tokens=shape.kv.block_tokens), blocks=24, dram_blocks=6, shared=True)
+    yield request.param, driver
+    driver.device.close()
 
 
 @pytest.mark.parametrize("kept", [[], [0], [1], [2], [0, 2], [0, 1, 2], None])
@@ -116,12 +137,18 @@ def test_every_family_reads_its_layers_from_anywhere(family: str, rng: random.Ra
     assert decoded(device(tiny_module(family)), rng, lengths, 4, None) == whole(family, lengths, 4)
 
 
+def test_real_geometries_read_their_layers_from_anywhere(real: tuple[str, Driver], rng: random.Random) -> None:
+    """More layers than a sequence has blocks: a frame has room that it does not need."""
+    name, driver = real
+    assert decoded(driver, rng, (140, 70), 2, None) == whole(name, (140, 70), 2)
+
+
 def rounded_whole(driver: Driver, lengths: Sequence[int], count: int, kept: Sequence[int]) -> list[list[int]]:
     """As :func:`decoded` with KV that lies whole; of layers that are not ``kept`` it has been down in DRAM and up."""
     free, drawn = list(range(200)), []
     for slot, length in enumerate(lengths):
-        some, complete = prompt(length, slot), (length - 1) // BLOCK
-        table = [free.pop() for _ in range(-(-(length + count) // BLOCK))]
+        some, complete = prompt(length, slot), (length - 1) // driver.geometry.block_tokens
+        table = [free.pop() for _ in range(-(-(length + count) // driver.geometry.block_tokens))]
         driver.step([(slot, 0, length - 1, ())], open=[sequence(slot, some, table)])
         layers = [layer for layer in range(LAYERS) if layer not in kept]
         above = [block * LAYERS + layer for block in table[:complete] for layer in layers]
@@ -148,15 +175,15 @@ def test_layers_that_pass_are_rounded_once_and_kept_ones_are_not(
 def computed_by_layer(driver: Driver, rng: random.Random, lengths: Sequence[int], count: int) -> list[list[int]]:
     """Greedy tokens of prompts that are computed where they lie: in pieces of any length, with any layers kept. Neither
     DRAM nor HBM has anything of use before."""
-    blocks = Blocks(rng, 200, 40)
+    blocks, layers, block_tokens = Blocks(rng, driver), driver.geometry.num_layers, driver.geometry.block_tokens
     arenas = {tier: np.frombuffer(driver.device.shared_arenas[tier], np.uint8) for tier in (Tier.HBM, Tier.DRAM)}
     for arena in arenas.values():
         arena[:] = 255
     drawn: list[list[int]] = []
     for slot, length in enumerate(lengths):
-        tokens, complete = prompt(length, slot), length // BLOCK
-        table = [0] * complete + [blocks.hbm.pop() for _ in range(-(-(length + count) // BLOCK) - complete)]
-        kept = {layer: blocks.frames(complete) for layer in rng.sample(range(LAYERS), rng.randrange(LAYERS + 1))}
+        tokens, complete = prompt(length, slot), length // block_tokens
+        table = [0] * complete + [blocks.hbm.pop() for _ in range(-(-(length + count) // block_tokens) - complete)]
+        kept = {layer: blocks.frames(complete) for layer in some_layers(rng, layers)}
         dram = [blocks.dram.pop() for _ in range(complete)]
         place = [PlaceByLayer(slot, 0, dram, kept, (blocks.frames(complete), blocks.frames(complete)))] if dram else []
         opened, start = [sequence(slot, tokens, table)], 0
@@ -178,6 +205,11 @@ def computed_by_layer(driver: Driver, rng: random.Random, lengths: Sequence[int]
 def test_prompts_are_computed_where_they_lie(family: str, seed: int) -> None:
     lengths = (200, 64, 131, 20, 65)
     assert computed_by_layer(device(tiny_module(family)), random.Random(seed), lengths, 4) == whole(family, lengths, 4)
+
+
+def test_prompts_of_real_geometries_are_computed_in_place(real: tuple[str, Driver], rng: random.Random) -> None:
+    name, driver = real
+    assert computed_by_layer(driver, rng, (140, 70), 2) == whole(name, (140, 70), 2)
 
 
 def test_places_must_exist(rng: random.Random) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from geometries import SHAPES
 from memserve.base.config import EngineOptions, SchedulerConfig
 from memserve.base.errors import UserError
 from memserve.base.kv_layout import LOWER_DTYPES, lower_block_bytes, lower_page_bytes
@@ -14,11 +15,12 @@ from memserve.base.units import MIB
 from memserve.model.arena import KvArenas, lower_pages
 
 GEOMETRIES = [
-    KVGeometry(30, 3, 64, 64, "bfloat16"),
     KVGeometry(3, 2, 8, 8, "float32", 8),
     KVGeometry(2, 1, 192, 128, "float16", 1),
     KVGeometry(1, 7, 3, 5, "float32", 3),
+    *(shape.kv for shape in SHAPES.values()),
 ]
+SMOLLM2 = SHAPES["smollm2"].kv
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=repr)
@@ -69,13 +71,13 @@ def test_blocks_are_converted_on_their_way_and_not_inside_a_tier() -> None:
 def test_a_lower_dtype_doubles_dram_and_has_its_own_namespace() -> None:
     options = {"kv_memory_bytes": 64 * MIB, "dram_memory_bytes": 128 * MIB}
     configs = [
-        EngineOptions(**options, kv_lower_dtype=lower).instance_config(GEOMETRIES[0], 8192, "weights")
+        EngineOptions(**options, kv_lower_dtype=lower).instance_config(SMOLLM2, 8192, "weights")
         for lower in LOWER_DTYPES
     ]
     exact, int8, fp8 = (config.pool for config in configs)
     assert exact.hbm_blocks == int8.hbm_blocks == fp8.hbm_blocks
     assert 1.98 * exact.dram_blocks < int8.dram_blocks == fp8.dram_blocks < 2 * exact.dram_blocks
-    assert int8.block_bytes_by_tier == (GEOMETRIES[0].block_bytes, lower_block_bytes(GEOMETRIES[0], "int8"))
+    assert int8.block_bytes_by_tier == (SMOLLM2.block_bytes, lower_block_bytes(SMOLLM2, "int8"))
     assert configs[0].namespace == "weights"
     assert len({config.namespace for config in configs}) == 3, "no KV goes from one to another"
 
@@ -95,8 +97,8 @@ def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> 
 def test_what_converts_needs_a_cpu_and_what_passes_layers_does_not() -> None:
     with pytest.raises(UserError, match="for CPUs so far"):
         options = EngineOptions(dram_memory_bytes=MIB, kv_lower_dtype="int8")
-        options.instance_config(GEOMETRIES[0], 8192, "weights", on_gpu=True)
+        options.instance_config(SMOLLM2, 8192, "weights", on_gpu=True)
     layered = EngineOptions(dram_memory_bytes=MIB, scheduler=SchedulerConfig(layerwise="auto"))
-    given = layered.instance_config(GEOMETRIES[0], 8192, "weights", on_gpu=True, kv_bytes=8 * MIB)
+    given = layered.instance_config(SMOLLM2, 8192, "weights", on_gpu=True, kv_bytes=8 * MIB)
     assert given.scheduler.layerwise == "auto"
-    assert given.pool.hbm_blocks == 8 * MIB // GEOMETRIES[0].block_bytes
+    assert given.pool.hbm_blocks == 8 * MIB // SMOLLM2.block_bytes

@@ -88,7 +88,7 @@ class Planner:
             batch = self._fill(now_ns, begins_ns)
         pool = state.memory.pool
         lent = pool.available() < pool.config.hbm_blocks
-        check(batch.plan.slots or batch.plan.moves or lent, f"standing still with everything free: {state}")
+        check(batch.plan.slots or batch.plan.moves or lent, "standing still with everything free: {}", state)
         return batch
 
     def _fill(self, now_ns: int, begins_ns: int) -> BatchBuilder:

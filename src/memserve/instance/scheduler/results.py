@@ -246,7 +246,9 @@ class StepResults:
         """End the sequences of rows that failed alone, each with its own error. A retry would fail again."""
         by_slot = plan.by_slot()
         reporting = {id(sequence) for sequence, _ in plan.prompt_rows.values()}
-        check(failed.keys() <= by_slot.keys(), f"step {plan.step_id}: it does not have the rows that failed: {failed}")
+        check(
+            failed.keys() <= by_slot.keys(), "step {}: it does not have the rows that failed: {}", plan.step_id, failed
+        )
         for slot, failure in failed.items():
             sequence = by_slot[slot]
             if sequence.phase is Phase.FINISHED:
@@ -268,7 +270,7 @@ def take_candidates(state: SchedulerState, sequence: Sequence, candidates: Candi
     if sequence.phase is Phase.FINISHED:
         state.counters.dropped_tokens += 1
         return
-    check(candidates is not None, f"{sequence} is a beam, but no candidates came for it")
+    check(candidates is not None, "{} is a beam, but no candidates came for it", sequence)
     sequence.inflight -= 1
     sequence.candidates = candidates
 

@@ -125,5 +125,5 @@ class Barriers:
         """Raise :class:`InvariantError` when something waits for what has happened."""
         check(self.finished <= self.made, f"plan {self.finished} has finished, {self.made} was the last one made")
         for fence, _, resume in self._held:
-            check(not self.passed(fence), f"{resume!r} waits for plan {fence}, {self.finished} has finished")
-            check(fence <= self.made + 1, f"{resume!r} waits for plan {fence}, {self.made} was the last one made")
+            check(not self.passed(fence), "{!r} waits for plan {}, {} has finished", resume, fence, self.finished)
+            check(fence <= self.made + 1, "{!r} waits for plan {}, {} was the last one made", resume, fence, self.made)

@@ -286,7 +286,7 @@ def _extend(
     count = imported.end_block - base - len(lease.blocks)
     if imported.offer.dst_blocks:
         new = list(imported.offer.dst_blocks)
-        check(len(new) == count, f"{imported!r}: {len(new)} destinations for {count} blocks")
+        check(len(new) == count, "{!r}: {} destinations for {} blocks", imported, len(new), count)
         context.retain(tier, new)
     else:
         got = context.allocate(tier, count)

@@ -351,7 +351,7 @@ class BlockLedger:
         waiting = {(node, entry) for _, node, entry in self._expiring} | set(self._ended)
         for node, held in self._nodes.items():
             names = Counter(name for need in held.needs.values() for name in need.names)
-            check(held.shared == names, f"node {node}: names are held {held.shared}, not {names}")
+            check(held.shared == names, "node {}: names are held {}, not {}", node, held.shared, names)
             used = sum(need.blocks for need in held.needs.values()) + len(names)
             free = int(self._total[node]) - used
             check(self.blocks_free(node) == free, f"node {node}: {self.blocks_free(node)} blocks are free, not {free}")
@@ -478,7 +478,7 @@ class Reservations:
     def check_invariants(self, prefilling: set[str]) -> None:
         """Raise :class:`InvariantError` unless names are counted, and only attempts in prefill may fetch."""
         names = Counter(block for _, need in self._pins.values() for block in need.names)
-        check(self._names == names, f"pins have {names}, counted are {self._names}")
+        check(self._names == names, "pins have {}, counted are {}", names, self._names)
         for attempt_id, nodes in self._lent.items():
             check(attempt_id in prefilling, f"{attempt_id} has computed its prompt, and blocks are lent to it")
             check(len(set(nodes)) == len(nodes), f"{attempt_id} may fetch twice from one of {nodes}")

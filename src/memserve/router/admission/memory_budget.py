@@ -364,9 +364,17 @@ class MemoryBudget:
             active = {attempt.attempt_id for _, attempt in placed if member in attempt.involved}
             kept = set(self.ledger.inactive(member.number))
             held = set(self.ledger.holders(member.number))
-            check(not active & kept, f"{active & kept} are active and may be evicted")
+            check(not active & kept, "of {}, {} may be evicted", active, kept)
             reserved = self.reservations.holders(member.number)
-            check(held == active | kept | reserved, f"{member}: {held} hold memory, not {active}, {kept}, {reserved}")
+            check(
+                held == active | kept | reserved,
+                "{}: {} hold memory, not {}, {}, {}",
+                member,
+                held,
+                active,
+                kept,
+                reserved,
+            )
         for req, _ in placed:
             need = req.need
             if need is not None and need.basis == self._basis(req):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from geometries import SHAPES
 from memserve.cli.main import run
 from memserve_lab.sim.fuzz.campaign import judge, parse_setting, play, run_campaign, setting_of
 from memserve_lab.sim.fuzz.scenario import draw
+from memserve_lab.sim.fuzz.world import World
 
 SHARED = ("handed_over", "fetched", "pulled")
 
@@ -36,6 +39,24 @@ def test_all_instances_have_as_many_layers() -> None:
     world = play(3, setting_of(3), layerwise="auto")
     assert {node.device.layers for node in world.instances} == {world.geometry.num_layers} == {5}
     assert play(3, setting_of(3), layerwise="off").geometry.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("seed", "setting"), [(4, "pd-caching-3/by-layer/1P1D/faulty"), (2, "pd-caching-2/by-request/1P1D/faulty")]
+)
+@pytest.mark.parametrize("layers", sorted({shape.kv.num_layers for shape in SHAPES.values()}))
+def test_clusters_with_as_many_layers_as_real_models(layers: int, seed: int, setting: str) -> None:
+    """The reference device's KV is handed over, fetched and placed by layer; a pull takes as long as of few layers."""
+    scenario = draw(seed, parse_setting(setting), "auto")
+    few = scenario.layered
+    assert few is not None
+    scenario.layered = replace(few, layers=layers)
+    scenario.pull_ns = scenario.pull_ns[0] * few.layers // layers, scenario.pull_ns[1] * few.layers // layers
+    world = World(scenario)
+    world.run()
+    assert {node.device.layers for node in world.instances} == {layers}
+    done = world.achievements()
+    assert done["by layer: pages_read"] and done["handed_over"]
 
 
 def test_a_sequence_that_is_parked_and_admitted_again_in_one_plan_is_listed_once() -> None:
