@@ -213,7 +213,7 @@ def test_keywords_of_llm() -> None:
 
 HELP = """
 import sys
-from memserve.cli import serve
+from memserve.cli.cluster import serve
 from memserve.cli.main import run
 for command in ([], ["serve"], ["instance"], ["chat"], ["profile"], ["doctor"], ["sim", "run"], ["bench", "serve"]):
     assert run([*command, "--help"]) == 0, command

@@ -443,7 +443,7 @@ def _is_healthy(port: int) -> bool:
 NOHUP = """
 import signal, sys
 sys.path.insert(0, {src!r})
-from memserve.system.process import EndAsked, ending_signals, ignore_terminal, on_ending_signals, signals_raise
+from memserve.system.process import EndRequested, ending_signals, ignore_terminal, on_ending_signals, signals_raise
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 assert signal.SIGHUP not in ending_signals()
 with signals_raise():
@@ -458,7 +458,7 @@ try:
             signal.raise_signal(signal.SIGHUP)  # what was started is ended in spite of more of them
             signal.raise_signal(signal.SIGTERM)
             ended.append("all")
-except EndAsked as asked:
+except EndRequested as asked:
     print(asked.signal_name, ended)
 """
 

@@ -14,14 +14,14 @@ import pytest
 
 from memserve.cli.output import shown
 
-SOON = "from memserve.cli import progress; progress.SHOWN_AFTER_S = 0; "
+SOON = "from memserve.cli import output; output.SHOWN_AFTER_S = 0; "
 RUN = f"import sys; {SOON}sys.argv = sys.argv[1:]; from memserve.cli.main import main; main()"
 SIMULATED = ("memserve", "sim", "run", "--workload", "sharegpt", "--sessions", "20", "--rate", "4", "--json")
 DOING = (
     f"import sys; {SOON}import time\n"
-    "with progress.shown('doing it', 8, lambda: 2):\n"
+    "with output.shown('doing it', 8, lambda: 2):\n"
     "    print('a line on stderr', file=sys.stderr)\n"
-    "    with progress.shown('a part of it'):\n"
+    "    with output.shown('a part of it'):\n"
     "        time.sleep(1)\n"
     "    print('a result')\n"
 )

@@ -396,10 +396,10 @@ ORPHAN = """
 import sys, threading
 from pathlib import Path
 from memserve.protocol.messages import Peer
-from memserve.host import meta_children
-meta_children.LOOK_S = 0.01
+from memserve.journal import survivors
+survivors.LOOK_S = 0.01
 router = [Peer("router", 1)]
-looks, looked, is_locked = [], threading.Condition(), meta_children.is_locked
+looks, looked, is_locked = [], threading.Condition(), survivors.is_locked
 def look(folder):
     with looked:
         looks.append(is_locked(folder))
@@ -408,8 +408,8 @@ def look(folder):
 def wait_for_looks(count):
     with looked:
         looked.wait_for(lambda: len(looks) >= count)
-meta_children.is_locked = look
-meta_children.end_when_orphaned(Path(sys.argv[1]), lambda: router[0], 0.3)
+survivors.is_locked = look
+survivors.end_when_orphaned(Path(sys.argv[1]), lambda: router[0], 0.3)
 wait_for_looks(3)
 print("up", flush=True)
 router[0] = Peer("router", int(sys.stdin.readline()))

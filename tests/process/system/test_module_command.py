@@ -42,7 +42,7 @@ def test_a_child_s_path_has_the_folder_only_where_ours_has(tmp_path: Path, monke
 def test_every_child_is_started_by_this_command() -> None:
     source = Path(memserve.__file__).parent
     users = {path.name for path in source.rglob("*.py") if "sys.executable" in path.read_text()}
-    assert users == {"module_command.py", "doctor.py"}  # the latter shows it
+    assert users == {"process.py", "doctor.py"}  # the latter shows it
 
 
 def test_a_cluster_serves_in_a_folder_full_of_traps(trapped: Path, tmp_path: Path) -> None:

@@ -142,9 +142,9 @@ def test_a_store_that_dies_is_called_again(serving, store, truth) -> None:
 
 IMPATIENT = """
 import sys
-from memserve.cli import named_store
+from memserve.cli.cluster import members
 from memserve.cli.main import run
-named_store.FIND_S = 2.0
+members.FIND_S = 2.0
 sys.exit(run(sys.argv[1:]))
 """
 

@@ -238,7 +238,7 @@ def new_store(tmp_path: Path) -> Iterator[Callable[..., Store]]:
 def test_kv_of_an_instance_outlives_the_store(cluster: Cluster, new_store, tmp_path: Path) -> None:
     """Blocks of 576 KiB and of 8 MiB, in memory and on a disk, by the events and snapshots that a router gets."""
     room = 32 * cluster.geometry.block_bytes
-    sizes = ("--dram", f"{room}B", "--ssd", f"{tmp_path}/ssd={2 * room}B")
+    sizes = ("--dram", f"{room}B", "--ssd", f"{tmp_path}/ssd={max(2 * room, 64 << 20)}B")
     store = new_store("--join", cluster.router.address.removeprefix("tcp://"), *sizes)
     store.start()
     eventually(lambda: cluster.ready)

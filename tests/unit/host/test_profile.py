@@ -313,7 +313,8 @@ GOOD, BAD = replace(PLANTED, machine="here"), b'{"version": 99}'
 
 
 def test_the_router_knows_each_member_by_its_own_profile() -> None:
-    """From the mailbox on: unlike machines, a member without a profile, and one whose profile is not understood."""
+    """From the mailbox on: unlike machines; one without a profile and one whose profile is not understood take that of
+    the last one: by assumed costs they would get no request to learn from."""
     machine, heard = Cluster(ClusterConfig()), []
     router = RouterEngine(machine, lambda on_message: heard.append(on_message) or StubMailbox())
     said = {"p1": GOOD.encode(), "p2": GOOD.scaled(3.0).encode(), "p3": b"", "p4": BAD}
@@ -327,7 +328,7 @@ def test_the_router_knows_each_member_by_its_own_profile() -> None:
         assert router.wait_for(list(said), 20.0)
         assert router.stats().cluster.instances == 4  # asked behind everything that joining has posted
         members = {member.name: member for member in machine._registry}
-        assert [members[name].costs for name in said] == [GOOD, GOOD.scaled(3.0), CostModel(), CostModel()]
+        assert [members[name].costs for name in said] == [GOOD, *[GOOD.scaled(3.0)] * 3]
         assert [bool(members[name].costs_note) for name in said] == [False, False, False, True]
     finally:
         router.close()

@@ -125,7 +125,9 @@ def with_old_names(metrics: Iterable[Metric]) -> Iterator[Metric]:
         yield family
         for new, old in OLD_NAMES.items():
             if family.name.startswith(new):
-                copy = Metric(family.name.replace(new, old, 1), f"Old name of {family.name}", family.type)
+                copy = Metric(
+                    family.name.replace(new, old, 1), f"{family.documentation} (old name of {family.name})", family.type
+                )
                 copy.samples = [sample._replace(name=sample.name.replace(new, old, 1)) for sample in family.samples]
                 yield copy
 

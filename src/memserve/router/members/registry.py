@@ -91,8 +91,8 @@ class Member:
 
     @property
     def has_told_costs(self) -> bool:
-        """Whether its costs are its own."""
-        return bool(self._costs_told)
+        """Whether its costs are its own: what was not understood tells nothing."""
+        return bool(self._costs_told) and not self.costs_note
 
     def learn_costs(self, told: bytes) -> bool:
         """What it says of its costs; empty: nothing. Returns whether they are others than before."""
@@ -104,6 +104,7 @@ class Member:
         except UserError as error:
             self.costs_note = f"its costs are not used: {error}"
             return False
+        self.costs_note = ""
         return True
 
     @property
@@ -269,7 +270,7 @@ class Registry:
             self.namespace, self.geometry = info.namespace, info.geometry
         self._members[member.name] = member
         self.members_digest ^= members_digest([member.peer])
-        if member.has_model and info.costs:
+        if member.has_model and member.has_told_costs:
             self._costs = member.costs
         elif member.has_model and self._costs is not None:
             member.costs = self._costs

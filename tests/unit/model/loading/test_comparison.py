@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from memserve import LLM
 from memserve.base.errors import UserError
@@ -33,6 +34,17 @@ def test_families_of_keys_and_values_pass(family: str, dtype: str) -> None:
 def test_a_state_beside_attention_is_refused(dtype: str) -> None:
     with pytest.raises(UserError, match="falcon_h1 model cannot be served"):
         compared(tiny_module("falcon_h1"), dtype)
+
+
+def test_a_count_of_positions_of_its_own_is_refused() -> None:
+    """RoBERTa's first token has the position behind its padding's id: served from 0 on, every token was wrong."""
+    config = transformers.RobertaConfig(
+        vocab_size=131, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=258, pad_token_id=1, is_decoder=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with pytest.raises(UserError, match=r"roberta model cannot be served: .* counts otherwise"):
+        compared(transformers.RobertaForCausalLM(config).eval())
 
 
 def leaking(strength: float) -> Any:
