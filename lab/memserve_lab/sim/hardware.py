@@ -1,7 +1,7 @@
 """Devices and models by name, and the times of steps and copies on them: published figures, not measurements.
 
-A profile of ``memserve profile`` is better wherever there is one (:mod:`memserve_lab.sim.timed_device` takes either). Peak
-rates are those of the vendors' data sheets, dense, without sparsity; the share that a serving engine reaches is
+A profile of ``memserve profile`` is better wherever there is one (:mod:`memserve_lab.sim.timed_device` takes either).
+Peak rates are those of the vendors' data sheets, dense, without sparsity; the share that a serving engine reaches is
 assumed: ``COMPUTE_SHARE`` of the arithmetic in prompts, ``MEMORY_SHARE`` of the memory's bandwidth in decoding. Model
 shapes are those of the published ``config.json``.
 """
