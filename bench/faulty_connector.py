@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from memserve.integrations.values import Value
+from memserve.integrations.store_cache import Value
 from memserve.integrations.vllm.connector import MemserveConnector
 
 SHARE = 0.15

@@ -24,28 +24,27 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from memserve.bench.catalogue import Arrivals, Recipe, build
-from memserve.bench.load.client import Target
-from memserve.bench.load.driver import Driver, Labels, LoadRun, Progress, drive
-from memserve.bench.load.prompts import Manner, weighing
-from memserve.bench.load.record import RecordWriter, RequestRecord, read_records
-from memserve.bench.metrics import Figures, figures
-from memserve.bench.servers import Servers
-from memserve.bench.settings import Setting, parse_setting
-from memserve.cli.sim_results import simulate
-from memserve.cli.sim_run import profiled
-from memserve.config import ClusterConfig, EngineOptions
-from memserve.policy.costs import DecodeCurve, PrefillCurve
-from memserve.sim.hardware import Machine
-from memserve.sim.replay.scripts import Frame, Script
-from memserve.sim.replay.setup import Setup, Surroundings
-from memserve.types import Caching, Role, TransferMode
-from memserve.units import NS_PER_S
-from memserve.workloads.arrivals import closed_loop
-from memserve.workloads.sessions import uniform_workload
-from memserve.workloads.shape import Caps
-from memserve.workloads.tokens import TokenizerMeter
-from memserve.workloads.words import Session, Workload
+from memserve.base.config import ClusterConfig, EngineOptions
+from memserve.base.types import Caching, Role, TransferMode
+from memserve.base.units import NS_PER_S
+from memserve.kv.costs import DecodeCurve, PrefillCurve
+from memserve_lab.bench.catalogue import Arrivals, Recipe, build
+from memserve_lab.bench.load.client import Target
+from memserve_lab.bench.load.driver import Driver, Labels, LoadRun, Progress, drive
+from memserve_lab.bench.load.prompts import Manner, RecordWriter, RequestRecord, read_records, weighing
+from memserve_lab.bench.metrics import Figures, figures
+from memserve_lab.bench.servers import Servers
+from memserve_lab.bench.settings import Setting, parse_setting
+from memserve_lab.cli.sim_results import simulate
+from memserve_lab.cli.sim_run import profiled
+from memserve_lab.sim.hardware import Machine
+from memserve_lab.sim.replay.scripts import Frame, Script
+from memserve_lab.sim.replay.setup import Setup, Surroundings
+from memserve_lab.workloads.arrivals import closed_loop
+from memserve_lab.workloads.records import Session, Workload
+from memserve_lab.workloads.sessions import uniform_workload
+from memserve_lab.workloads.shape import Caps
+from memserve_lab.workloads.tokens import TokenizerMeter
 
 DTYPE = "bfloat16"
 WORKLOADS = ("chat", "documents", "react")
@@ -113,7 +112,7 @@ def _rates(lines: list[Connection], kinds: list[str]) -> list[float]:
 
 def _compute(line: Connection, model: str) -> None:
     """A process that computes steps of one kind for a while, and reports steps per second."""
-    from memserve.runtime.profile import open_profiler
+    from memserve.host.profile import open_profiler
 
     _, _, profiler = open_profiler(dataclasses.replace(OPTIONS, model=model))
     kinds = {"prefill": lambda: profiler.prefill_ns(512, 0), "decode": lambda: profiler.decode_ns(4, 512)}

@@ -29,7 +29,7 @@ from fleet_load import Load, Tally, Where, ceilings, questions, run_chats, run_t
 from fleet_servers import MODEL, EventServer, ours, running, theirs
 from rivals import bundled_model
 
-from memserve.workloads.statistics import spread_of
+from memserve_lab.workloads.statistics import spread_of
 
 RIVALS = ("sglang-router:cache_aware", "vllm-router:cache_aware", "vllm-router:kv_aware")
 TOKENS_MAX = 4096

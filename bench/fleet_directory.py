@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "suppo
 from fleet_servers import MODEL, EventServer, free_port, responds, running
 
 from fleet_server import FleetServer, fleet_server
-from memserve.config import ClusterConfig
-from memserve.fleet.words import read_engine
+from memserve.base.config import ClusterConfig
+from memserve.fleet.messages import read_engine
 
 SETTLE_S = 40.0
 """How long the directory has, after the last answer, to become what the server holds."""

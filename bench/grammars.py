@@ -166,7 +166,7 @@ class Outlines:
 
         self._module, self._regex = outlines_core, build_regex_from_schema
         backend = tokenizer.backend_tokenizer
-        from memserve.api.served import TokenNames
+        from memserve.api.openai.interfaces import TokenNames
 
         names, eos = TokenNames(backend), tokenizer.eos_token_id
         special = set(tokenizer.all_special_ids)
@@ -251,7 +251,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.path:
         sys.path.append(str(options.path))
-    from memserve.config import DEFAULT_MODEL
+    from memserve.base.config import DEFAULT_MODEL
     from memserve.model.loading.loader import load_tokenizer
     from memserve.model.loading.sources import resolve_source
 

@@ -28,9 +28,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from memserve.bench.datasets import read_agentic, read_azure, read_mooncake
-from memserve.errors import UserError
-from memserve.policy.lengths import CLASSES, RANGES, OutputLengths
+from memserve.base.errors import UserError
+from memserve.instance.scheduler.slo import CLASSES, RANGES, OutputLengths
+from memserve_lab.bench.datasets import read_agentic, read_azure, read_mooncake
 
 Floats = NDArray[np.float64]
 TOKEN_S = 0.03

@@ -17,14 +17,13 @@ from pathlib import Path
 
 from served import serving
 
-from memserve.bench.load.client import Target
-from memserve.bench.load.driver import Driver, drive
-from memserve.bench.load.prompts import Manner
-from memserve.bench.load.record import RequestRecord
-from memserve.bench.metrics import timing
-from memserve.units import NS_PER_S
-from memserve.workloads.arrivals import Poisson, by_session
-from memserve.workloads.sessions import uniform_workload
+from memserve.base.units import NS_PER_S
+from memserve_lab.bench.load.client import Target
+from memserve_lab.bench.load.driver import Driver, drive
+from memserve_lab.bench.load.prompts import Manner, RequestRecord
+from memserve_lab.bench.metrics import timing
+from memserve_lab.workloads.arrivals import Poisson, by_session
+from memserve_lab.workloads.sessions import uniform_workload
 
 COUNTS = {
     "requests": "time_to_first_token_seconds_count",

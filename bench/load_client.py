@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 from statistics import median
 
-from memserve.bench.load.client import Target
-from memserve.bench.load.driver import Driver, drive
-from memserve.bench.load.prompts import Manner
-from memserve.bench.metrics import figures
-from memserve.workloads.arrivals import Constant, by_session
-from memserve.workloads.sessions import uniform_workload
+from memserve_lab.bench.load.client import Target
+from memserve_lab.bench.load.driver import Driver, drive
+from memserve_lab.bench.load.prompts import Manner
+from memserve_lab.bench.metrics import figures
+from memserve_lab.workloads.arrivals import Constant, by_session
+from memserve_lab.workloads.sessions import uniform_workload
 
 TOKENS, PROMPT_TOKENS = 4, 200
 

@@ -31,7 +31,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from memserve.model.loading.stream import SafetensorsWriter
+from memserve.model.loading.conversion import SafetensorsWriter
 
 SAMPLE_S = 0.005
 WEIGHTS_FACTOR, PROGRAM_BYTES = 1.15, 700_000_000

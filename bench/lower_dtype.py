@@ -29,15 +29,15 @@ from typing import Any
 from chats import read
 
 from memserve import LLM
-from memserve.config import EngineOptions
+from memserve.base.config import EngineOptions
+from memserve.base.kv_layout import LOWER_DTYPES
+from memserve.base.types import CopyBlocks, SamplingParams, Tier
+from memserve.base.units import MIB
+from memserve.host.build import build_parts
 from memserve.instance.events import OpenSequence, StepPlan
 from memserve.model.device import ModelDevice
-from memserve.runtime.build import build_parts
-from memserve.runtime.memory import resident_bytes
-from memserve.tiers import LOWER_DTYPES
-from memserve.types import CopyBlocks, SamplingParams, Tier
-from memserve.units import MIB
-from memserve.workloads.builtin import documents as made_documents
+from memserve.system.memory import resident_bytes
+from memserve_lab.workloads.builtin import documents as made_documents
 
 COLUMNS = (
     "KV in DRAM",

@@ -31,13 +31,14 @@ from typing import Any
 
 import numpy as np
 
-from memserve.cluster.events import MessageArrived, Send, StateRecovered
-from memserve.cluster.machine import Cluster
-from memserve.config import ClusterConfig
-from memserve.messages import Dispatch, Join, KvChange, Peer, PeerInfo
-from memserve.meta.medium import FaultyMedium
-from memserve.meta.store import Store
-from memserve.metadata import (
+from memserve.base.config import ClusterConfig
+from memserve.base.types import KVGeometry, Request, Role, SamplingParams, StopParams, Tier
+from memserve.journal.folder import FileMedium
+from memserve.journal.store import FaultyMedium, Store
+from memserve.protocol.events import RequestArrived
+from memserve.protocol.messages import Dispatch, Join, KvChange
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.protocol.records import (
     AnyRecord,
     EntriesChanged,
     MemberEntered,
@@ -46,9 +47,8 @@ from memserve.metadata import (
     RouterStarted,
     SessionRouted,
 )
-from memserve.runtime.meta_folder import FileMedium
-from memserve.serving import RequestArrived
-from memserve.types import KVGeometry, Request, Role, SamplingParams, StopParams, Tier
+from memserve.router.events import MessageArrived, Send, StateRecovered
+from memserve.router.machine import Cluster
 
 SIZES = (100, 1_000, 5_000, 1_000_000)
 GEOMETRY = KVGeometry(30, 3, 64, 64, "bfloat16", 32)
@@ -92,7 +92,7 @@ class World:
 
 
 class Journal:
-    """Ours: ``memserve.meta`` on a file."""
+    """Ours: ``memserve.journal`` on a file."""
 
     name = "journal"
 

@@ -26,15 +26,16 @@ from typing import Any
 import numpy as np
 
 from memserve import _core
-from memserve.messages import Join, Peer, PeerInfo
-from memserve.runtime.links import wire
-from memserve.runtime.links.answering import Listening
-from memserve.runtime.links.curve_link import CurveLink
-from memserve.runtime.links.link import PageLink
-from memserve.runtime.links.nixl import NixlLink
-from memserve.runtime.links.ranges import Ranges
-from memserve.types import KVGeometry, Role, Tier
-from memserve.units import MIB
+from memserve.base.types import KVGeometry, Role, Tier
+from memserve.base.units import MIB
+from memserve.protocol import codec as wire
+from memserve.protocol.messages import Join
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.transport.links.encrypted import CurveLink
+from memserve.transport.links.nixl import NixlLink
+from memserve.transport.ports import PageLink
+from memserve.transport.ranges import Ranges
+from memserve.transport.request_server import ListenAddress
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import geometries
@@ -48,7 +49,7 @@ SECRET = "a secret of this script alone"
 
 
 def _describe(link: PageLink, name: str, arena: Any, kv: KVGeometry) -> PeerInfo:
-    from memserve.messages import ArenaPlace
+    from memserve.protocol.peers import ArenaPlace
 
     place = ArenaPlace(Tier.HBM, arena.address, arena.nbytes)
     info = PeerInfo(Peer(name, 1), Role.PREFILL, "", "", kv, 0, 0, 0, True, arenas=(place,))
@@ -61,7 +62,7 @@ def _link(name: str, address: str, nbytes: int, kv: KVGeometry) -> tuple[PageLin
     arena.generation = 1
     if name == "nixl":
         return NixlLink({Tier.HBM: arena}, kv.block_bytes, host=address), arena
-    return CurveLink({Tier.HBM: arena}, Listening(SECRET, address), kv.block_bytes), arena
+    return CurveLink({Tier.HBM: arena}, ListenAddress(SECRET, address), kv.block_bytes), arena
 
 
 def own(name: str, address: str, nbytes: int, kv: KVGeometry) -> None:

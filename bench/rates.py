@@ -19,15 +19,15 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
-from memserve.bench.catalogue import Recipe, build
-from memserve.bench.layerkv import TPOT_S, TTFT_S, requests
-from memserve.config import AdmissionConfig, ClusterConfig, SchedulerConfig
-from memserve.sim.hardware import machine
-from memserve.sim.replay.setup import GPU_SCHEDULER, Setup
-from memserve.sim.replay.world import ReplayWorld
-from memserve.types import Caching, Role
-from memserve.units import GIB, NS_PER_S
-from memserve.workloads.words import Workload
+from memserve.base.config import AdmissionConfig, ClusterConfig, SchedulerConfig
+from memserve.base.types import Caching, Role
+from memserve.base.units import GIB, NS_PER_S
+from memserve_lab.bench.catalogue import Recipe, build
+from memserve_lab.experiments.layerkv import TPOT_S, TTFT_S, requests
+from memserve_lab.sim.hardware import machine
+from memserve_lab.sim.replay.setup import GPU_SCHEDULER, Setup
+from memserve_lab.sim.replay.world import ReplayWorld
+from memserve_lab.workloads.records import Workload
 
 MODEL, KV_BLOCKS, DRAM_BYTES = "llama-3-8b", 1200, 256 * GIB
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS, REQUESTS_PER_S = 60, 6144, 512, 0.9

@@ -57,8 +57,8 @@ class Memserve(Engine):
     def __init__(self, model: str, dtype: str, **options: Any) -> None:
         from importlib.metadata import version
 
-        from memserve.llm import LLM
-        from memserve.types import SamplingParams
+        from memserve.api.llm import LLM
+        from memserve.base.types import SamplingParams
 
         self.llm = LLM(model, dtype=dtype, **options)
         self.greedy = SamplingParams(temperature=0.0)

@@ -119,7 +119,7 @@ class Engine:
 
 def bundled_model(dtype: str) -> str:
     """The folder of the bundled default, converted if need be."""
-    from memserve.config import DEFAULT_MODEL
+    from memserve.base.config import DEFAULT_MODEL
     from memserve.model.loading.sources import resolve_source
 
     return str(resolve_source(DEFAULT_MODEL, dtype).path)

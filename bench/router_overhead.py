@@ -55,9 +55,10 @@ class NullInstance:
     """A member of the cluster that answers every request with one token, from the mailbox's own thread."""
 
     def __init__(self, name: str, router: str, secret: str, card: bytes, context_tokens: int) -> None:
-        from memserve.messages import ROUTER, Heartbeat, Join, Load, Peer, PeerInfo
-        from memserve.runtime.links.mailbox import ZmqMailbox
-        from memserve.types import KVGeometry, Role
+        from memserve.base.types import KVGeometry, Role
+        from memserve.protocol.messages import Heartbeat, Join
+        from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
+        from memserve.transport.mailbox import ZmqMailbox
 
         me = Peer(name, time.time_ns())
         self._router = Peer(ROUTER, 0)
@@ -78,8 +79,8 @@ class NullInstance:
         threading.Thread(target=beat, daemon=True).start()
 
     def _hear(self, sender: Any, message: Any) -> None:
-        from memserve.messages import Dispatch, JoinAccepted, Tokens
-        from memserve.types import FinishReason, TokenOutput
+        from memserve.base.types import FinishReason, TokenOutput
+        from memserve.protocol.messages import Dispatch, JoinAccepted, Tokens
 
         if isinstance(message, JoinAccepted):
             self._router = sender

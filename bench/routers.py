@@ -31,19 +31,20 @@ from pathlib import Path
 
 from router_overhead import cpu_seconds, free_port, wait_until_ready, write_load
 
-from memserve.config import ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.config import ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.types import KVGeometry, Role
+from memserve.host.member import MemberProcess
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
-from memserve.mempool.identity import identity_key
-from memserve.messages import Peer, PeerInfo
+from memserve.kv.identity import identity_key
 from memserve.model.loading.card import ModelCard
-from memserve.runtime.links.answering import Listening
-from memserve.runtime.links.data import open_data_port
-from memserve.runtime.links.mailbox import ZmqMailbox
-from memserve.runtime.member import Member, new_generation
-from memserve.runtime.memory import keep_heap_small
-from memserve.runtime.private_files import followed
-from memserve.types import KVGeometry, Role
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.system.memory import keep_heap_small
+from memserve.system.process import new_generation
+from memserve.system.secrets import followed
+from memserve.transport.data_port import open_data_port
+from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 
 PERIOD_US = 100_000
 """A router's share is given to it anew this often: the kernel's default. Shorter ones cost the routers more."""
@@ -61,19 +62,19 @@ class NullDevice:
     on_layer: Callable[[int, int], None] | None = None
 
     def execute(self, plan: StepPlan) -> StepFinished:
-        """See :class:`memserve.runtime.ports.Device`."""
+        """See :class:`memserve.transport.ports.Device`."""
         draws = sum(map(len, plan.sample_slots))
         return StepFinished(plan.step_id, [TOKEN] * draws, device_ns=1000)
 
     def build_grammar(self, grammar: str, on_built: Callable[[str], None]) -> None:
-        """See :class:`memserve.runtime.ports.Device`."""
+        """See :class:`memserve.transport.ports.Device`."""
         on_built("there are no grammars here")
 
     def forget_grammar(self, grammar: str) -> None:
-        """See :class:`memserve.runtime.ports.Device`."""
+        """See :class:`memserve.transport.ports.Device`."""
 
     def close(self) -> None:
-        """See :class:`memserve.runtime.ports.Device`."""
+        """See :class:`memserve.transport.ports.Device`."""
 
 
 def be_instance(name: str, model: Path, join: str) -> None:
@@ -94,10 +95,10 @@ def be_instance(name: str, model: Path, join: str) -> None:
         me, Role.COLOCATED, "", "null", geometry, 4096, 0, machine.context_tokens, True,
         publishes_events=True, model_card=card,
     )  # fmt: skip
-    member = Member(
+    member = MemberProcess(
         machine, NullDevice(), info, [f"tcp://{join}"],
         lambda me, hear: ZmqMailbox(me, secret, "127.0.0.1", 0, hear),
-        lambda on_pages: open_data_port("shm", geometry, {}, on_pages, Listening(secret, "127.0.0.1", None)),
+        lambda on_pages: open_data_port("shm", geometry, {}, on_pages, ListenAddress(secret, "127.0.0.1", None)),
     )  # fmt: skip
     member.start()
     assert member.wait_joined(60), "the router does not answer"

@@ -28,13 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve import _core
-from memserve.cluster.events import MessageArrived, RequestArrived, RequestCancelled
-from memserve.cluster.machine import Cluster
-from memserve.cluster.requests import RequestState
-from memserve.config import POLICIES, ClusterConfig
-from memserve.mempool.identity import DEFAULT_KEY, namespace_id
-from memserve.messages import Heartbeat, Join, Load, Peer, PeerInfo
-from memserve.types import KVGeometry, Request, Role, StopParams, Tier
+from memserve.base.config import POLICIES, ClusterConfig
+from memserve.base.types import KVGeometry, Request, Role, StopParams, Tier
+from memserve.kv.identity import DEFAULT_KEY, namespace_id
+from memserve.protocol.messages import Heartbeat, Join
+from memserve.protocol.peers import Load, Peer, PeerInfo
+from memserve.router.events import MessageArrived, RequestArrived, RequestCancelled
+from memserve.router.machine import Cluster
+from memserve.router.requests.requests import RequestState
 
 Tokens = NDArray[np.int32]
 Record = dict[str, Any]

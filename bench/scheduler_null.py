@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.types import Request, SamplingParams, StopParams
 from memserve.instance.events import Event, RunStep, StepFinished, StepPlan
 from memserve.instance.machine import Instance
-from memserve.serving import EmitTokens, RequestArrived
-from memserve.sim.fast_forward import FastForwardInstance
-from memserve.types import Request, SamplingParams, StopParams
+from memserve.protocol.events import EmitTokens, RequestArrived
+from memserve_lab.sim.fast_forward import FastForwardInstance
 
 BLOCK_TOKENS = 32
 LONG = 1_000_000

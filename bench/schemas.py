@@ -272,9 +272,9 @@ def walk(schemas: list[Json], seed: int) -> None:
     """Without a server: the masks alone, each token drawn evenly from those that may come."""
     import numpy as np
 
-    from memserve.api.structure import json_grammar
-    from memserve.config import DEFAULT_MODEL
-    from memserve.model.grammars import Grammars
+    from memserve.api.openai.request.structured_output import json_grammar
+    from memserve.base.config import DEFAULT_MODEL
+    from memserve.model.grammar.masks import Grammars
     from memserve.model.loading.loader import load_tokenizer
     from memserve.model.loading.sources import resolve_source
 

@@ -28,11 +28,11 @@ from typing import Any
 import httpx
 import torch
 
-from memserve.messages import Peer
-from memserve.model.attention.segments import HeldKv, Query
-from memserve.runtime.links.segments import SegmentServer, ZmqSegmentLines
-from memserve.segments import Segment
-from memserve.types import KVGeometry
+from memserve.base.types import KVGeometry
+from memserve.model.attention.query_server import SegmentServer, ZmqSegmentLines
+from memserve.model.attention.sequence_parallel import HeldKv, Query
+from memserve.protocol.messages import Segment
+from memserve.protocol.peers import Peer
 from served_cluster import Server, eventually
 
 SECRET = "a secret for this measurement"

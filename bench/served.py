@@ -19,7 +19,7 @@ START_S_MAX = 300.0
 _HELD = re.compile(
     r'memserve_instance_blocks\{.*state="held".*\}|memserve_pool_blocks\{.*state="used".*\}'
     r"|memserve_instance_(transfers_open|requests|sequences_running).*|memserve_sequences_(running|swapped)"
-    r"|memserve_router_(requests_live|requests_unplaced|handles)|memserve_gate_(active|waiting.*)"
+    r"|memserve_router_(requests_live|requests_unplaced|handles)|memserve_admission_(active|waiting.*)"
     r"|memserve_requests_waiting|memserve_pool_slot_tokens"
 )
 """Gauges of one server and of a cluster."""

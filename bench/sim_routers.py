@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 from sim_scale import cluster, summary
 
-from memserve.bench.catalogue import Recipe, build
-from memserve.cli.sim_results import simulate
-from memserve.workloads.words import Turn, Workload
+from memserve_lab.bench.catalogue import Recipe, build
+from memserve_lab.cli.sim_results import simulate
+from memserve_lab.workloads.records import Turn, Workload
 
 STAMP_S = 3.0
 """Distance of the trace's times."""

@@ -19,17 +19,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from memserve.bench.catalogue import Recipe, build
-from memserve.bench.metrics import figures
-from memserve.cli.sim_results import Simulated, simulate
-from memserve.config import ClusterConfig, SchedulerConfig
-from memserve.sim.hardware import machine
-from memserve.sim.replay.setup import GPU_SCHEDULER, Setup, Surroundings, parse_instances
-from memserve.types import Caching
-from memserve.units import NS_PER_MS, parse_bytes
-from memserve.workloads.arrivals import Poisson, by_request, trace_time
-from memserve.workloads.sessions import uniform_workload
-from memserve.workloads.words import Blocks, History, Session, Span, Turn, Workload
+from memserve.base.config import ClusterConfig, SchedulerConfig
+from memserve.base.types import Caching
+from memserve.base.units import NS_PER_MS, parse_bytes
+from memserve_lab.bench.catalogue import Recipe, build
+from memserve_lab.bench.metrics import figures
+from memserve_lab.cli.sim_results import Simulated, simulate
+from memserve_lab.sim.hardware import machine
+from memserve_lab.sim.replay.setup import GPU_SCHEDULER, Setup, Surroundings, parse_instances
+from memserve_lab.workloads.arrivals import Poisson, by_request, trace_time
+from memserve_lab.workloads.records import Blocks, History, Session, Span, Turn, Workload
+from memserve_lab.workloads.sessions import uniform_workload
 
 CHUNKED = SchedulerConfig(max_running=128, max_step_tokens=512, prefill_chunk_tokens=512)
 """Sarathi's chunk, as in Vidur."""

@@ -19,17 +19,17 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from memserve.bench.catalogue import Arrivals, Recipe, build
-from memserve.bench.metrics import Slo, figures
-from memserve.cli.sim_results import simulate
-from memserve.config import ClusterConfig
-from memserve.errors import UserError
-from memserve.sim.hardware import machine
-from memserve.sim.replay.lengths import LengthStudy
-from memserve.sim.replay.setup import GPU_SCHEDULER, Setup
-from memserve.types import Role
-from memserve.units import NS_PER_MS
-from memserve.workloads.words import Workload
+from memserve.base.config import ClusterConfig
+from memserve.base.errors import UserError
+from memserve.base.types import Role
+from memserve.base.units import NS_PER_MS
+from memserve_lab.bench.catalogue import Arrivals, Recipe, build
+from memserve_lab.bench.metrics import Slo, figures
+from memserve_lab.cli.sim_results import simulate
+from memserve_lab.sim.hardware import machine
+from memserve_lab.sim.replay.lengths import LengthStudy
+from memserve_lab.sim.replay.setup import GPU_SCHEDULER, Setup
+from memserve_lab.workloads.records import Workload
 
 
 class Point(NamedTuple):

@@ -39,9 +39,9 @@ import rivals
 from msgspec.structs import replace
 
 from memserve import LLM
-from memserve.llm import Completion
+from memserve.api.llm import Completion
+from memserve.base.types import SamplingParams
 from memserve.model import device
-from memserve.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 DRAWN = SamplingParams(temperature=1.0)

@@ -33,10 +33,10 @@ from pathlib import Path
 import numpy as np
 
 from memserve import _core
-from memserve.runtime.store_disks import DiskHost
-from memserve.store import disk_events as ev
-from memserve.store.disks import Disks, DisksConfig
-from memserve.units import GIB, MIB
+from memserve.base.units import GIB, MIB
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import Disks, DisksConfig
+from memserve.store.host.disks import DiskHost
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import geometries

@@ -30,12 +30,12 @@ from pathlib import Path
 import numpy as np
 
 from memserve import _core
-from memserve.runtime.store_disks import DiskHost
-from memserve.runtime.store_files import FILE
-from memserve.store import disk_events as ev
-from memserve.store.disk_config import SYNC_CODES, segment_bytes_for
-from memserve.store.disks import Disks, DisksConfig
-from memserve.units import MIB
+from memserve.base.units import MIB
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import Disks, DisksConfig
+from memserve.store.disks.events import SYNC_CODES, segment_bytes_for
+from memserve.store.host.disks import DiskHost
+from memserve.store.host.files import FILE
 
 PAYLOAD_BYTES = 100
 PAGE = ev.PAGE_BYTES

@@ -31,10 +31,10 @@ from pathlib import Path
 import numpy as np
 
 from memserve import _core
-from memserve.runtime.store_disks import DiskHost
-from memserve.store import disk_events as ev
-from memserve.store.disks import Disks, DisksConfig
-from memserve.units import MIB, NS_PER_S
+from memserve.base.units import MIB, NS_PER_S
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import Disks, DisksConfig
+from memserve.store.host.disks import DiskHost
 
 HALF_HOUR_NS = 1800 * NS_PER_S
 NS_PER_MINUTE = 60 * NS_PER_S
@@ -87,56 +87,56 @@ class Store:
         self.by_minute: Counter[int] = Counter()
         self.settle(0)
 
-    def ask(self, key: bytes, now: int) -> None:
+    def ask(self, key: bytes, now_ns: int) -> None:
         """A request wants a block: it is in memory, on the disk, or computed and put."""
         if key in self.memory:
             self.memory.move_to_end(key)
             self.found["memory"] += 1
-            self._write(key, now)
-        elif key in self.disks and self._read(key, now):
+            self._write(key, now_ns)
+        elif key in self.disks and self._read(key, now_ns):
             self.found["disk"] += 1
         else:
             self.found["computed"] += 1
             self._keep(key)
-            self._write(key, now)
+            self._write(key, now_ns)
 
     def _keep(self, key: bytes) -> None:
         self.memory[key] = None
         if len(self.memory) > self.memory_blocks:
             self.memory.popitem(last=False)
 
-    def _write(self, key: bytes, now: int) -> None:
+    def _write(self, key: bytes, now_ns: int) -> None:
         """The bytes are those of the extent; no two extents are equal, and blocks need not differ."""
         while len(self.writing) >= self.disks.config.writes_max or not self.free:
-            self.step(now)
-        if not self.disks.wants(key, self.block_bytes, now):
+            self.step(now_ns)
+        if not self.disks.wants(key, self.block_bytes, now_ns):
             return
         extent = self.free.pop()
         offset, seal = extent * self.block_bytes, self.seals[extent]
         for _ in range(1000):  # a segment may have to be emptied first
-            if self.disks.write(key, offset, self.block_bytes, now, seal=seal):
+            if self.disks.write(key, offset, self.block_bytes, now_ns, seal=seal):
                 self.writing[key] = extent
                 return
             if self.disks.idle:
                 break
-            self.step(now)
+            self.step(now_ns)
         self.free.append(extent)
 
-    def _read(self, key: bytes, now: int) -> bool:
+    def _read(self, key: bytes, now_ns: int) -> bool:
         """Into an extent that is then sealed anew: its bytes are others."""
         while not self.free:
-            self.step(now)
+            self.step(now_ns)
         extent = self.free.pop()
-        read = self.disks.read(key, extent * self.block_bytes, now, NEVER_NS)
+        read = self.disks.read(key, extent * self.block_bytes, now_ns, NEVER_NS)
         if read is None:
             self.free.append(extent)
             return False
         self.reading[read] = key, extent
         return True
 
-    def _take(self, now: int) -> bool:
+    def _take(self, now_ns: int) -> bool:
         before = self.disks.counters()["disk_bytes_written"]
-        self.by_minute[now // NS_PER_MINUTE] += before - sum(self.by_minute.values())
+        self.by_minute[now_ns // NS_PER_MINUTE] += before - sum(self.by_minute.values())
         for action in self.disks.take_actions():
             self.host.perform(action)
         outcomes = self.disks.take_outcomes()
@@ -153,23 +153,23 @@ class Store:
                 self._keep(key)
         return bool(outcomes)
 
-    def step(self, now: int) -> None:
+    def step(self, now_ns: int) -> None:
         """Wait for the disk, unless something has ended already."""
-        if not self._take(now) and not self.disks.idle:
-            self.disks.handle(self.done.get(timeout=60), now)
-            self._take(now)
+        if not self._take(now_ns) and not self.disks.idle:
+            self.disks.handle(self.done.get(timeout=60), now_ns)
+            self._take(now_ns)
 
-    def go_on(self, now: int) -> None:
+    def go_on(self, now_ns: int) -> None:
         """Take what has ended."""
         while not self.done.empty():
-            self.disks.handle(self.done.get(), now)
-        self._take(now)
+            self.disks.handle(self.done.get(), now_ns)
+        self._take(now_ns)
 
-    def settle(self, now: int) -> None:
+    def settle(self, now_ns: int) -> None:
         """Until nothing is under way."""
-        self._take(now)
+        self._take(now_ns)
         while not self.disks.idle:
-            self.step(now)
+            self.step(now_ns)
 
     def busiest_day_bytes(self) -> int:
         """Most bytes within 24 hours that begin with a minute."""

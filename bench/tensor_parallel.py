@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from memserve import LLM
-from memserve.types import SamplingParams
+from memserve.base.types import SamplingParams
 
 DECODED = 64
 CONTEXT_TOKENS = 512

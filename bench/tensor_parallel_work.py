@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from memserve.base.kv_layout import Parallel, shares
 from memserve.model.attention.backends import choose_attention
 from memserve.model.attention.context import attending
 from memserve.model.capture.forward import best_forward
-from memserve.model.crew import exchanging
 from memserve.model.loading.loader import DEFAULT_MODEL, load_model
-from memserve.model.sharding import shard
-from memserve.parallel import Parallel, shares
+from memserve.model.workers.group import exchanging
+from memserve.model.workers.sharding import shard
 
 CASES = {"decode behind 512 tokens": (1, 513), "prefill of 512": (512, 512), "512 behind 1,536": (512, 2048)}
 """New tokens, and the context that they end."""

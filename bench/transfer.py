@@ -34,17 +34,18 @@ from typing import Any
 import numpy as np
 
 from memserve import _core
-from memserve.bench.pool.moves import shuffled
-from memserve.kv_transfer.events import PagesPulled, PagesSealed, SealPages
-from memserve.messages import Join, Peer, PeerInfo
-from memserve.runtime.links import wire
-from memserve.runtime.links.data import open_data_port
-from memserve.runtime.links.link import PageLink
-from memserve.runtime.links.nixl import NixlLink
-from memserve.runtime.links.nixl_agent import Agent, nixl_is_installed
-from memserve.runtime.links.ranges import Ranges
-from memserve.runtime.links.shm import ShmLink
-from memserve.types import KVGeometry, Role, Tier
+from memserve.base.types import KVGeometry, Role, Tier
+from memserve.kv.transfer.events import PagesPulled, PagesSealed, SealPages
+from memserve.protocol import codec as wire
+from memserve.protocol.messages import Join
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.transport.data_port import open_data_port
+from memserve.transport.links.nixl import NixlLink
+from memserve.transport.links.nixl_agent import Agent, nixl_is_installed
+from memserve.transport.links.shared_memory import ShmLink
+from memserve.transport.ports import PageLink
+from memserve.transport.ranges import Ranges
+from memserve_lab.experiments.pool_moves import shuffled
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 import geometries

@@ -12,12 +12,12 @@ from typing import Any
 
 from vllm_servers import ServedStore, cpu_s
 
-from memserve.integrations.block_pool import BlockPool
-from memserve.integrations.pool import PoolOptions
+from memserve.integrations.block_cache import BlockCache
+from memserve.integrations.store_cache import PoolOptions
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.scheduler_side import SchedulerSide
-from memserve.integrations.vllm.worker_side import HostMover, WorkerSide
+from memserve.integrations.vllm.scheduler import SchedulerSide
+from memserve.integrations.vllm.worker import HostMover, WorkerSide
 
 BLOCKS = 64
 """That a step fills: 84 MiB of SmolLM2-135M in float32."""
@@ -34,12 +34,12 @@ class Calls:
         caches = {f"layers.{at}": torch.rand(160, 3, 32, 128) for at in range(30)}
         where = PoolOptions.of({"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0})
         memory = HostMemory(caches, 160)
-        self._pool = BlockPool(where)
+        self._pool = BlockCache(where)
         names = RankNames(b"vllm/bench/", memory.layout)
         self._mover = HostMover(self._pool, [memory], [names])
         self._worker = WorkerSide(self._pool, self._mover)
         self._layers = list(caches)
-        self._lookups = Lookups(BlockPool(where))
+        self._lookups = Lookups(BlockCache(where))
         self._lookups.set_ranks([(names,)])
         self._side = SchedulerSide(self._lookups, 32, 1, 10**10)
         self._state = SimpleNamespace(get_block_ids=lambda request_id: (list(range(1, BLOCKS + 1)),))

@@ -161,7 +161,8 @@ def judge(name: str, folder: Path) -> tuple[str, str]:
 
 
 def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+    kind = type(error).__name__.removesuffix("Error")  # of which one would read as a promise in a page of ours
+    return f"{kind}: {' '.join(str(error).split())}"[:200]
 
 
 def _child(name: str, said: Any) -> None:

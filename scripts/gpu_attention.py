@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CASES = ROOT / "tests" / "unit" / "model" / "attention" / "test_triton_attention.py"
 sys.path.insert(0, str(ROOT / "src"))
 
+from memserve.base.types import KVGeometry  # noqa: E402  # needs the path above
 from memserve.model.attention.triton_attention import TritonBatch, attend  # noqa: E402  # needs the path above
-from memserve.types import KVGeometry  # noqa: E402  # needs the path above
 
 DECODE = [(1, 2048), (1, 32768), (8, 2048), (32, 2048), (128, 2048), (256, 512)]  # rows, context
 FULL_TOKENS = 32 * 2048
@@ -157,7 +157,7 @@ def time_decode(geometry: KVGeometry, heads: int, named: str) -> Iterator[Row]:
 
 def decode_gb_s(step: Step) -> tuple[float, float]:
     """Bytes of KV a second, and microseconds of a layer, without the host's part: layers by turns in a graph."""
-    from memserve.model.gpu_linears import graph_seconds
+    from memserve.model.gpu.linears import graph_seconds
 
     layers = [partial(step.run, layer) for layer in range(step.geometry.num_layers)] * 4
     seconds = graph_seconds(layers) / len(layers)

@@ -17,7 +17,7 @@ import torch
 from gpu_attention import milliseconds
 from gpu_report import Row, need_device
 
-from memserve.types import KVGeometry
+from memserve.base.types import KVGeometry
 
 JUDGED_BYTES = 1 << 20
 """Smaller blocks are of models that no GPU is bought for."""
@@ -36,7 +36,7 @@ def seals() -> Iterator[Row]:
     """Seals computed on the device: those of the CPU, and how fast."""
     need_device()
     from memserve import _core
-    from memserve.runtime.links.gpu_memory import GpuMemory
+    from memserve.transport.links.gpu_memory import GpuMemory
 
     for range_bytes in (64, 4096, 737_280, 4 << 20):
         host = torch.randint(0, 256, (8 * range_bytes,), dtype=torch.uint8)
@@ -57,7 +57,7 @@ def seals() -> Iterator[Row]:
 def copies() -> Iterator[Row]:
     """Between pinned host memory and the device: by copy engines, whole blocks; by a kernel, pages."""
     need_device()
-    from memserve.model.gpu import Cuda
+    from memserve.model.gpu.streams import Cuda
 
     gpu = Cuda(torch.device("cuda"))
     limits = {}
@@ -110,14 +110,14 @@ def pull() -> Iterator[Row]:
 
 
 def _pull_from(owner: subprocess.Popen[str], said: dict[str, object]) -> Iterator[Row]:
-    from memserve.messages import ArenaPlace, Peer, PeerInfo
-    from memserve.model.gpu_kernels import Batch, Sealing
-    from memserve.runtime.links.gpu_memory import GpuMemory
-    from memserve.runtime.links.ipc import IpcLink
-    from memserve.runtime.links.link import LinkError
-    from memserve.runtime.links.ranges import Ranges
-    from memserve.runtime.links.shm import this_host
-    from memserve.types import Role, Tier
+    from memserve.base.types import Role, Tier
+    from memserve.protocol.peers import ArenaPlace, Peer, PeerInfo
+    from memserve.system.gpu_kernels import Batch, Sealing
+    from memserve.transport.links.cuda_ipc import IpcLink
+    from memserve.transport.links.gpu_memory import GpuMemory
+    from memserve.transport.links.shared_memory import this_host
+    from memserve.transport.ports import LinkError
+    from memserve.transport.ranges import Ranges
 
     peer, geometry, count = Peer("owner", 1), KVGeometry(32, 8, 128, 128, "bfloat16"), 128
     size, exported = geometry.block_bytes, bytes.fromhex(str(said["exported"]))
@@ -168,7 +168,7 @@ class _Seen:
 
 def own_pages() -> None:
     """The owner of :func:`pull`: exports an arena, says its seals, waits for its end."""
-    from memserve.runtime.links.gpu_memory import GpuMemory
+    from memserve.transport.links.gpu_memory import GpuMemory
 
     size = KVGeometry(32, 8, 128, 128, "bfloat16").block_bytes
     arena = GpuMemory(torch.randint(0, 256, (128 * size,), dtype=torch.uint8, device="cuda"))

@@ -104,8 +104,8 @@ def device() -> Iterator[Row]:
     need_device()
     from gpu_bytes import copy_gb_s
 
-    from memserve.runtime.gpus import device_here
-    from memserve.runtime.links.gpu_memory import export_problem
+    from memserve.system.gpus import device_here
+    from memserve.transport.links.gpu_memory import export_problem
 
     yield {"what": "copies inside the device", "gb_s": copy_gb_s()}
     yield {"what": "which device memserve takes", "said": device_here("auto").why}

@@ -79,10 +79,10 @@ def eight_b() -> Iterator[Row]:
 def steps(shape: Shape) -> Iterator[Row]:
     """The same work by transformers alone, then prefill, and decode kernel by kernel and with graphs."""
     need_device()
-    from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+    from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
     from memserve.model.capture.forward import best_forward
-    from memserve.model.gpu import Cuda
-    from memserve.model.gpu_device import GpuDevice
+    from memserve.model.gpu.device import GpuDevice
+    from memserve.model.gpu.streams import Cuda
 
     model = shape.build()
     weights = shape.read_bytes(model.module)
@@ -130,7 +130,7 @@ def steps(shape: Shape) -> Iterator[Row]:
 
 def _linears(forward: Any) -> Iterator[Row]:
     """How fast linears of each shape stream their weights on the device: as they compute, and by the library."""
-    from memserve.model.gpu_linears import graph_seconds
+    from memserve.model.gpu.linears import graph_seconds
     from memserve.model.linears import JoinedLinear
 
     shapes: dict[tuple[int, ...], list[Any]] = defaultdict(list)
@@ -149,8 +149,8 @@ def _linears(forward: Any) -> Iterator[Row]:
 
 def _prefill_ms(device: Any, count: int, slots: int) -> float:
     """Of one prompt of ``count`` tokens, which each of ``slots`` gets in turn: the median."""
+    from memserve.base.types import SamplingParams, StopParams
     from memserve.instance.events import OpenSequence, StepPlan
-    from memserve.types import SamplingParams, StopParams
 
     took, blocks = [], count // BLOCK_TOKENS + ROOM_BLOCKS
     device.execute(StepPlan(0, reset_slots=True))

@@ -21,7 +21,7 @@ def staged() -> Iterator[Row]:
     """Blocks out of the device's memory and into it, layer by layer beside a computing stream that writes them."""
     need_device()
     from memserve.integrations.vllm.device_memory import DeviceMemory
-    from memserve.model.gpu import Cuda
+    from memserve.model.gpu.streams import Cuda
 
     gpu = Cuda(torch.device("cuda"))
     caches = {

@@ -19,25 +19,25 @@ from typing import Any
 import msgspec
 import typer.main
 
-from memserve import config, types
-from memserve.api import openapi
-from memserve.api.config import ApiConfig, EdgeConfig
-from memserve.api.fleet_metrics import FleetSnapshot
-from memserve.api.metrics import ApiMetrics, Snapshot
+from memserve.api.http.config import ApiConfig, EdgeConfig
+from memserve.api.metrics.http import ApiMetrics, Snapshot
+from memserve.api.openai import openapi
+from memserve.base import config, types
+from memserve.base.options import NEGATED, field_docs, options_of
+from memserve.base.units import human_bytes
 from memserve.cli.main import command_line
-from memserve.cluster.answer_phases import ANSWER
-from memserve.cluster.machine import Cluster
-from memserve.cluster.report import AdmissionStats
-from memserve.cluster.requests import REQUEST_PHASES
-from memserve.fleet.words import EngineView
-from memserve.instance.kept import KEPT_ANSWER
-from memserve.instance.sequence import SEQUENCE
+from memserve.fleet.app import FleetSnapshot
+from memserve.fleet.messages import EngineView
+from memserve.host.stats import EngineStats, RouterStats
+from memserve.instance.cluster.idempotency import KEPT_ANSWER
+from memserve.instance.scheduler.sequence import SEQUENCE
 from memserve.instance.stats import InstanceStats
-from memserve.kv_transfer.imports import IMPORT
-from memserve.kv_transfer.sender import EXPORT
-from memserve.options import NEGATED, field_docs, options_of
-from memserve.runtime.stats import EngineStats, RouterStats
-from memserve.units import human_bytes
+from memserve.kv.transfer.imports import IMPORT
+from memserve.kv.transfer.sender import EXPORT
+from memserve.router.machine import Cluster
+from memserve.router.report import AdmissionStats
+from memserve.router.requests.idempotency import ANSWER
+from memserve.router.requests.requests import REQUEST_PHASES
 
 _ROWS = importlib.util.spec_from_file_location("openai_rows", Path(__file__).with_name("openai_rows.py"))
 assert _ROWS is not None and _ROWS.loader is not None

@@ -300,7 +300,7 @@ def server_command(options: argparse.Namespace, model: str) -> tuple[list[str], 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     """The results by test."""
-    from memserve.config import DEFAULT_MODEL
+    from memserve.base.config import DEFAULT_MODEL
     from memserve.model.loading.sources import resolve_source
 
     model = str(resolve_source(DEFAULT_MODEL, "float32").path)

@@ -168,7 +168,7 @@ class Suite:
     def _greeted(self, connector: Any) -> Any:
         import torch
 
-        from memserve.integrations.values import namespace
+        from memserve.integrations.store_cache import namespace
         from memserve.integrations.vllm.connector import MemserveHandshake
         from memserve.integrations.vllm.lookups import RankNames
         from memserve.integrations.vllm.memory import HostMemory
@@ -182,7 +182,7 @@ class Suite:
         """What the other engine of the test has computed."""
         import numpy as np
 
-        from memserve.integrations.values import Value
+        from memserve.integrations.store_cache import Value
 
         page = np.zeros(names.layout.nbytes, np.uint8)
         pieces = [(page.ctypes.data, page.nbytes)]

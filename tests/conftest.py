@@ -104,7 +104,7 @@ def data_sets(pytestconfig: pytest.Config) -> Path:
 @pytest.fixture(autouse=True)
 def a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests share the machine. What they print, and whether a profile is saved, must not depend on the others."""
-    monkeypatch.setattr("memserve.runtime.process.CpuWatch.others_cores", lambda watch: None)
+    monkeypatch.setattr("memserve.system.process.CpuWatch.others_cores", lambda watch: None)
 
 
 # -- several workers (pytest-xdist, `make test`): a file is one's

@@ -5,7 +5,7 @@
 
 namespace memserve {
 
-// The caller or the core broke an invariant: memserve.errors.InvariantError in Python.
+// The caller or the core broke an invariant: memserve.base.errors.InvariantError in Python.
 struct InvariantViolation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -1,4 +1,4 @@
-// Drawing tokens from logits: one row, one uniform number, one token. memserve/model/drawing.py has the rule,
+// Drawing tokens from logits: one row, one uniform number, one token. memserve/model/sampling.py has the rule,
 // and the twin in torch.
 #pragma once
 #include <cstddef>

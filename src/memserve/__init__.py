@@ -8,14 +8,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from memserve import _moved
+
 if TYPE_CHECKING:
-    from memserve.client.async_client import AsyncStoreClient
-    from memserve.client.store_client import StoreClient
-    from memserve.errors import StoreUnavailable, UserError
-    from memserve.llm import LLM
-    from memserve.mempool.mempool import MemPool
-    from memserve.runtime.pool_peer import PoolPeer
-    from memserve.types import SamplingParams
+    from memserve.api.llm import LLM
+    from memserve.base.errors import StoreUnavailable, UserError
+    from memserve.base.types import SamplingParams
+    from memserve.host.pool_peer import PoolPeer
+    from memserve.kv.mempool import MemPool
+    from memserve.store.client.async_client import AsyncStoreClient
+    from memserve.store.client.client import StoreClient
 
 __version__ = "0.2.0"
 __all__ = [
@@ -31,14 +33,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncStoreClient": "memserve.client.async_client",
-    "LLM": "memserve.llm",
-    "MemPool": "memserve.mempool.mempool",
-    "PoolPeer": "memserve.runtime.pool_peer",
-    "SamplingParams": "memserve.types",
-    "StoreClient": "memserve.client.store_client",
-    "StoreUnavailable": "memserve.errors",
-    "UserError": "memserve.errors",
+    "AsyncStoreClient": "memserve.store.client.async_client",
+    "LLM": "memserve.api.llm",
+    "MemPool": "memserve.kv.mempool",
+    "PoolPeer": "memserve.host.pool_peer",
+    "SamplingParams": "memserve.base.types",
+    "StoreClient": "memserve.store.client.client",
+    "StoreUnavailable": "memserve.base.errors",
+    "UserError": "memserve.base.errors",
 }
 
 
@@ -50,3 +52,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+_moved.install()

@@ -31,7 +31,7 @@ Ids = BlockIds | Sequence[int] | NDArray[np.int32]
 class BlockAllocator:
     """Free and held blocks and loose pages of one arena; page ``p`` belongs to block ``p // pages_per_block``.
 
-    A bad or free block raises :class:`memserve.errors.InvariantError`, names the block, and changes nothing.
+    A bad or free block raises :class:`memserve.base.errors.InvariantError`, names the block, and changes nothing.
     """
 
     def __init__(self, num_blocks: int, pages_per_block: int = 1) -> None: ...
@@ -211,9 +211,9 @@ def fits_vocabulary(tokens: Ids, vocab_size: int) -> bool:
 def raise_registers(
     registers: NDArray[np.uint8], identities: bytes, counted: int, total: float, chance: float
 ) -> tuple[float, float, float]:
-    """Add 16-byte ``identities`` to the sketch of :mod:`memserve.policy.distinct`; ``total`` and ``chance`` are its
-    estimate and its probability. Returns both as they are now, and the estimate of how many of the first ``counted``
-    identities are new. The number of ``registers`` is a power of two."""
+    """Add 16-byte ``identities`` to the sketch of :mod:`memserve.router.placement.reuse_ceiling`; ``total`` and
+    ``chance`` are its estimate and its probability. Returns both as they are now, and the estimate of how many of the
+    first ``counted`` identities are new. The number of ``registers`` is a power of two."""
 
 def value_keys(secret: bytes, scope: bytes, keys: list[bytes]) -> bytes:
     """16 bytes a key: ``siphash128(secret, scope's length as 8 bytes, little-endian, + scope + key)``."""
@@ -712,7 +712,7 @@ class MemoryTier:
 
     Bookkeeping: the caller writes the bytes of values, before it publishes them. An extent is freed when nothing refers
     to it: not the callers of ``allocate``, ``retain`` and ``find``, not the table, not a client's pin. A reference too
-    many given back: :class:`memserve.errors.InvariantError`, and nothing has changed. One thread uses it.
+    many given back: :class:`memserve.base.errors.InvariantError`, and nothing has changed. One thread uses it.
     """
 
     def __init__(self, arena_bytes: int, block_bytes: int, *, name: str = "", entries: int = 0) -> None:

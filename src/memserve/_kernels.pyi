@@ -94,7 +94,7 @@ def merge_parts(outputs: NDArray[np.float32], statistics: NDArray[np.float32], o
     """
 
 # The fused kernels take addresses (of dense or row-strided float32 | bfloat16 | float16 storage, dtype codes 0 | 1 | 2)
-# and trust them: `memserve.model.capture.fused` is their checked face.
+# and trust them: `memserve.model.capture.operations` is their checked face.
 
 def rms_norm(
     x: int,
@@ -175,7 +175,7 @@ def draw(
     count: int,
 ) -> None:
     """Draw ``count`` tokens (addresses of float32, int64, float64 arrays ``[count]``), the i-th from row ``rows[i]`` of
-    ``logits`` (float32, ``stride`` elements a row). The rule is that of ``memserve.model.drawing``."""
+    ``logits`` (float32, ``stride`` elements a row). The rule is that of ``memserve.model.sampling``."""
 
 def log_normalisers(logits: int, stride: int, vocab: int, out: int, count: int) -> None:
     """``out[i] = log(sum(exp(logits[i])))``, float32."""

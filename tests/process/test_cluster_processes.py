@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from memserve import LLM
-from memserve.llm import Completion
+from memserve.api.llm import Completion
 from served_cluster import GREEDY, WAIT_S, Server, eventually, is_alive
 from tiny_models import prompt, save_folder, tiny_module
 

@@ -9,9 +9,9 @@ import pytest
 
 from geometries import SHAPES, TINY
 from memserve import LLM
-from memserve.errors import UserError
-from memserve.instance.layered_kv import LayerReport
-from memserve.types import SamplingParams
+from memserve.base.errors import UserError
+from memserve.base.types import SamplingParams
+from memserve.instance.layerwise.state import LayerReport
 from tiny_models import prompt, save_folder
 
 SHAPE = SHAPES["mqa"]

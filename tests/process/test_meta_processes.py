@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from memserve import LLM
-from memserve.mempool.identity import DEFAULT_KEY, block_identities, identity_key, namespace_id
-from memserve.meta.journal import read_journal, records_of
-from memserve.meta.state import MemberPage, MetadataState
-from memserve.types import SamplingParams
+from memserve.base.types import SamplingParams
+from memserve.journal.journal import read_journal, records_of
+from memserve.journal.state import MemberPage, MetadataState
+from memserve.kv.identity import DEFAULT_KEY, block_identities, identity_key, namespace_id
 from meta_etcd_server import ETCD, running_etcd
 from ports import free_port
 from served_cluster import Server, eventually, is_alive

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from asking_clients import QUESTIONS, Load, truth_of
-from memserve.cli.on_ray import _DROPPED, without
+from memserve.cli.cluster.ray import _DROPPED, without
 from on_ray import CLIENTS, COUNT, PAUSE_S, WAIT_S, OnRay
 from served_cluster import eventually
 from tiny_models import save_folder, tiny_module

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 
 from memserve import StoreClient, StoreUnavailable, _core
-from memserve.messages import AnyMessage, ArenaPlace, Expelled
-from memserve.runtime.links import wire
-from memserve.runtime.links.shm import this_host
-from memserve.store_messages import (
+from memserve.base.types import Tier
+from memserve.protocol import codec as wire
+from memserve.protocol.messages import AnyMessage, Expelled
+from memserve.protocol.peers import ArenaPlace
+from memserve.protocol.store import (
     CALL_KEYS_MAX,
     LIST_MAX,
     StoreCode,
@@ -40,7 +41,7 @@ from memserve.store_messages import (
     StoreVerify,
     StoreWelcome,
 )
-from memserve.types import Tier
+from memserve.transport.links.shared_memory import this_host
 from served_store import SECRET, WAIT_S, Impostor, ServedStore
 from waiting import eventually
 
@@ -149,7 +150,7 @@ def malformed() -> list[tuple[bytes, ...]]:
 
 
 def _envelope() -> tuple[Any, str, Any]:
-    from memserve.messages import Peer
+    from memserve.protocol.peers import Peer
 
     return Peer("raw", 1), "tcp://127.0.0.1:1", Peer("store", 0)
 

@@ -14,11 +14,11 @@ import pytest
 
 from geometries import SHAPES
 from memserve import LLM
+from memserve.base.types import SamplingParams
+from memserve.base.units import NS_PER_S
+from memserve.host.profile_file import profile_path, save_profile
+from memserve.kv.costs import CopyCurve, CostModel, PrefillCurve
 from memserve.model.loading.loader import load_model
-from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve
-from memserve.runtime.profile_store import profile_path, save_profile
-from memserve.types import SamplingParams
-from memserve.units import NS_PER_S
 from served_cluster import WAIT_S, Server, eventually, is_alive
 from tiny_models import prompt, save_folder
 

@@ -17,10 +17,10 @@ from api_world import MODEL, TinyModel, running_server, tiny_tokenizer
 from fake_engine import FakeEngine
 from fleet_world import Fleet, fleet_config
 from instance_world import PROMPT, VOCAB, World, config, request
-from memserve.errors import UserError
-from memserve.messages import Dispatch
-from memserve.types import Request, SamplingParams, StopParams
-from memserve.validation import check_request, token_array
+from memserve.base.errors import UserError
+from memserve.base.types import Request, SamplingParams, StopParams
+from memserve.base.validation import check_request, token_array
+from memserve.protocol.messages import Dispatch
 
 TOKENIZER_TOKENS = tiny_tokenizer().backend_tokenizer.get_vocab_size()
 KNOWN = TOKENIZER_TOKENS - 40

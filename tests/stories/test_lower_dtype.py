@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memserve import LLM
-from memserve.errors import UserError
+from memserve.base.errors import UserError
 from memserve.instance.stats import InstanceStats
 from tiny_models import prompt, save_folder, tiny_module
 

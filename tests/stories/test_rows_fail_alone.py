@@ -13,18 +13,18 @@ import torch
 
 from fleet_world import Fleet, fleet_config
 from instance_world import PROMPT, World, config, request
-from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.errors import InvariantError
+from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.errors import InvariantError
+from memserve.base.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
+from memserve.host.engine import Engine
 from memserve.instance.events import RowFailed
 from memserve.instance.machine import Instance
-from memserve.messages import Dispatch, Tokens
 from memserve.model import sampling
 from memserve.model.device import ModelDevice
 from memserve.model.forward import EagerForward
 from memserve.model.slots import SlotTable
-from memserve.runtime.engine import Engine
-from memserve.sim.fuzz.literal_device import fail_row
-from memserve.types import FinishReason, Request, SamplingParams, StopParams, TokenOutput
+from memserve.protocol.messages import Dispatch, Tokens
+from memserve_lab.sim.reference.device import fail_row
 from tiny_models import CONTEXT_TOKENS, GREEDY, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 from tiny_models import VOCAB as MODEL_VOCAB
 

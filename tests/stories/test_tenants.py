@@ -10,24 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instance_world import PROMPT, VOCAB, World, config, request
-from memserve.api.metrics import ApiMetrics
-from memserve.cluster.events import PrefixPinned
-from memserve.cluster.machine import Cluster
-from memserve.cluster.outbox import Timers
-from memserve.cluster.report import AdmissionStats, ClusterStats, Counters
-from memserve.cluster.trees import Trees
-from memserve.config import AdmissionConfig, ClusterConfig, PoolConfig
-from memserve.instance.sequence import Group
-from memserve.mempool.identity import NAMES_MAX
-from memserve.mempool.pool import BlockPool
-from memserve.policy.admission import on_terms
-from memserve.policy.fairness import Turns
-from memserve.policy.quotas import TenantStore
-from memserve.runtime.stats import RouterStats
-from memserve.sim.fuzz.campaign import judge, setting_of
-from memserve.sim.fuzz.clients import FLOOD
-from memserve.sim.fuzz.scenario import draw
-from memserve.types import isolation
+from memserve.api.metrics.http import ApiMetrics
+from memserve.base.config import AdmissionConfig, ClusterConfig, PoolConfig
+from memserve.base.fairness import TenantStore, Turns
+from memserve.base.types import isolation
+from memserve.host.stats import RouterStats
+from memserve.instance.scheduler.sequence import Group
+from memserve.kv.identity import NAMES_MAX
+from memserve.kv.pool import BlockPool
+from memserve.router.admission.needs import on_terms
+from memserve.router.events import PrefixPinned
+from memserve.router.machine import Cluster
+from memserve.router.outbox import Timers
+from memserve.router.placement.prefix_directory import Trees
+from memserve.router.report import AdmissionStats, ClusterStats, Counters
+from memserve_lab.sim.fuzz.campaign import judge, setting_of
+from memserve_lab.sim.fuzz.clients import FLOOD
+from memserve_lab.sim.fuzz.scenario import draw
 
 LONG = [(7 * i + i * i) % VOCAB for i in range(48)]
 
@@ -377,7 +376,7 @@ def test_what_nothing_holds_is_looked_for_less_and_less_often():
 
 
 def _tick(cluster: Cluster, second: int) -> int:
-    from memserve.cluster.events import ClockTicked
+    from memserve.router.events import ClockTicked
 
     due = cluster._handles._by_wire["1:a:s"].wake_ns
     cluster.handle(ClockTicked(), second * 10**9)
@@ -463,7 +462,7 @@ def test_metrics_name_tenants_to_those_alone_that_may_know():
     metrics = ApiMetrics()
     metrics.answered("secret-a", 7, 3)
     page = metrics.render(stats).decode()
-    assert "secret-a" not in page and "memserve_gate_waiting 3.0" in page
+    assert "secret-a" not in page and "memserve_admission_waiting 3.0" in page
     named = metrics.render(stats, names_tenants=True).decode()
-    assert 'memserve_gate_waiting{tenant="secret-a"} 2.0' in named
+    assert 'memserve_admission_waiting{tenant="secret-a"} 2.0' in named
     assert 'memserve_tenant_prompt_tokens_total{tenant="secret-a"} 7.0' in named

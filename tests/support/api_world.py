@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fake_engine import FakeEngine, Script
 from memserve.api.app import create_app
-from memserve.api.server import Server, bind
-from memserve.api.tls import Tls
-from memserve.types import NO_REGIMES, PositionRegimes
+from memserve.api.http.server import Server, bind
+from memserve.api.http.tls import Tls
+from memserve.base.types import NO_REGIMES, PositionRegimes
 
 MODEL = "tiny/test-model"
 CONTEXT_TOKENS = 256

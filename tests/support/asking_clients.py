@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memserve import LLM
-from memserve.types import SamplingParams
+from memserve.base.types import SamplingParams
 from tiny_models import prompt
 
 QUESTIONS = 8

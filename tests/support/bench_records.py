@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memserve.bench.load.record import Outcome, RequestRecord
-from memserve.units import NS_PER_MS
+from memserve.base.units import NS_PER_MS
+from memserve_lab.bench.load.prompts import Outcome, RequestRecord
 
 
 def record(

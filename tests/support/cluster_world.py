@@ -11,22 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memserve.cluster.events import (
-    ClockTicked,
-    EmitTokens,
-    MessageArrived,
-    RejectRequest,
-    ReportMember,
-    RequestArrived,
-    RequestCancelled,
-    Send,
-    SequenceStopped,
-)
-from memserve.cluster.machine import Cluster
-from memserve.config import ClusterConfig
-from memserve.mempool.identity import block_identities, namespace_id
-from memserve.messages import (
-    AskAttempts,
+from memserve.base.config import ClusterConfig
+from memserve.base.types import FinishReason, KVGeometry, Request, Role, SamplingParams, StopParams, Tier, TokenOutput
+from memserve.base.units import NS_PER_MS, NS_PER_S
+from memserve.kv.identity import block_identities, namespace_id
+from memserve.protocol.messages import (
     AttemptsUnknown,
     Cancel,
     Dispatch,
@@ -39,19 +28,28 @@ from memserve.messages import (
     KvChange,
     KvEvents,
     Leave,
-    Load,
-    Peer,
     PeerGone,
-    PeerInfo,
     Pin,
     Pinned,
+    QueryAttempts,
     RequestRefused,
     StopSequence,
     Tokens,
     Unpin,
 )
-from memserve.types import FinishReason, KVGeometry, Request, Role, SamplingParams, StopParams, Tier, TokenOutput
-from memserve.units import NS_PER_MS, NS_PER_S
+from memserve.protocol.peers import Load, Peer, PeerInfo
+from memserve.router.events import (
+    ClockTicked,
+    EmitTokens,
+    MessageArrived,
+    RejectRequest,
+    ReportMember,
+    RequestArrived,
+    RequestCancelled,
+    Send,
+    SequenceStopped,
+)
+from memserve.router.machine import Cluster
 
 BLOCK = 4
 GEOMETRY = KVGeometry(2, 2, 8, 8, "float32", BLOCK)
@@ -141,7 +139,7 @@ class FakeInstance:
         elif isinstance(message, Dispatch):
             self.dispatches_heard += 1
             self._dispatched(message)
-        elif isinstance(message, AskAttempts):
+        elif isinstance(message, QueryAttempts):
             unknown = tuple(name for name in message.attempts if name not in self.running)
             self.outbox.append(AttemptsUnknown(unknown, message.dispatches, self.dispatches_heard, self.answers_told))
         elif isinstance(message, Cancel):
@@ -231,7 +229,7 @@ class Client:
     def done(self) -> bool:
         return self.rejected is not None or None not in self.reasons
 
-    def take(self, output: TokenOutput, now: int) -> None:
+    def take(self, output: TokenOutput, now_ns: int) -> None:
         index, request = output.index, self.request
         assert self.rejected is None and self.reasons[index] is None, f"{output} after the end"
         got = self.got[index]
@@ -247,7 +245,7 @@ class Client:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             assert self.asked_to_end or (got, reason) == (answer, ending)
         elif reason is FinishReason.DEADLINE:
-            assert request.deadline_ns is not None and request.deadline_ns <= now
+            assert request.deadline_ns is not None and request.deadline_ns <= now_ns
         elif reason is FinishReason.CANCELLED:
             assert self.asked_to_end
 
@@ -403,8 +401,8 @@ class World:
     def check_repeatable(self) -> None:
         """The same diary gives the same actions again."""
         twin = Cluster(self.config)
-        for now, event, actions in self.diary:
-            assert repr(twin.handle(event, now)) == actions
+        for now_ns, event, actions in self.diary:
+            assert repr(twin.handle(event, now_ns)) == actions
 
 
 def dispatches(world, actions):

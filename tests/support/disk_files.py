@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from memserve import _core
-from memserve.runtime.store_disks import DiskHost
-from memserve.store import disk_events as ev
-from memserve.store.disks import Disks, DisksConfig
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import Disks, DisksConfig
+from memserve.store.host.disks import DiskHost
 
 WAIT_S = 20.0
 
@@ -103,9 +103,9 @@ class Files:
         while not self.disks.idle:
             self.step()
 
-    def tick(self, now: int) -> None:
-        self.now = now
-        self.disks.tick(now)
+    def tick(self, now_ns: int) -> None:
+        self.now = now_ns
+        self.disks.tick(now_ns)
         self.take()
 
     def write(self, key: bytes, extent: int, payload: bytes, **options) -> bool:

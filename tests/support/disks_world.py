@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from memserve import _core
-from memserve.sim.fuzz.literal_disk import PAGE_BYTES, LiteralDisk, Write
-from memserve.store import disk_events as ev
-from memserve.store.disk_config import SYNC_CODES
-from memserve.store.disks import Disks, DisksConfig
-from memserve.units import NS_PER_MS
+from memserve.base.units import NS_PER_MS
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import Disks, DisksConfig
+from memserve.store.disks.events import SYNC_CODES
+from memserve_lab.sim.reference.disk import PAGE_BYTES, SymbolicDisk, Write
 
 SEGMENT_BYTES = 16 * PAGE_BYTES
 EXTENT_BYTES = 14 * PAGE_BYTES
@@ -53,7 +53,7 @@ class DisksWorld:
         self.rng = rng
         self.config = config or DisksConfig(admission="all")
         self.segments = segments
-        self.literal = [LiteralDisk(self.log(bytes(16)).disk_bytes, rng) for _ in range(disks)]
+        self.literal = [SymbolicDisk(self.log(bytes(16)).disk_bytes, rng) for _ in range(disks)]
         self.arena = bytearray(64 * EXTENT_BYTES)
         self.failing = 0.0
         self.is_full = False

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from memserve.integrations.values import Value, name_in
+from memserve.integrations.store_cache import Value, name_in
 from served_store import ServedStore
 
 PAGE_BYTES = 24_576

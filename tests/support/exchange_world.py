@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memserve.config import ExchangeConfig, PoolConfig
-from memserve.kv_transfer.events import (
+from memserve.base.config import ExchangeConfig, PoolConfig
+from memserve.base.types import KVGeometry, Request, Role, Tier
+from memserve.kv.pool import BlockPool, Lease
+from memserve.kv.transfer.events import (
     CancelPulls,
     Delivered,
     FetchEnded,
@@ -33,11 +35,9 @@ from memserve.kv_transfer.events import (
     RemoteAllocated,
     SealPages,
 )
-from memserve.kv_transfer.exchange import Exchange
-from memserve.mempool.pool import BlockPool, Lease
-from memserve.messages import Peer, PeerInfo
-from memserve.serving import MessageArrived, Send
-from memserve.types import KVGeometry, Request, Role, Tier
+from memserve.kv.transfer.exchange import Exchange
+from memserve.protocol.events import MessageArrived, Send
+from memserve.protocol.peers import Peer, PeerInfo
 
 BLOCK, LAYERS = 4, 3
 GEOMETRY = KVGeometry(LAYERS, 1, 2, 2, "float32", BLOCK)

@@ -9,7 +9,7 @@ import os
 import struct
 from typing import TYPE_CHECKING, Any
 
-from memserve.runtime.gpus import DriverError
+from memserve.system.gpus import DriverError
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ def device_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class FakeDriver:
-    """See :class:`memserve.runtime.gpus.Driver`. ``mapped`` counts what is mapped of other memories."""
+    """See :class:`memserve.system.gpus.Driver`. ``mapped`` counts what is mapped of other memories."""
 
     refuses = ""
     """Why nothing can be mapped; empty: it can."""

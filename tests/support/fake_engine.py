@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from memserve.instance.stats import InstanceStats, TierReport
-from memserve.runtime.engine import Refusal, Rejected
-from memserve.runtime.stats import EngineStats
-from memserve.types import FinishReason, Request, TokenLogprobs, TokenOutput
+from memserve.base.types import FinishReason, Request, TokenLogprobs, TokenOutput
+from memserve.host.engine import Refusal, Rejected
+from memserve.host.stats import EngineStats
+from memserve.instance.stats import InstanceStats, TierStats
 
 Sink = Callable[[TokenOutput | Rejected], None]
 Script = Callable[[Request, int], Sequence[int]]
@@ -96,7 +96,7 @@ class FakeEngine:
             raise self.stats_error
         instance = InstanceStats(
             requests_arrived=len(self.submitted),
-            hbm=TierReport(blocks_total=100, blocks_free=70, blocks_cached=20),
+            hbm=TierStats(blocks_total=100, blocks_free=70, blocks_cached=20),
             running_slots_tokens=64,
             running_tokens=50,
         )

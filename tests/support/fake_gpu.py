@@ -100,7 +100,7 @@ class FakeGraph:
 
 
 class FakeGpu:
-    """See :class:`memserve.model.gpu.Gpu`."""
+    """See :class:`memserve.model.gpu.streams.Gpu`."""
 
     def __init__(self) -> None:
         self.host: dict[int, int] = {}
@@ -256,8 +256,8 @@ class FakeWorld:
 
 
 class FakeCommunicator:
-    """See :class:`memserve.model.gpu_crew.Communicator`: operations in another order, of another shape, or outside of
-    the computing stream are errors."""
+    """See :class:`memserve.model.workers.gpu_group.Communicator`: operations in another order, of another shape, or
+    outside of the computing stream are errors."""
 
     def __init__(self, world: FakeWorld, ranks: tuple[int, ...], rank: int, gpu: FakeGpu) -> None:
         self._world, self._ranks, self._rank, self._gpu = world, ranks, rank, gpu

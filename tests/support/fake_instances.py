@@ -6,8 +6,9 @@ import threading
 import time
 from typing import Any
 
-from memserve.messages import (
-    ROUTER,
+from memserve.base.types import FinishReason, KVGeometry, Role, TokenOutput
+from memserve.host.stats import EngineStats
+from memserve.protocol.messages import (
     AnyMessage,
     Cancel,
     Dispatch,
@@ -15,17 +16,13 @@ from memserve.messages import (
     Heartbeat,
     Join,
     JoinAccepted,
-    Load,
-    Peer,
-    PeerInfo,
     Pin,
     Pinned,
     StopSequence,
     Tokens,
 )
-from memserve.runtime.links.mailbox import ZmqMailbox
-from memserve.runtime.stats import EngineStats
-from memserve.types import FinishReason, KVGeometry, Role, TokenOutput
+from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
+from memserve.transport.mailbox import ZmqMailbox
 
 SECRET = "a secret that only this test knows"
 GEOMETRY = KVGeometry(num_layers=2, num_kv_heads=1, head_dim_k=8, head_dim_v=8, dtype="float32")

@@ -60,8 +60,8 @@ class Watch:
     def moments(self, machine: Any, event: Any, actions: list[Any]) -> set[str]:
         """What this event and these actions show."""
         from memserve.instance.events import RunStep
-        from memserve.kv_transfer.events import PullPages
-        from memserve.serving import MessageArrived, Send
+        from memserve.kv.transfer.events import PullPages
+        from memserve.protocol.events import MessageArrived, Send
 
         waiting, running = machine.state.waiting_and_running()
         found = {"queued"} if waiting and running else set()
@@ -79,7 +79,7 @@ class Watch:
         return found
 
     def _heard(self, sender: Any, message: Any) -> set[str]:
-        from memserve.messages import Fetch, Offer, Ready, Release, Withdraw
+        from memserve.protocol.messages import Fetch, Offer, Ready, Release, Withdraw
 
         match message:
             case Fetch():
@@ -94,7 +94,7 @@ class Watch:
         return set()
 
     def _said(self, message: Any) -> set[str]:
-        from memserve.messages import Fetch, Offer, Ready, Release, Withdraw
+        from memserve.protocol.messages import Fetch, Offer, Ready, Release, Withdraw
 
         match message:
             case Fetch():
@@ -203,8 +203,8 @@ def watch_machine(faults: Faults) -> None:
 
     original, watch = Instance.handle, Watch()
 
-    def handle(self: Instance, event: Any, now: int) -> list[Any]:
-        actions = original(self, event, now)
+    def handle(self: Instance, event: Any, now_ns: int) -> list[Any]:
+        actions = original(self, event, now_ns)
         faults.saw(watch.moments(self, event, actions))
         return actions
 
@@ -213,7 +213,7 @@ def watch_machine(faults: Faults) -> None:
 
 def cut_mailbox(faults: Faults) -> None:
     """While cut, messages get lost in both directions; the connections stay up."""
-    from memserve.runtime.links.mailbox import ZmqMailbox
+    from memserve.transport.mailbox import ZmqMailbox
 
     send, build = ZmqMailbox.send, ZmqMailbox.__init__
 

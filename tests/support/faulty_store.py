@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=Path, required=True)
     faults = Faults(parser.parse_args(sys.argv[1:split]).faults)
-    from memserve.runtime.store_disks import DiskHost
+    from memserve.store.host.disks import DiskHost
 
     make = DiskHost._queue
     DiskHost._queue = lambda self, path, memory: FaultyQueue(make(self, path, memory), faults)

@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx
 
-from memserve.api.fleet import create_fleet_app
-from memserve.api.server import Server, bind
-from memserve.config import ClusterConfig
-from memserve.fleet.words import EngineSpec, read_engine
-from memserve.runtime.fleet import FleetHost
+from memserve.api.http.server import Server, bind
+from memserve.base.config import ClusterConfig
+from memserve.fleet.app import create_fleet_app
+from memserve.fleet.host import FleetHost
+from memserve.fleet.messages import EngineSpec, read_engine
 from scripted_engine import MODEL, ScriptedEngine
 
 STEADY_S = 20.0

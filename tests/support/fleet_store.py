@@ -9,15 +9,16 @@ from msgspec import structs
 from fleet_world import GEOMETRY, Fleet, Member
 from instance_world import VOCAB
 from memserve import _core
-from memserve.config import ExchangeConfig, PoolConfig
-from memserve.kv_transfer.events import CancelPulls, Delivered, PagesPulled, PullPages, SealPages
-from memserve.kv_transfer.exchange import Exchange
-from memserve.mempool.pool import BlockPool
-from memserve.messages import Fetch, JoinAccepted, Offer, Peer, PeerGone, PeerInfo, PeerJoined, Release
-from memserve.serving import MessageArrived, Send
-from memserve.sim.fuzz.truth_device import TruthDevice
-from memserve.store_messages import ForgetKv
-from memserve.types import Role, Tier
+from memserve.base.config import ExchangeConfig, PoolConfig
+from memserve.base.types import Role, Tier
+from memserve.kv.pool import BlockPool
+from memserve.kv.transfer.events import CancelPulls, Delivered, PagesPulled, PullPages, SealPages
+from memserve.kv.transfer.exchange import Exchange
+from memserve.protocol.events import MessageArrived, Send
+from memserve.protocol.messages import Fetch, JoinAccepted, Offer, PeerGone, PeerJoined, Release
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.protocol.store import ForgetKv
+from memserve_lab.sim.reference.device import OracleDevice
 
 
 class FlatPool(BlockPool):
@@ -47,7 +48,7 @@ class StoreMember(Member):
         kv = self.geometry = fleet.geometry
         self.pool = FlatPool(blocks, kv.block_tokens)
         self.exchange = Exchange(self.pool, kv, ExchangeConfig(), self.peer)
-        self.device = TruthDevice(kv.block_tokens, blocks, 0, VOCAB, layers=kv.num_layers)
+        self.device = OracleDevice(kv.block_tokens, blocks, 0, VOCAB, layers=kv.num_layers)
         self.plans, self.builds, self.masks, self.jobs, self.said, self.heard = (), (), (), deque(), [], []
         self.corrupt_pulls, self.mute, self.host_id = 0, False, host_id
         self.kept = set()

@@ -14,28 +14,33 @@ import numpy as np
 from msgspec import structs
 
 from instance_world import PROMPT, VOCAB, config, lone_beams
-from memserve.instance.events import LayerFinished, RunStep
-from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
+from memserve.base.types import ClockTicked, FinishReason, KVGeometry, Role, Tier, TransferMode
+from memserve.base.units import NS_PER_S
+from memserve.instance.events import (
+    AwaitMask,
+    BuildGrammar,
+    ForgetGrammar,
+    GrammarBuilt,
+    LayerFinished,
+    MaskComputed,
+    RunStep,
+)
 from memserve.instance.machine import Instance
-from memserve.kv_transfer.events import CancelPulls, PagesPulled, PullPages, SealPages
-from memserve.messages import (
-    ROUTER,
+from memserve.kv.transfer.events import CancelPulls, PagesPulled, PullPages, SealPages
+from memserve.protocol.events import EmitTokens, MessageArrived, RejectRequest, Send
+from memserve.protocol.messages import (
     Cancel,
     Dispatch,
     Expelled,
     HandedOver,
     JoinAccepted,
-    Peer,
     PeerGone,
-    PeerInfo,
     RequestRefused,
     Tokens,
 )
-from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RejectRequest, Send
-from memserve.sim.fuzz.truth import lone_tokens
-from memserve.sim.fuzz.truth_device import TruthDevice
-from memserve.types import FinishReason, KVGeometry, Role, Tier, TransferMode
-from memserve.units import NS_PER_S
+from memserve.protocol.peers import ROUTER, Peer, PeerInfo
+from memserve_lab.sim.reference.device import OracleDevice
+from memserve_lab.sim.reference.oracle import lone_tokens
 
 BLOCK = 4
 LAYERS = 5
@@ -58,7 +63,7 @@ class Member:
         kv = self.geometry = fleet.geometry
         self.machine = Instance(cfg, kv.block_tokens, me=self.peer, geometry=kv)
         sizes = kv.block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks
-        self.device = TruthDevice(*sizes, VOCAB, layers=kv.num_layers)
+        self.device = OracleDevice(*sizes, VOCAB, layers=kv.num_layers)
         self.plans, self.jobs, self.builds, self.masks = deque(), deque(), deque(), deque()
         self.built = {0}  # jobs
         chance = Random(name)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memserve.types import KVGeometry
+from memserve.base.types import KVGeometry
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from memserve.instance.events import RunStep
-from memserve.instance.grammar_events import AwaitMask
-from memserve.kv_transfer.events import PullPages, SealPages
-from memserve.messages import Dispatch, Fetch, Message, Offer, Peer, Ready
-from memserve.serving import ClockTicked, EmitTokens, RejectRequest, Send
-from memserve.types import CopyBlocks, TokenOutput
-from memserve.units import NS_PER_MS
+from memserve.base.types import ClockTicked, CopyBlocks, TokenOutput
+from memserve.base.units import NS_PER_MS
+from memserve.instance.events import AwaitMask, RunStep
+from memserve.kv.transfer.events import PullPages, SealPages
+from memserve.protocol.events import EmitTokens, RejectRequest, Send
+from memserve.protocol.messages import Dispatch, Fetch, Offer, Ready
+from memserve.protocol.peers import Message, Peer
 
 
 class Script:

@@ -15,19 +15,18 @@ import torch
 from fake_driver import FakeDriver
 from fake_gpu import FakeCommunicator, FakeGpu, FakeWorld
 from memserve import _core
-from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.kv_layout import Parallel, Share, shares
+from memserve.base.types import KVGeometry
 from memserve.model.attention.backends import TritonAttention
 from memserve.model.forward import EagerForward
-from memserve.model.gpu_crew import GpuCrew
-from memserve.model.gpu_device import GpuDevice
-from memserve.model.gpu_part import GpuPart
-from memserve.model.sharding import shard
-from memserve.parallel import Parallel, Share, shares
-from memserve.runtime.gpu_steps import DividedGpu, follow_leader
-from memserve.runtime.links.gpu_memory import ArenaParts, GpuMemory, MappedMemory, WorkerMemory, shard_place
-from memserve.runtime.links.ranges import Ranges, pieces, shard_of
-from memserve.runtime.workers import Processes
-from memserve.types import KVGeometry
+from memserve.model.gpu.device import GpuDevice
+from memserve.model.workers.gpu_group import GpuWorkerGroup
+from memserve.model.workers.gpu_steps import DividedGpu, GpuPart, follow_leader
+from memserve.model.workers.processes import Processes
+from memserve.model.workers.sharding import shard
+from memserve.transport.links.gpu_memory import ArenaParts, GpuMemory, MappedMemory, WorkerMemory, shard_place
+from memserve.transport.ranges import Ranges, pieces, shard_of
 from tiny_models import CONTEXT_TOKENS, Driver, loaded
 
 
@@ -214,7 +213,7 @@ class Together:
             model, gpu = loaded(copy.deepcopy(module)), self.gpus[share.rank]
             with gpu.compute.use():
                 vocabularies = shard(model.module, share, model.geometry)
-                crew = GpuCrew(
+                crew = GpuWorkerGroup(
                     share,
                     vocabularies,
                     lambda ranks: FakeCommunicator(self.world, ranks, share.rank, gpu),

@@ -11,12 +11,15 @@ import torch
 
 from fake_gpu import FakeGpu, attend_with_kernels
 from gpu_parts import Part, Together, Watched
-from memserve.model import gpu, gpu_kernels, gpu_part
 from memserve.model.capture import forward
-from memserve.model.gpu_crew import TorchCommunicator
-from memserve.model.gpu_device import GpuDevice
+from memserve.model.gpu import setup as gpu_build
+from memserve.model.gpu import streams as gpu
+from memserve.model.gpu.device import GpuDevice
 from memserve.model.loading import loader
-from memserve.runtime import gpu_build, gpu_workers
+from memserve.model.workers import gpu_processes as gpu_workers
+from memserve.model.workers import gpu_steps as gpu_part
+from memserve.model.workers.gpu_group import TorchCommunicator
+from memserve.system import gpu_kernels
 
 ROOM_BLOCKS = {0: 40, 1: 20, 2: 37, 3: 50}
 """Blocks that each worker's GPU has room for."""

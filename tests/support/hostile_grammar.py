@@ -16,7 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from hostile_words import CHUNKS, DEEP, FIRST_LINES, LINES, NAMES, NUMBERS, TEXTS, VALUES, Raw
-from memserve.api.schema import ChatBody, CompletionBody, DocumentBody
+from memserve.api.openai.request.schema import ChatBody, CompletionBody, DocumentBody
 
 ANSWER_TOKENS_MAX, TIMEOUT_S_MAX, TTL_S_MAX = 6, 2.0, 0.5
 """What most requests ask for: the attack is on the edge and on steps, and should not wait for long answers, nor for

@@ -139,7 +139,7 @@ def _wrong_values(model: str) -> Iterator[HostileCase]:
     yield HostileCase("an invented nested field", CHAT, body, says="stream_options")
     yield HostileCase("top_logprobs alone", CHAT, _chat(model, top_logprobs=2), param="top_logprobs")
     yield HostileCase("logprobs of the wrong kind", CHAT, _chat(model, logprobs=3), param="logprobs")
-    yield HostileCase("no model", COMPLETIONS, b'{"prompt": "hi"}', param="model", says="required")
+    yield HostileCase("a number for a model", COMPLETIONS, b'{"prompt": "hi", "model": 7}', param="model")
     yield HostileCase("another model", COMPLETIONS, _completion("gpt-17"), 404, "model", "does not exist")
     yield HostileCase("another model, chat", CHAT, _chat("../../etc/passwd"), 404, "model", "does not exist")
 

@@ -7,19 +7,27 @@ from random import Random
 
 import numpy as np
 
-from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.instance.events import RowFailed, RunStep, StepFailed
-from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
+from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.types import ClockTicked, FinishReason, KVGeometry, Request, SamplingParams, StopParams, Tier
+from memserve.instance.events import (
+    AwaitMask,
+    BuildGrammar,
+    ForgetGrammar,
+    GrammarBuilt,
+    MaskComputed,
+    RowFailed,
+    RunStep,
+    StepFailed,
+)
 from memserve.instance.machine import Instance
-from memserve.instance.sequence import Phase
-from memserve.mempool.pool import BlockPool
-from memserve.policy.learnt import PreemptionCosts
-from memserve.serving import ClockTicked, EmitTokens, RejectRequest, RequestArrived
-from memserve.sim.fuzz.drafts import foretell
-from memserve.sim.fuzz.literal_device import LiteralDevice, fail_row
-from memserve.sim.fuzz.truth import lone_beams as beams_of
-from memserve.sim.fuzz.truth import lone_tokens
-from memserve.types import FinishReason, KVGeometry, Request, SamplingParams, StopParams, Tier
+from memserve.instance.scheduler.sequence import Phase
+from memserve.kv.costs import PreemptionCosts
+from memserve.kv.pool import BlockPool
+from memserve.protocol.events import EmitTokens, RejectRequest, RequestArrived
+from memserve_lab.sim.fuzz.scenario_features import foretell
+from memserve_lab.sim.reference.device import SymbolicDevice, fail_row
+from memserve_lab.sim.reference.oracle import lone_beams as beams_of
+from memserve_lab.sim.reference.oracle import lone_tokens
 from pool_twin import TwinPool
 
 VOCAB = 12
@@ -77,7 +85,7 @@ class World:
         self.machine = self.new_machine()
         sizes = block_tokens, cfg.pool.hbm_blocks, cfg.pool.dram_blocks, VOCAB
         layers = 1 if cfg.scheduler.layerwise == "off" else self.geometry.num_layers
-        self.device = LiteralDevice(*sizes, layers=layers)
+        self.device = SymbolicDevice(*sizes, layers=layers)
         self.plans, self.builds, self.masks = deque(), deque(), deque()
         self.built = {0}  # jobs
         self.jobs = {}  # job -> grammar
@@ -276,8 +284,8 @@ class World:
         if not any(req.beam_width for req in self.requests.values()):
             assert not self.machine.state.counters.standstills, "only beams may block each other"
         twin_machine = self.new_machine()
-        for event, now, actions in self.diary:
-            assert repr(twin_machine.handle(event, now)) == actions
+        for event, now_ns, actions in self.diary:
+            assert repr(twin_machine.handle(event, now_ns)) == actions
 
     def check_nothing_held(self):
         """No block is leaked on any tier, cached ones can all be had."""

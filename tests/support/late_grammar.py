@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from memserve.base.types import SamplingParams
 from memserve.instance.events import LateDraw
-from memserve.types import SamplingParams
 from tiny_models import VOCAB, Driver, greedy_tokens, prompt, sequence, tiny_module
 
 

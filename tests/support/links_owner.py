@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from memserve import _core
-from memserve.kv_transfer.events import PagesPulled, PagesSealed, SealPages
-from memserve.messages import Join, Peer, PeerInfo
-from memserve.runtime.links import wire
-from memserve.runtime.links.answering import Listening
-from memserve.runtime.links.data import open_data_port
-from memserve.types import KVGeometry, Role, Tier
+from memserve.base.types import KVGeometry, Role, Tier
+from memserve.kv.transfer.events import PagesPulled, PagesSealed, SealPages
+from memserve.protocol import codec as wire
+from memserve.protocol.messages import Join
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.transport.data_port import open_data_port
+from memserve.transport.request_server import ListenAddress
 
 GEOMETRY = KVGeometry(num_layers=4, num_kv_heads=4, head_dim_k=8, head_dim_v=8, dtype="float32", block_tokens=8)
 BLOCKS = 64
@@ -100,7 +101,7 @@ def main() -> None:
     for tier, arena in arenas.items():
         view(arena)[:] = content(tier, nbytes)
     sealed: queue.Queue[PagesSealed | PagesPulled] = queue.Queue()
-    port = open_data_port(link, GEOMETRY, arenas, sealed.put, Listening(SECRET))
+    port = open_data_port(link, GEOMETRY, arenas, sealed.put, ListenAddress(SECRET))
     reader = PeerInfo(Peer("reader", 1), Role.DECODE, "", "ns", GEOMETRY, 0, 0, 0, True, nixl_agent=b"not connected to")
     port.add_peer(reader)
 

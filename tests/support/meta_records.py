@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from memserve.messages import KvChange, Peer, PeerInfo
-from memserve.metadata import (
+from memserve.base.types import KVGeometry, Role, Tier
+from memserve.protocol.messages import KvChange
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.protocol.records import (
     AnyRecord,
     DocumentDropped,
     DocumentPut,
@@ -21,7 +23,6 @@ from memserve.metadata import (
     RouterStarted,
     SessionRouted,
 )
-from memserve.types import KVGeometry, Role, Tier
 
 GEOMETRY = KVGeometry(2, 1, 8, 8, "float32", 4)
 S = 1_000_000_000
@@ -172,7 +173,7 @@ class StateTwin:
         self.members.pop(who.peer.name, None)
         self.members[who.peer.name] = {"info": who, "draining": False, "next": 0, "entries": {}}
 
-    def _changed(self, page: dict[str, Any], first: int, changes: tuple[KvChange, ...], now: int) -> None:
+    def _changed(self, page: dict[str, Any], first: int, changes: tuple[KvChange, ...], now_ns: int) -> None:
         for number, change in enumerate(changes, first):
             if number > page["next"] or (number == page["next"] and change.kind == "lost"):
                 return
@@ -184,14 +185,14 @@ class StateTwin:
                 if change.kind == "evicted":
                     page["entries"].pop(block, None)
                 else:
-                    fresh = {"created": now // S, "used": now // S, "hits": 0}
+                    fresh = {"created": now_ns // S, "used": now_ns // S, "hits": 0}
                     page["entries"].setdefault(block, fresh)["tier"] = change.tier
 
-    def _replaced(self, page: dict[str, Any], at_event: int, hbm: bytes, dram: bytes, now: int) -> None:
+    def _replaced(self, page: dict[str, Any], at_event: int, hbm: bytes, dram: bytes, now_ns: int) -> None:
         if at_event < page["next"]:
             return
         old, page["entries"], page["next"] = page["entries"], {}, at_event
         for tier, run in ((Tier.DRAM, dram), (Tier.HBM, hbm)):
             for at in range(0, len(run), 16):
-                known = old.get(run[at : at + 16], {"created": now // S, "used": now // S, "hits": 0})
+                known = old.get(run[at : at + 16], {"created": now_ns // S, "used": now_ns // S, "hits": 0})
                 page["entries"][run[at : at + 16]] = {**known, "tier": tier}

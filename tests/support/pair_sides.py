@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from multiprocessing.connection import Connection
 
-from memserve.bench.pool.moves import serve
+from memserve_lab.experiments.pool_moves import serve
 
 
 def own_squares(taker: Connection, power: int) -> None:

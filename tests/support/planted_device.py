@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.types import KVGeometry, Tier
 from memserve.instance.events import StepFinished, StepPlan
-from memserve.policy.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
-from memserve.types import KVGeometry, Tier
+from memserve.kv.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
 from tiny_models import VOCAB
 
 GEOMETRY = KVGeometry(4, 2, 16, 16, "float32", block_tokens=16)

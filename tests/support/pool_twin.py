@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from memserve.mempool.events import PoolReport, TierReport
-from memserve.types import CopyBlocks, Tier
+from memserve.base.types import CopyBlocks, Tier
+from memserve.kv.events import PoolReport, TierReport
 
 
 @dataclass(eq=False)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from memserve import _core
-from memserve.messages import AnyMessage, Expelled, Leave, Peer
-from memserve.runtime.links.mailbox import ZmqMailbox
-from memserve.store_messages import (
+from memserve.protocol.messages import AnyMessage, Expelled, Leave
+from memserve.protocol.peers import Peer
+from memserve.protocol.store import (
     INLINE_BYTES_MAX,
     StoreCode,
     StoreDelete,
@@ -32,6 +32,7 @@ from memserve.store_messages import (
     StoreVerify,
     StoreWelcome,
 )
+from memserve.transport.mailbox import ZmqMailbox
 
 SECRET = "a secret of the tests, long enough"
 KEY = b"0123456789abcdef"

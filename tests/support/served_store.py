@@ -16,10 +16,11 @@ from typing import Any
 import zmq
 
 from memserve import StoreClient
-from memserve.messages import AnyMessage, Leave, Peer
-from memserve.runtime.links import wire
-from memserve.runtime.links.curve import CurveKeys
-from memserve.runtime.links.mailbox import ZmqMailbox
+from memserve.protocol import codec as wire
+from memserve.protocol.messages import AnyMessage, Leave
+from memserve.protocol.peers import Peer
+from memserve.transport.curve import CurveKeys
+from memserve.transport.mailbox import ZmqMailbox
 from ports import free_port
 
 SECRET = "a secret of the tests, long enough"

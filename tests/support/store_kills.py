@@ -40,8 +40,8 @@ import httpx
 import torch
 
 from memserve import LLM, StoreClient
-from memserve.errors import StoreUnavailable
-from memserve.types import SamplingParams
+from memserve.base.errors import StoreUnavailable
+from memserve.base.types import SamplingParams
 from ports import free_port
 from served_cluster import Server, eventually, is_alive, unlink_store_memory
 from tiny_models import VOCAB, save_folder

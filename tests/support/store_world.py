@@ -16,32 +16,16 @@ import numpy as np
 from disks_world import DisksWorld, Job, seal_of, split
 from exchange_world import BLOCK, GEOMETRY, LAYERS, LEASE_NS, Node, World, array, checksum, pages
 from memserve import _core
-from memserve.config import ExchangeConfig, MemberConfig
-from memserve.instance.events import BecomeNew, DrainAsked, Notice, Reborn
-from memserve.instance.member import MemberMachine
-from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.mempool.identity import DEFAULT_KEY
-from memserve.messages import ROUTER, JoinAccepted, KvEvents, KvSnapshot, Peer, PeerGone, PeerInfo, PeerJoined
-from memserve.peers import ArenaPlace
-from memserve.serving import ClockTicked, MessageArrived, Send
-from memserve.sim.fuzz.literal_disk import PAGE_BYTES, LiteralDisk
-from memserve.store import disk_events as ev
-from memserve.store.clients import tenant_key, tenant_scope
-from memserve.store.config import StoreConfig
-from memserve.store.disk_config import SYNC_CODES, DisksConfig
-from memserve.store.disks import Disks
-from memserve.store.events import (
-    Ended,
-    ExtentsSealed,
-    SealExtents,
-    SendValues,
-    ServeModel,
-    TakeValues,
-    ValuesSent,
-    ValuesTaken,
-)
-from memserve.store.machine import StoreMachine
-from memserve.store_messages import (
+from memserve.base.config import ExchangeConfig, MemberConfig
+from memserve.base.types import ClockTicked, Role, Tier
+from memserve.kv.identity import DEFAULT_KEY
+from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.protocol.events import MessageArrived, Send
+from memserve.protocol.member import MemberMachine
+from memserve.protocol.member_events import ChangeGeneration, DrainRequested, GenerationChanged, LogWarning
+from memserve.protocol.messages import JoinAccepted, KvEvents, KvSnapshot, PeerGone, PeerJoined
+from memserve.protocol.peers import ROUTER, ArenaPlace, Peer, PeerInfo
+from memserve.protocol.store import (
     StoreDone,
     StoreGet,
     StoreHello,
@@ -49,7 +33,23 @@ from memserve.store_messages import (
     StorePut,
     StoreWelcome,
 )
-from memserve.types import Role, Tier
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import Disks
+from memserve.store.disks.events import SYNC_CODES, DisksConfig
+from memserve.store.machine.clients import tenant_key, tenant_scope
+from memserve.store.machine.events import (
+    Ended,
+    ExtentsSealed,
+    SealExtents,
+    SendValues,
+    ServeModel,
+    StoreConfig,
+    TakeValues,
+    ValuesSent,
+    ValuesTaken,
+)
+from memserve.store.machine.machine import StoreMachine
+from memserve_lab.sim.reference.disk import PAGE_BYTES, SymbolicDisk
 from tier_names import new_tier_name, remove_tier_files
 
 ROUTER_PEER = Peer(ROUTER, 1)
@@ -67,7 +67,7 @@ class StoreNode:
         peer: Peer,
         *,
         blocks: int,
-        disks: list[LiteralDisk],
+        disks: list[SymbolicDisk],
         name: str,
         namespace: str = "m",
         segments: int = 6,
@@ -106,7 +106,7 @@ class StoreNode:
         )
         self.perform(self.machine.start(self.now))
 
-    def _log(self, disk: LiteralDisk, segments: int) -> _core.SegmentLog:
+    def _log(self, disk: SymbolicDisk, segments: int) -> _core.SegmentLog:
         known = _core.SegmentLog.read_superblock(disk.read)
         secret = known[2] if known is not None else disk.rng.randbytes(16)  # of a lost disk: nothing is found again
         sync = SYNC_CODES[self.disks_config.sync]
@@ -160,15 +160,15 @@ class StoreNode:
                     self.jobs.append(action)
                 case CancelPulls():
                     pass
-                case BecomeNew(generation_min=generation):
+                case ChangeGeneration(generation_min=generation):
                     self.peer = Peer(self.peer.name, generation)
                     self.info_now = type(self.info_now)(
                         self.peer, Role.STORE, "", self.info_now.namespace, GEOMETRY, 0, 9, 0, True, host_id=HOST
                     )
-                    self.tell(Reborn(self.info_now))
+                    self.tell(GenerationChanged(self.info_now))
                 case Ended():
                     self.ended = action
-                case Notice(text):
+                case LogWarning(text):
                     self.notices.append(text)
                 case ServeModel():
                     self.serves.append(action)
@@ -410,7 +410,7 @@ class StoreWorld(World):
 
     def open_store(self, blocks: int = 16, disks: int = 0, *, segments: int = 6, seed: int = 0, **more) -> StoreNode:
         size = _core.SegmentLog(segments, SEGMENT_BYTES, bytes(16)).disk_bytes
-        literal = [LiteralDisk(size, random.Random(seed + at)) for at in range(disks)]
+        literal = [SymbolicDisk(size, random.Random(seed + at)) for at in range(disks)]
         self.settings = {"blocks": blocks, "segments": segments, **more}
         self.store = StoreNode(self, Peer("s", 1), disks=literal, name=new_tier_name(), **self.settings)
         return self.store
@@ -471,7 +471,7 @@ class StoreWorld(World):
         """The store is killed, and started again with what it has left. ``power``: its memory is lost, too."""
         old = self.store
         if orderly:
-            old.tell(DrainAsked(10**12))
+            old.tell(DrainRequested(10**12))
             self.run()
             assert old.ended is not None
             old.tier.unlink()

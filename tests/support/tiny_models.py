@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from memserve import LLM
-from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.types import SamplingParams, StopParams
 from memserve.instance.events import OpenSequence, StepPlan
 from memserve.model.device import ModelDevice
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.loading.probe import probe_model
-from memserve.types import SamplingParams, StopParams
 
 VOCAB = 131
 CONTEXT_TOKENS = 256

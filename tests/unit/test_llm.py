@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from memserve import LLM, SamplingParams, UserError
-from memserve.runtime.engine import Refusal, Rejected
+from memserve.host.engine import Refusal, Rejected
 from tiny_models import VOCAB, prompt, save_folder, tiny_module
 
 PROMPT = prompt(20, seed=1).tolist()

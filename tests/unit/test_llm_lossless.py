@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from memserve import LLM, SamplingParams, UserError
-from memserve.instance import speculation
-from memserve.sim.fuzz.drafts import Always
-from memserve.types import FinishReason
+from memserve.base.types import FinishReason
+from memserve.instance.scheduler import speculation
+from memserve_lab.sim.fuzz.scenario_features import Always
 from tiny_models import prompt, save_folder, tiny_module
 
 NEW_TOKENS = 40

@@ -11,14 +11,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from memserve import config as configs
-from memserve.cli import serve
+from memserve.base import config as configs
+from memserve.base.config import EngineOptions, SchedulerConfig
+from memserve.base.errors import UserError
+from memserve.base.options import NEGATED, SECONDS, command_line_of, from_keywords, option, options_of
+from memserve.base.units import GIB, MIB
+from memserve.cli.cluster import serve
+from memserve.cli.flags import Only, Without, grouped
 from memserve.cli.main import run
-from memserve.cli.options import Only, Without, grouped
-from memserve.config import EngineOptions, SchedulerConfig
-from memserve.errors import UserError
-from memserve.options import NEGATED, SECONDS, command_line_of, from_keywords, option, options_of
-from memserve.units import GIB, MIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +130,8 @@ VLLM = {
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[EngineOptions]:
     """What `memserve serve` and `memserve instance` would build."""
     seen: list[EngineOptions] = []
-    monkeypatch.setattr("memserve.cli.serve.run_server", lambda engine, http, cluster: seen.append(engine))
-    monkeypatch.setattr("memserve.cli.instance._run_supervised", lambda engine, *rest: seen.append(engine))
+    monkeypatch.setattr("memserve.cli.cluster.serve.run_server", lambda engine, http, cluster: seen.append(engine))
+    monkeypatch.setattr("memserve.cli.cluster.instance._run_supervised", lambda engine, *rest: seen.append(engine))
     return seen
 
 
@@ -213,7 +213,7 @@ def test_keywords_of_llm() -> None:
 
 HELP = """
 import sys
-from memserve.cli import serve
+from memserve.cli.cluster import serve
 from memserve.cli.main import run
 for command in ([], ["serve"], ["instance"], ["chat"], ["profile"], ["doctor"], ["sim", "run"], ["bench", "serve"]):
     assert run([*command, "--help"]) == 0, command

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from memserve.errors import UserError
-from memserve.parallel import COLUMN_UNIT, Parallel, even, query_parts, shares
-from memserve.types import KVGeometry
+from memserve.base.errors import UserError
+from memserve.base.kv_layout import COLUMN_UNIT, Parallel, even, query_parts, shares
+from memserve.base.types import KVGeometry
 
 SMOL = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16", block_tokens=32)
 

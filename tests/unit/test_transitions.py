@@ -6,8 +6,8 @@ import enum
 
 import pytest
 
-from memserve.errors import InvariantError
-from memserve.transitions import Transitions
+from memserve.base.errors import InvariantError
+from memserve.base.state_table import Transitions
 
 
 class Phase(enum.Enum):

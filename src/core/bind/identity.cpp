@@ -75,7 +75,7 @@ bool fits_vocabulary(nb::handle tokens, uint32_t vocab_size) {
 
 using Registers = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// One batch for the sketch of policy/distinct.py, which says what the numbers mean: (total, chance, new).
+// One batch for the sketch of router/placement/reuse_ceiling.py, which says what the numbers mean: (total, chance, new).
 nb::tuple raise_registers(Registers registers, nb::bytes identities, size_t counted, double total, double chance) {
   const size_t size = registers.shape(0);
   if (!std::has_single_bit(size)) throw nb::value_error("the number of registers must be a power of two");

@@ -15,7 +15,7 @@ NB_MODULE(_core, m) {
     try {
       std::rethrow_exception(error);
     } catch (const memserve::InvariantViolation& violation) {
-      PyErr_SetString(nb::module_::import_("memserve.errors").attr("InvariantError").ptr(), violation.what());
+      PyErr_SetString(nb::module_::import_("memserve.base.errors").attr("InvariantError").ptr(), violation.what());
     } catch (const std::system_error& failure) {
       const nb::object text = nb::cast(failure.what());
       PyErr_SetObject(PyExc_OSError, nb::make_tuple(failure.code().value(), text).ptr());

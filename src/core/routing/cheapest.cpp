@@ -1,5 +1,5 @@
 // Chooses the instances that compute and decode a prompt at the least expected cost, of all pairs: the sums of
-// policy/routing.py in one pass, each instance by its own profile. There is no need to examine each pair: a decoder
+// router/placement/routing.py in one pass, each instance by its own profile. There is no need to examine each pair: a decoder
 // costs every first instance the same, except for the transfer, which the decoder pulls, and which depends only on
 // whether both share a host.
 #include <nanobind/ndarray.h>
@@ -33,7 +33,7 @@ constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 // Longer than any wait: larger costs are cut to it, so that a sum of a few of them does not overflow.
 constexpr double kForeverNs = 1e17;
 
-// As Python's round: half to even. Contraction is off in this file, so that sums equal those of policy/costs.py.
+// As Python's round: half to even. Contraction is off in this file, so that sums equal those of kv/costs.py.
 int64_t rounded(double ns) { return std::lrint(std::min(ns, kForeverNs)); }
 
 // How KV is divided: a token's bytes, a block's tokens, and pieces of a block.
@@ -42,7 +42,7 @@ struct Cut {
   int64_t blocks(int64_t tokens) const { return (tokens + block_tokens - 1) / block_tokens; }
 };
 
-// The curves of one CostModel of policy/costs.py.
+// The curves of one CostModel of kv/costs.py.
 struct Prices {
   Coefficients prefill, decode, swap_in, same_host, network, disk;
 

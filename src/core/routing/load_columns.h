@@ -1,4 +1,4 @@
-// What the router knows of each instance, in columns by its number: cluster/loads.py keeps them.
+// What the router knows of each instance, in columns by its number: router/members/loads.py keeps them.
 #pragma once
 #include <nanobind/ndarray.h>
 

@@ -20,31 +20,36 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from memserve.api.auth import ApiKeys, KeyRing
-from memserve.api.config import ApiConfig, EdgeConfig
-from memserve.api.documents import Documents
-from memserve.api.edge import Edge
-from memserve.api.endpoints import ChatPlanner, CompletionPlanner, GenerationEndpoint, InvocationsEndpoint, Shared
-from memserve.api.errors import model_not_found, shutting_down
-from memserve.api.guard import Cors, Guard, LineWriter, RequestLog, on_http_error
-from memserve.api.hub import Hub
-from memserve.api.metrics import ApiMetrics
-from memserve.api.openapi import openapi
-from memserve.api.owner import OwnerOnly
-from memserve.api.prefix_routes import DocumentRoutes, SessionRoutes
-from memserve.api.probes import Probes, TrailingSlashes
-from memserve.api.prompts import PromptEncoder
-from memserve.api.responses.endpoint import ResponsesRoutes
-from memserve.api.served import HearingEngine, ModelNames, ServedModel, ServingEngine, TokenNames
-from memserve.api.shapes import ChatShape, CompletionShape
-from memserve.api.tokens import TokenRoutes
-from memserve.api.traces import Traces, open_traces
-from memserve.api.ui.feed import EngineSource, Feed
+from memserve.api.http.config import ApiConfig, EdgeConfig
+from memserve.api.http.errors import model_not_found, shutting_down
+from memserve.api.http.limits import Edge
+from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, LineWriter, RequestLog, on_http_error
+from memserve.api.metrics.http import ApiMetrics
+from memserve.api.metrics.traces import Traces, open_traces
+from memserve.api.openai.documents import Documents
+from memserve.api.openai.endpoints import (
+    ChatPlanner,
+    CompletionPlanner,
+    EndpointParts,
+    GenerationEndpoint,
+    InvocationsEndpoint,
+)
+from memserve.api.openai.interfaces import HearingEngine, ModelNames, ServedModel, ServingEngine, TokenNames
+from memserve.api.openai.openapi import openapi
+from memserve.api.openai.prefixes import DocumentRoutes, SessionRoutes
+from memserve.api.openai.probes import Probes, TrailingSlashes
+from memserve.api.openai.redirect import OwnerOnly
+from memserve.api.openai.request.prompts import PromptEncoder
+from memserve.api.openai.response.formats import ChatShape, CompletionShape
+from memserve.api.openai.responses.endpoint import ResponsesRoutes
+from memserve.api.openai.streams import Hub
+from memserve.api.openai.tokens import TokenRoutes
+from memserve.api.ui.feed import EngineSource, PageFeed
 from memserve.api.ui.pages import Dashboard
 from memserve.api.ui.timelines import Timelines, Watch
-from memserve.model.loading.adapter import Adapter
-from memserve.runtime.loop import EngineStopped
-from memserve.types import RequestLogFormat
+from memserve.base.types import RequestLogFormat
+from memserve.model.loading.lora import Adapter
+from memserve.system.loop import EngineStopped
 
 
 class _Pages:
@@ -176,7 +181,7 @@ def request_log(kind: RequestLogFormat, model: str, closing: ExitStack) -> list[
     return [Middleware(RequestLog, kind=kind, model=model, writer=writer)]
 
 
-def _named_prefixes(shared: Shared, documents: Documents) -> list[Route]:
+def _named_prefixes(shared: EndpointParts, documents: Documents) -> list[Route]:
     named, sessions = DocumentRoutes(shared, documents), SessionRoutes(shared.hub.engine)
     return [
         Route("/v1/documents", named.list),
@@ -189,7 +194,7 @@ def _named_prefixes(shared: Shared, documents: Documents) -> list[Route]:
 
 
 def _generating(
-    shared: Shared, names: ModelNames, tokens: TokenNames, documents: Documents, config: ApiConfig
+    shared: EndpointParts, names: ModelNames, tokens: TokenNames, documents: Documents, config: ApiConfig
 ) -> list[Route]:
     of_model = (shared.model, names, shared.encoder, documents, config)
     chats = ChatPlanner(*of_model)
@@ -254,9 +259,9 @@ def create_app(
     keys, operators, closing = KeyRing(api_keys), KeyRing(metrics_keys), ExitStack()
     pages = _Pages(hub, model, names, metrics, operators)
     timelines = _timelines(model.name, traces, config.otlp_endpoint, closing)
-    feed = Feed(EngineSource(hub, model.name), metrics, timelines)
+    feed = PageFeed(EngineSource(hub, model.name), metrics, timelines)
     dashboard = Dashboard(feed, timelines, keys, operators)
-    shared, documents = Shared(hub, model, encoder, metrics, edge), Documents()
+    shared, documents = EndpointParts(hub, model, encoder, metrics, edge), Documents()
     closing.callback(encoder.close)
 
     generating = _generating(shared, names, tokens, documents, config)

@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from memserve.cli import options as opt
-from memserve.cli.progress import shown
-from memserve.config import DEFAULT_MAX_TOKENS, EngineOptions
-from memserve.errors import UserError
-from memserve.units import NS_PER_S
+from memserve.base.config import DEFAULT_MAX_TOKENS, EngineOptions
+from memserve.base.errors import UserError
+from memserve.base.units import NS_PER_S
+from memserve.cli import flags as opt
+from memserve.cli.output import shown
 
 if TYPE_CHECKING:
     import httpx
 
-    from memserve.api.prompts import Prompt
-    from memserve.api.served import ServedModel, ServingEngine
-    from memserve.types import Request
+    from memserve.api.openai.interfaces import ServedModel, ServingEngine
+    from memserve.api.openai.request.prompts import Prompt
+    from memserve.base.types import Request
 
 
 Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOptions:
+class ChatSettings:
     """Sampling of the answers. None: the model's recommendation, or the server's default."""
 
     temperature: float | None
@@ -42,7 +42,7 @@ class ChatOptions:
 
 
 @dataclass(slots=True)
-class Account:
+class ChatAccount:
     """Tokens and times of one answer."""
 
     prompt_tokens: int = 0
@@ -63,7 +63,7 @@ class Account:
 class ChatBackend(Protocol):
     """Answers conversations. Closing the iterator early stops the answer."""
 
-    def answer(self, messages: list[Message], options: ChatOptions, account: Account) -> Iterator[str]:
+    def answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
         """The answer in pieces; fills in ``account``. Raises :class:`UserError` when there is no answer."""
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class ServerBackend:
         self._http = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(600, connect=10))
         self._model = model or self._first_model()
 
-    def answer(self, messages: list[Message], options: ChatOptions, account: Account) -> Iterator[str]:
+    def answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
         """Stream one answer."""
         body: dict[str, Any] = {
             "model": self._model,
@@ -106,7 +106,7 @@ class ServerBackend:
         self._http.close()
 
     @staticmethod
-    def _take(event: dict[str, Any], account: Account) -> Iterator[str]:
+    def _take(event: dict[str, Any], account: ChatAccount) -> Iterator[str]:
         if "error" in event:
             raise UserError(str(event["error"].get("message", "the server failed")))
         for choice in event.get("choices", ()):
@@ -165,18 +165,18 @@ class EngineBackend:
     """Runs an engine in this process."""
 
     def __init__(self, engine: ServingEngine, model: ServedModel) -> None:
-        from memserve.api.prompts import PromptEncoder
+        from memserve.api.openai.request.prompts import PromptEncoder
 
         self._engine = engine
         self._model = model
         self._encoder = PromptEncoder(model)
         self._ids = itertools.count()
 
-    def answer(self, messages: list[Message], options: ChatOptions, account: Account) -> Iterator[str]:
+    def answer(self, messages: list[Message], options: ChatSettings, account: ChatAccount) -> Iterator[str]:
         """Stream one answer."""
-        from memserve.runtime.engine import Rejected
-        from memserve.runtime.text import TextStream
-        from memserve.types import FinishReason, TokenOutput
+        from memserve.api.openai.response.detokenizer import TextStream
+        from memserve.base.types import FinishReason, TokenOutput
+        from memserve.host.engine import Rejected
 
         request = self._request(messages, options)
         account.prompt_tokens = len(request.prompt)
@@ -206,9 +206,9 @@ class EngineBackend:
         """Stop the tokenizing threads. The engine stays open: its builder closes it."""
         self._encoder.close()
 
-    def _request(self, messages: list[Message], options: ChatOptions) -> Request:
-        from memserve.api.served import chosen_sampling
-        from memserve.types import Request, StopParams
+    def _request(self, messages: list[Message], options: ChatSettings) -> Request:
+        from memserve.api.openai.interfaces import chosen_sampling
+        from memserve.base.types import Request, StopParams
 
         prompt = self._render(messages)
         room = self._model.max_model_tokens - len(prompt.tokens)
@@ -225,7 +225,7 @@ class EngineBackend:
         )
 
     def _render(self, messages: list[Message]) -> Prompt:
-        from memserve.api.errors import ApiError
+        from memserve.api.http.errors import ApiError
 
         try:
             return self._encoder.render_chat(messages)
@@ -246,7 +246,7 @@ class Conversation:
     """The messages so far, and the commands. Independent of the terminal: it prints through ``say`` and ``note``."""
 
     backend: ChatBackend
-    options: ChatOptions
+    options: ChatSettings
     say: Callable[[str], None]
     note: Callable[[str], None]
     system: str | None = None
@@ -280,7 +280,7 @@ class Conversation:
         head = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": text}
         pieces: list[str] = []
-        account = Account()
+        account = ChatAccount()
         answer = self.backend.answer([*head, *self.messages, asked], self.options, account)
         try:
             for piece in answer:
@@ -318,7 +318,7 @@ def chat(
     quiet: Annotated[bool, typer.Option("--quiet", help="No notes about tokens and times.")] = False,
 ) -> None:
     """Talk to a model, in this process or on a running server."""
-    options = ChatOptions(temperature, max_tokens, seed)
+    options = ChatSettings(temperature, max_tokens, seed)
     with _backend(url, model, api_key, replace(engine, model=model or engine.model)) as backend:
         conversation = Conversation(backend, options, _say, _ignore if quiet else _note, system)
         if question is not None:
@@ -336,11 +336,11 @@ def _backend(url: str | None, model: str | None, api_key: str | None, options: E
         finally:
             server.close()
         return
-    from memserve.runtime.process import set_thread_environment
+    from memserve.system.process import set_thread_environment
 
     set_thread_environment()
     typer.echo(f"loading {options.model} ...", err=True)
-    from memserve.runtime.build import build_engine
+    from memserve.host.build import build_engine
 
     with shown("loading"):
         engine, loaded = build_engine(options)

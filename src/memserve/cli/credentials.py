@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from memserve.errors import UserError
-from memserve.runtime.meta_etcd import EtcdAccess
-from memserve.runtime.private_files import Followed, GivenKeys, follow_secret, read_private
-from memserve.runtime.private_files import read_secret as read_secret
+from memserve.base.errors import UserError
+from memserve.journal.etcd import EtcdAccess
+from memserve.system.secrets import Followed, GivenKeys, follow_secret, read_private
+from memserve.system.secrets import read_secret as read_secret
 
 if TYPE_CHECKING:
-    from memserve.api.tls import Tls
+    from memserve.api.http.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def tls_of(cert: Path | None, key: Path | None) -> Tls | None:
         raise UserError(
             "TLS needs a certificate and its key", hint="give both --tls-cert and --tls-key", param="tls_cert"
         )
-    from memserve.api.tls import Tls  # not before: it loads the server
+    from memserve.api.http.tls import Tls  # not before: it loads the server
 
     return Tls(cert, key)
 

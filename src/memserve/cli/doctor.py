@@ -17,14 +17,14 @@ from typing import Annotated
 
 import typer
 
+from memserve.base.config import DEFAULT_MODEL
+from memserve.base.deployment import read_folders
+from memserve.base.errors import UserError
+from memserve.base.units import GIB, MIB, human_bytes
 from memserve.cli import credentials
-from memserve.cli import options as opt
-from memserve.cli.findings import Finding, Status, print_finding
-from memserve.config import DEFAULT_MODEL
-from memserve.errors import UserError
-from memserve.runtime.memory import available_memory_bytes
-from memserve.store_options import read_folders
-from memserve.units import GIB, MIB, human_bytes
+from memserve.cli import flags as opt
+from memserve.cli.output import Finding, Status, print_finding
+from memserve.system.memory import available_memory_bytes
 
 PYTHON_MIN = (3, 11)
 MEMORY_NEED_BYTES = int(1.2 * GIB)
@@ -101,10 +101,10 @@ def check_machine() -> Iterator[Finding]:
 
 def check_memory_bound(model: str) -> Iterator[Finding]:
     """The most resident memory of one instance of the model, with default options: see docs/concepts/MEMORY.md."""
-    from memserve.config import EngineOptions
+    from memserve.base.config import EngineOptions
+    from memserve.base.types import KVGeometry
     from memserve.model.loading.sources import resolve_source
-    from memserve.runtime.memory import memory_bound, sizes_from_config
-    from memserve.types import KVGeometry
+    from memserve.system.memory import memory_bound, sizes_from_config
 
     bundled = model.lower() in ("default", DEFAULT_MODEL.lower())
     if not bundled and not (Path(model).expanduser() / "config.json").is_file():

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from memserve import __version__
-from memserve.cli.findings import Finding, Status
+from memserve.base.errors import UserError
+from memserve.base.types import Role
+from memserve.cli.output import Finding, Status
 from memserve.cli.watch import Samples
-from memserve.errors import UserError
-from memserve.mempool.identity import secrets_in
-from memserve.runtime.links.knock import Knock, knock
-from memserve.runtime.links.nixl_agent import nixl_is_installed
-from memserve.runtime.private_files import read_secret
-from memserve.types import Role
+from memserve.kv.identity import secrets_in
+from memserve.system.secrets import read_secret
+from memserve.transport.links.nixl_agent import nixl_is_installed
+from memserve.transport.probe import ProbeResult, knock
 
 CALL_S = 10.0
 KNOCK_S = 3.0
@@ -29,8 +29,8 @@ _LOG = "the router's log has the reason, by name"
 
 _COUNTS = (
     ("joins refused", "router_members_refused_total", "an instance has another model, dtype, block size or version"),
-    ("messages refused", "router_letters_malformed_total", "processes of several versions share this cluster"),
-    ("strangers", "router_strangers_total", "a process has another cluster secret, or is no member at all"),
+    ("messages refused", "router_messages_malformed_total", "processes of several versions share this cluster"),
+    ("strangers", "router_handshakes_failed_total", "a process has another cluster secret, or is no member at all"),
     ("members lost", "router_members_died_total", "look for the kernel's out-of-memory killer, and for the network"),
     ("damaged KV", "instance_checksum_mismatches_total", "check the network cards and the memory of these hosts"),
     ("failed reads of KV", "instance_pulls_failed_total", "its instance's log names the member and the cause"),
@@ -86,14 +86,16 @@ def examine_port(join: str, secret_file: Path | None) -> Iterator[Finding]:
     secrets = secrets_in(text) or (text,)
     for address in join.split(","):
         found = [knock(f"tcp://{address}", secret, KNOCK_S) for secret in secrets]
-        match next((one for one in (Knock.LET_IN, Knock.TURNED_AWAY) if one in found), Knock.SILENT):
-            case Knock.LET_IN:
-                which = f"line {found.index(Knock.LET_IN) + 1} of the secrets" if len(secrets) > 1 else "the secret"
+        match next((one for one in (ProbeResult.LET_IN, ProbeResult.TURNED_AWAY) if one in found), ProbeResult.SILENT):
+            case ProbeResult.LET_IN:
+                which = (
+                    f"line {found.index(ProbeResult.LET_IN) + 1} of the secrets" if len(secrets) > 1 else "the secret"
+                )
                 yield Finding("cluster port", Status.OK, f"{address} takes {which}")
-            case Knock.TURNED_AWAY:
+            case ProbeResult.TURNED_AWAY:
                 hint = "give the file that the routers were given; it must be the same for all members"
                 yield Finding("cluster port", Status.FAIL, f"{address} refuses the secret of {secret_file}", hint)
-            case Knock.SILENT:
+            case ProbeResult.SILENT:
                 hint = "is a router there, and do firewalls and network policies let this host reach its port?"
                 yield Finding("cluster port", Status.FAIL, f"nothing answers at {address}", hint)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
 
 from memserve import __version__
-from memserve.errors import InvariantError, UserError
+from memserve.base.errors import InvariantError, UserError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -19,9 +20,12 @@ _ClickException: type = typer.BadParameter.__mro__[2]
 """What typer raises for a wrong command line. It has no public name since typer bundles its own click."""
 
 _COMMANDS = (
-    "serve", "engine", "instance", "router", "store", "scale", "chat", "top", "explain", "trees", "ui", "doctor",
-    "profile", "bench", "sim",
+    "serve", "engine", "instance", "router", "store", "scale", "chat", "top", "explain", "trees", "doctor", "profile",
 )  # fmt: skip
+_GROUP = "memserve.commands"
+"""Entry points of other distributions: each is a command, or a group of commands (``typer.Typer``)."""
+_LAB = ("ui", "bench", "sim")
+"""Commands of ``memserve-lab``: named here so that a hint can say what to install."""
 
 
 def command_line(word: str | None = None) -> typer.Typer:
@@ -35,35 +39,40 @@ def command_line(word: str | None = None) -> typer.Typer:
     )
     app.callback()(_root)
     app.command()(version)
+    if word in _LAB:
+        _add_installed(app, word)
+        return app
     for name in [word] if word in _COMMANDS else _COMMANDS:
         _add(app, name)
+    if word not in _COMMANDS:
+        _add_installed(app)
     return app
 
 
 def _add(app: typer.Typer, name: str) -> None:
     match name:
         case "serve":
-            from memserve.cli.serve import serve
+            from memserve.cli.cluster.serve import serve
 
             app.command()(serve)
         case "engine":
-            from memserve.cli import engine
+            from memserve.cli.cluster import fleet as engine
 
             app.add_typer(engine.app, name=name)
         case "instance":
-            from memserve.cli.instance import instance
+            from memserve.cli.cluster.instance import instance
 
             app.command()(instance)
         case "router":
-            from memserve.cli.router import router
+            from memserve.cli.cluster.router import router
 
             app.command()(router)
         case "store":
-            from memserve.cli import store
+            from memserve.cli.cluster import store
 
             app.add_typer(store.app, name=name)
         case "scale":
-            from memserve.cli.on_ray import scale
+            from memserve.cli.cluster.ray import scale
 
             app.command()(scale)
         case "chat":
@@ -74,10 +83,6 @@ def _add(app: typer.Typer, name: str) -> None:
             from memserve.cli import watch
 
             app.command()(getattr(watch, name))
-        case "ui":
-            from memserve.cli.ui import ui
-
-            app.command()(ui)
         case "doctor":
             from memserve.cli.doctor import doctor
 
@@ -86,14 +91,20 @@ def _add(app: typer.Typer, name: str) -> None:
             from memserve.cli.profile import profile
 
             app.command()(profile)
-        case "bench":
-            from memserve.cli import bench
 
-            app.add_typer(bench.app, name=name)
-        case "sim":
-            from memserve.cli import sim
 
-            app.add_typer(sim.app, name=name)
+def _add_installed(app: typer.Typer, word: str | None = None) -> None:
+    """Commands of other distributions: all, or ``word``. Looked for only where no own command is meant: reading what is
+    installed takes longer than most commands need to start."""
+    entries = [entry for entry in entry_points(group=_GROUP) if word in (None, entry.name)]
+    if word is not None and not entries:
+        raise UserError(f"'memserve {word}' is a command of memserve-lab", hint='pip install "memserve[lab]"')
+    for entry in entries:
+        command = entry.load()
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=entry.name)
+        else:
+            app.command(entry.name)(command)
 
 
 def version() -> None:

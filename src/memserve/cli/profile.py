@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memserve.cli import options as opt
-from memserve.cli.progress import shown
-from memserve.config import EngineOptions
-from memserve.errors import UserError
-from memserve.types import check_link
-from memserve.units import MIB, NS_PER_MS, NS_PER_S, NS_PER_US, human_bytes
+from memserve.base.config import EngineOptions
+from memserve.base.errors import UserError
+from memserve.base.types import check_link
+from memserve.base.units import MIB, NS_PER_MS, NS_PER_S, NS_PER_US, human_bytes
+from memserve.cli import flags as opt
+from memserve.cli.output import shown
 
 if TYPE_CHECKING:
-    from memserve.policy.costs import Quality
-    from memserve.runtime.profile_store import Profile
-    from memserve.types import KVGeometry
+    from memserve.base.types import KVGeometry
+    from memserve.host.profile_file import Profile
+    from memserve.kv.costs import Quality
 
 RATIO_STEPS = 40
 BUSY_ERROR = 0.12
@@ -52,8 +52,8 @@ def profile(
     """Measure prefill, decode, swap and transfer on this machine, and fit the cost model that decides between them."""
     if plot is not None:
         require_matplotlib()
-    from memserve.runtime.process import CpuWatch, busy_note, watched
-    from memserve.runtime.profile_store import profile_values
+    from memserve.host.profile_file import profile_values
+    from memserve.system.process import CpuWatch, busy_note, watched
 
     if (note := busy_note(watched())) is not None:
         _tell(f"warning: {note}")
@@ -65,7 +65,7 @@ def profile(
     values["others_cores"] = None if others_cores is None else round(others_cores, 2)
     values["busy"] = busy_note(others_cores) or _distrust(found)
     if save and (even_if_busy or values["busy"] is None):
-        from memserve.runtime.profile_store import save_profile
+        from memserve.host.profile_file import save_profile
 
         save_profile(path, values)
         values["saved"] = str(path)
@@ -82,7 +82,7 @@ def _distrust(found: Profile) -> str | None:
 
 
 def _measure(options: EngineOptions, seconds: float, link: str) -> tuple[Profile, KVGeometry, Path]:
-    from memserve.runtime.profile import (
+    from memserve.host.profile import (
         LINKS,
         SHARES,
         TRUSTED_LINKS,
@@ -91,7 +91,7 @@ def _measure(options: EngineOptions, seconds: float, link: str) -> tuple[Profile
         open_profiler,
         with_transfers,
     )
-    from memserve.runtime.profile_store import machine_name, model_name, profile_path
+    from memserve.host.profile_file import machine_name, model_name, profile_path
 
     _tell(f"loading {options.model} ...")
     with shown("loading"):
@@ -110,7 +110,7 @@ def _measure(options: EngineOptions, seconds: float, link: str) -> tuple[Profile
 
 
 def _text(found: Profile, geometry: KVGeometry, values: dict[str, Any]) -> list[str]:
-    from memserve.runtime.profile_store import EXAMPLE_TOKENS
+    from memserve.host.profile_file import EXAMPLE_TOKENS
 
     costs = found.costs
     lines = [f"{values['model']}", f"on {values['machine']}", ""]

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from memserve.errors import UserError
-from memserve.units import human_bytes
+from memserve.base.errors import UserError
+from memserve.base.units import human_bytes
 
 CALL_S = 10.0
 BAR_CHARS = 24
@@ -40,13 +40,13 @@ def top(
     live = sys.stdout.isatty() and not once
     before: Snapshot | None = None
     while True:
-        now = _get(url, "/snapshot", api_key)
+        latest = _get(url, "/snapshot", api_key)
         size = shutil.get_terminal_size()
-        lines = [line[: size.columns] if live else line for line in overview(now, before)]
+        lines = [line[: size.columns] if live else line for line in overview(latest, before)]
         typer.echo((_HOME_AND_CLEAR if live else "") + "\n".join(lines[: size.lines - 1] if live else lines))
         if not live:
             return
-        before = now
+        before = latest
         time.sleep(interval_s)
 
 
@@ -91,60 +91,64 @@ class Samples:
 
 def overview(snapshot: Snapshot, before: Snapshot | None) -> list[str]:
     """The lines of ``memserve top``. Rates are those since ``before``; ``None``: since the start there are none."""
-    now, last = Samples(snapshot), Samples(before) if before is not None else None
+    latest, last = Samples(snapshot), Samples(before) if before is not None else None
     lines = [f"{snapshot['model']}, memserve {snapshot['version']}"]
     if snapshot["viewer"]["sees_cluster"]:
-        lines += [*_traffic(now, last), "", *_members(snapshot, now)]
+        lines += [*_traffic(latest, last), "", *_members(snapshot, latest)]
     else:
         lines.append("the cluster's figures need the key of /metrics; these are your own")
     lines += ["", *_requests("in flight", snapshot["live"]), *_requests("ended lately", snapshot["recent"][:10])]
     return lines
 
 
-def _traffic(now: Samples, last: Samples | None) -> Iterator[str]:
-    cached, prompts = now.total("cached_prompt_tokens_total"), now.total("prompt_tokens_total")
+def _traffic(latest: Samples, last: Samples | None) -> Iterator[str]:
+    cached, prompts = latest.total("cached_prompt_tokens_total"), latest.total("prompt_tokens_total")
     line = f"KV from the cache: {_share(cached, prompts)} of {prompts:,.0f} prompt tokens"
-    seen, new = now.total("router_seen_prompt_tokens_total"), now.total("router_new_prompt_tokens_total")
+    seen, new = latest.total("router_seen_prompt_tokens_total"), latest.total("router_new_prompt_tokens_total")
     if seen:
         line += f"; an unlimited cache: {_share(max(0.0, seen - new), seen)} of {seen:,.0f}"
     yield line
-    running = "router_requests_live" if now.has("router_requests_live") else "sequences_running"
-    line = f"requests: {now.total(running):,.0f} in flight, {now.total('gate_waiting'):,.0f} wait for admission"
-    if last is not None and now.time_ms > last.time_ms:
+    running = "router_requests_live" if latest.has("router_requests_live") else "sequences_running"
+    line = (
+        f"requests: {latest.total(running):,.0f} in flight, {latest.total('admission_waiting'):,.0f} wait for admission"
+    )
+    if last is not None and latest.time_ms > last.time_ms:
         names = ("prompt_tokens_total", "generated_tokens_total")
-        rates = [(now.total(name) - last.total(name)) * 1000 / (now.time_ms - last.time_ms) for name in names]
+        rates = [(latest.total(name) - last.total(name)) * 1000 / (latest.time_ms - last.time_ms) for name in names]
         line += f"; {rates[0]:,.0f} prompt tokens and {rates[1]:,.0f} generated a second"
     yield line
-    for labels, wanted in now.rows("scaling_wanted"):
-        more, fewer = (now.total("scaling_decisions_total", **labels, **{"for": way}) for way in ("more", "fewer"))
+    for labels, wanted in latest.rows("scaling_wanted"):
+        more, fewer = (latest.total("scaling_decisions_total", **labels, **{"for": way}) for way in ("more", "fewer"))
         yield f"scaling: {wanted:.0f} {labels['role']} wanted; {more:.0f} times more, {fewer:.0f} times fewer so far"
     for objective in ("ttft", "tpot"):
-        name = "instance_objectives_total" if now.has("instance_objectives_total") else "objectives_total"
-        met = now.total(name, objective=objective, result="met")
-        every = met + now.total(name, objective=objective, result="missed")
+        name = "instance_objectives_total" if latest.has("instance_objectives_total") else "objectives_total"
+        met = latest.total(name, objective=objective, result="met")
+        every = met + latest.total(name, objective=objective, result="missed")
         if every:
             yield f"{objective} objective: kept by {_share(met, every)} of {every:,.0f}"
 
 
-def _members(snapshot: Snapshot, now: Samples) -> Iterator[str]:
+def _members(snapshot: Snapshot, latest: Samples) -> Iterator[str]:
     if not snapshot["members"]:
-        yield from _tiers("engine", now, "pool_blocks", {})
+        yield from _tiers("engine", latest, "pool_blocks", {})
     for member in snapshot["members"]:
         name, state = member["name"], "" if member["state"] == "live" else f", {member['state']}"
         if member["role"] == "store":
-            used, whole = (now.total(f"store_memory{part}_bytes", store=name) for part in ("_used", ""))
+            used, whole = (latest.total(f"store_memory{part}_bytes", store=name) for part in ("_used", ""))
             yield f"{name} (store{state})  memory {_bar(used, 0, whole)} {human_bytes(int(used))}"
             continue
         of = {"instance": name}
-        running, waiting = (now.total(f"instance_{what}", **of) for what in ("sequences_running", "requests_waiting"))
+        running, waiting = (
+            latest.total(f"instance_{what}", **of) for what in ("sequences_running", "requests_waiting")
+        )
         yield f"{name} ({member['role']}{state})  {running:.0f} running, {waiting:.0f} waiting"
-        yield from _tiers("", now, "instance_blocks", of)
+        yield from _tiers("", latest, "instance_blocks", of)
 
 
-def _tiers(title: str, now: Samples, metric: str, of: dict[str, str]) -> Iterator[str]:
+def _tiers(title: str, latest: Samples, metric: str, of: dict[str, str]) -> Iterator[str]:
     for tier in ("hbm", "dram"):
         states = ("held", "used", "cached", "free")
-        counts = {state: now.total(metric, tier=tier, state=state, **of) for state in states}
+        counts = {state: latest.total(metric, tier=tier, state=state, **of) for state in states}
         held, cached = counts["held"] + counts["used"], counts["cached"]
         whole = held + cached + counts["free"]
         if whole:

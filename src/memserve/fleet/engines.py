@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from memserve.cluster.loads import LoadTable
-from memserve.cluster.trees import Trees
-from memserve.config import ClusterConfig
-from memserve.errors import check
-from memserve.fleet.kv_feed import Hash, KvFeed
-from memserve.fleet.words import (
+from memserve.base.config import ClusterConfig
+from memserve.base.errors import check
+from memserve.base.types import Role
+from memserve.base.units import NS_PER_S
+from memserve.fleet.kv_events import EngineKvFeed, Hash
+from memserve.fleet.messages import (
     Abort,
-    AskReplay,
     EngineAnswered,
     EngineGone,
     EngineLeft,
@@ -21,14 +20,15 @@ from memserve.fleet.words import (
     EngineSpec,
     EngineView,
     FleetAction,
-    KvHeard,
+    KvReceived,
     PromptSpace,
     ReplayEnded,
+    RequestReplay,
 )
-from memserve.mempool.identity import namespace_id
-from memserve.messages import Load
-from memserve.types import Role
-from memserve.units import NS_PER_S
+from memserve.kv.identity import namespace_id
+from memserve.protocol.peers import Load
+from memserve.router.members.loads import LoadTable
+from memserve.router.placement.prefix_directory import Trees
 
 TEXT_BLOCK = 32
 """Numbers in a block of a prompt in ``PromptSpace.TEXT``: 128 bytes."""
@@ -42,12 +42,12 @@ a batch that was lost with none behind it shows no gap."""
 
 
 @dataclass(slots=True)
-class Engine:
+class FleetEngine:
     """One engine."""
 
     spec: EngineSpec
     number: int
-    feed: KvFeed | None
+    feed: EngineKvFeed | None
     view: EngineView
     """Its totals."""
     is_open: bool = False
@@ -114,7 +114,7 @@ class Engines:
         """``act`` takes what is to be done."""
         self._dead_after_ns, self._loads, self._trees, self._act = config.dead_after_ns, loads, trees, act
         self._key = identity_key
-        self._by_name: dict[str, Engine] = {}
+        self._by_name: dict[str, FleetEngine] = {}
         for spec in specs:
             self.join(spec)
 
@@ -123,7 +123,7 @@ class Engines:
         check(spec.name not in self._by_name, "{} is named twice", spec.name)
         taken = {engine.number for engine in self}
         number = next(at for at in range(len(taken) + 1) if at not in taken)
-        engine = self._by_name[spec.name] = Engine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
+        engine = self._by_name[spec.name] = FleetEngine(spec, number, None, EngineView(spec.name, spec.kind, up=False))
         if spec.events:
             engine.feed = self._feed(engine, self._key)
         self._trees.enter(number, publishes=bool(spec.events))
@@ -137,7 +137,7 @@ class Engines:
         self.close(engine, "it leaves")
         self.let_go(engine)
 
-    def let_go(self, engine: Engine) -> None:
+    def let_go(self, engine: FleetEngine) -> None:
         """It is gone, if it leaves and its last request has ended."""
         if engine.is_leaving and not engine.attempts:
             del self._by_name[engine.name]
@@ -145,50 +145,50 @@ class Engines:
             self._loads.leave(engine.number)
             self._act(EngineGone(engine.name))
 
-    def _feed(self, engine: Engine, key: bytes) -> KvFeed:
+    def _feed(self, engine: FleetEngine, key: bytes) -> EngineKvFeed:
         def root(block_tokens: int) -> bytes:
             return namespace_id("", fingerprint_of(engine.base_model, PromptSpace.TOKENS, block_tokens), key)
 
-        return KvFeed(engine.number, self._trees.directory, key, root, bool(engine.spec.replay))
+        return EngineKvFeed(engine.number, self._trees.directory, key, root, bool(engine.spec.replay))
 
-    def __iter__(self) -> Iterator[Engine]:
+    def __iter__(self) -> Iterator[FleetEngine]:
         return iter(self._by_name.values())
 
     # -- health and load
 
-    def _open(self, engine: Engine) -> None:
+    def _open(self, engine: FleetEngine) -> None:
         engine.is_open = True
         self._loads.enter(engine.number, Role.COLOCATED, CONTEXT_MAX, 0)
 
-    def close(self, engine: Engine, reason: str) -> None:
+    def close(self, engine: FleetEngine, reason: str) -> None:
         """It takes no new requests until it answers again."""
         engine.is_open, engine.reason = False, reason
         self._loads.close(engine.number)
 
-    def answered(self, event: EngineAnswered, now: int) -> None:
+    def answered(self, event: EngineAnswered, now_ns: int) -> None:
         """It is well."""
         engine, report = self._by_name[event.name], event.report
         known, engine.report = engine.report, report
-        engine.answered_ns, engine.reason = now, ""
+        engine.answered_ns, engine.reason = now_ns, ""
         if engine.feed is not None and (known.started_s, known.models) != (report.started_s, report.models):
             engine.feed.restarted()
         was_open = engine.is_open or engine.is_leaving
         if not was_open:
             self._open(engine)
-        is_quiet = engine.unheard_ns is not None and now - engine.unheard_ns >= LISTEN_AGAIN_NS
+        is_quiet = engine.unheard_ns is not None and now_ns - engine.unheard_ns >= LISTEN_AGAIN_NS
         if not was_open or is_quiet:
-            engine.unheard_ns = now if engine.attempts else None
+            engine.unheard_ns = now_ns if engine.attempts else None
             if engine.feed is not None and engine.spec.replay:
                 self._ask_replay(engine, engine.feed.expected)
         if report.running is not None:
             self._loads.heartbeat(engine.number, _load_of(report, report.running))
 
-    def missed(self, event: EngineMissed, now: int) -> None:
+    def missed(self, event: EngineMissed, now_ns: int) -> None:
         """It did not answer. An engine that refuses may still finish what it has; a silent one is given up."""
         engine = self._by_name[event.name]
         if event.refuses:
             self.close(engine, event.reason)
-        elif now - max(engine.answered_ns, event.heard_ns) >= self._dead_after_ns:
+        elif now_ns - max(engine.answered_ns, event.heard_ns) >= self._dead_after_ns:
             self.close(engine, event.reason)
             for request_id in engine.attempts:
                 self._act(Abort(request_id, engine.name, f"it has fallen silent: {event.reason}"))
@@ -196,14 +196,14 @@ class Engines:
     # -- KV events
 
     def counts(self, name: str) -> dict[Hash, tuple[int, int]]:
-        """What it has published and not removed, as :meth:`KvFeed.counts` tells it."""
+        """What it has published and not removed, as :meth:`EngineKvFeed.counts` tells it."""
         feed = self._by_name[name].feed
         return feed.counts() if feed is not None else {}
 
-    def heard(self, event: KvHeard, now: int) -> None:
+    def heard(self, event: KvReceived, now_ns: int) -> None:
         """A batch of its KV events."""
         engine = self._by_name[event.name]
-        feed, engine.unheard_ns = engine.feed, now
+        feed, engine.unheard_ns = engine.feed, now_ns
         if feed is None:
             return
         try:
@@ -225,16 +225,16 @@ class Engines:
         if first is not None or is_old:
             self._ask_replay(engine, feed.expected)
 
-    def _ask_replay(self, engine: Engine, first: int) -> None:
+    def _ask_replay(self, engine: FleetEngine, first: int) -> None:
         """One replay at a time."""
         if engine.is_repeating:
             engine.asks_again = True
             return
         engine.is_repeating = True
-        self._act(AskReplay(engine.name, first))
+        self._act(RequestReplay(engine.name, first))
 
 
-def team_of(engines: list[Engine], *, splits: bool, is_computed: bool) -> list[Engine]:
+def team_of(engines: list[FleetEngine], *, splits: bool, is_computed: bool) -> list[FleetEngine]:
     """Those of ``engines`` (not empty) that may do the next part of a request. ``splits``: its prompt is worth a second
     engine; ``is_computed``: it was computed already.
 

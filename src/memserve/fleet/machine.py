@@ -16,20 +16,16 @@ Where engines have roles, a long prompt that none has cached is computed first b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from memserve.cluster.admission import AdmissionController, Rejection
-from memserve.cluster.loads import Charge, LoadTable, Work
-from memserve.cluster.outbox import Timers
-from memserve.cluster.registry import Registry
-from memserve.cluster.report import AdmissionStats, Counters
-from memserve.cluster.requests import RequestState
-from memserve.cluster.trees import Trees
-from memserve.config import ClusterConfig
-from memserve.errors import check
-from memserve.fleet.engines import CONTEXT_MAX, Engine, Engines, fingerprint_of, team_of
-from memserve.fleet.kv_feed import Hash
-from memserve.fleet.words import (
+from memserve.base.config import ClusterConfig
+from memserve.base.errors import check
+from memserve.base.types import Role
+from memserve.fleet.engines import CONTEXT_MAX, Engines, FleetEngine, fingerprint_of, team_of
+from memserve.fleet.kv_events import Hash
+from memserve.fleet.messages import (
     PREFILL_TOKENS,
     AnswerBegan,
     AnswerEnded,
@@ -42,9 +38,9 @@ from memserve.fleet.words import (
     EngineView,
     FleetAction,
     FleetEvent,
-    Forward,
+    ForwardRequest,
     GiveUp,
-    KvHeard,
+    KvReceived,
     Prefill,
     PromptArrived,
     PromptComputed,
@@ -52,12 +48,18 @@ from memserve.fleet.words import (
     ReplayEnded,
     TimePassed,
 )
-from memserve.mempool.identity import DEFAULT_KEY
-from memserve.policy.admission import on_terms
-from memserve.policy.candidates import Ask, Candidate, Route
-from memserve.policy.routing import POLICY
-from memserve.serving import RejectRequest
-from memserve.types import Role
+from memserve.kv.identity import DEFAULT_KEY
+from memserve.protocol.events import RejectRequest
+from memserve.router.admission.controller import AdmissionController, Rejection
+from memserve.router.admission.needs import on_terms
+from memserve.router.members.loads import Charge, LoadTable, Work
+from memserve.router.members.registry import Registry
+from memserve.router.outbox import Timers
+from memserve.router.placement.candidates import Ask, Candidate, Route
+from memserve.router.placement.prefix_directory import Trees
+from memserve.router.placement.routing import policy_named
+from memserve.router.report import AdmissionStats, Counters
+from memserve.router.requests.requests import RequestState
 
 RETRY_AFTER_S = 5.0
 """After which a client may ask again when no engine takes requests."""
@@ -70,7 +72,7 @@ class _Entry:
     state: RequestState
     model: str
     space: PromptSpace
-    engine: Engine | None = None
+    engine: FleetEngine | None = None
     charge: Charge | None = None
     failures: dict[str, AttemptFailed] = field(default_factory=dict)
     """By engine."""
@@ -96,84 +98,84 @@ class Fleet:
     ) -> None:
         """``prefill_tokens``: uncached tokens that are worth a second engine."""
         self.config, self._prefill_tokens = config, prefill_tokens
+        self._decide = policy_named(config.policy)
         self._timers, self._loads, self._actions = Timers(), LoadTable(), list[FleetAction]()
         self._trees = Trees(config, self._timers, Counters(), identity_key)
         self._admission = AdmissionController(config.admission, config.policy, Registry(), self._loads)
         self._entries: dict[str, _Entry] = {}
         self._engines = Engines(specs, config, self._loads, self._trees, self._actions.append, identity_key)
+        self._handlers = self._handlers_of_events()
 
     # -- the one mutator
 
-    def handle(self, event: FleetEvent, now: int) -> list[FleetAction]:
-        """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order."""
-        if isinstance(event, PromptArrived):
-            self._arrive(event, now)
-        elif isinstance(event, PromptComputed):
-            self._computed(event.request_id, now)
-        elif isinstance(event, AnswerBegan):
-            self._began(event.request_id)
-        elif isinstance(event, AnswerEnded):
-            self._ended(event, now)
-        elif isinstance(event, AttemptFailed):
-            self._failed(event, now)
-        elif isinstance(event, EngineAnswered):
-            self._engines.answered(event, now)
-        elif isinstance(event, EngineMissed):
-            self._engines.missed(event, now)
-        elif isinstance(event, KvHeard):
-            self._engines.heard(event, now)
-        elif isinstance(event, ReplayEnded):
-            self._engines.replay_ended(event)
-        elif isinstance(event, EngineJoined):
-            self._engines.join(event.spec)
-        elif isinstance(event, EngineLeft):
-            self._engines.leave(event)
-        else:
-            check(isinstance(event, TimePassed), f"unknown event {event!r}")
-        self._timers.run(now)
-        self._admit(now)
+    def _handlers_of_events(self) -> dict[type[FleetEvent], Callable[[Any, int], None]]:
+        """What each event leads to."""
+        engines = self._engines
+        return {
+            PromptArrived: self._arrive,
+            PromptComputed: lambda event, now_ns: self._computed(event.request_id, now_ns),
+            AnswerBegan: lambda event, _: self._began(event.request_id),
+            AnswerEnded: self._ended,
+            AttemptFailed: self._failed,
+            EngineAnswered: engines.answered,
+            EngineMissed: engines.missed,
+            KvReceived: engines.heard,
+            ReplayEnded: lambda event, _: engines.replay_ended(event),
+            EngineJoined: lambda event, _: engines.join(event.spec),
+            EngineLeft: lambda event, _: engines.leave(event),
+            TimePassed: lambda _event, _now_ns: None,
+        }
+
+    def handle(self, event: FleetEvent, now_ns: int) -> list[FleetAction]:
+        """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
+        handle = self._handlers.get(type(event))
+        check(handle is not None, "unknown event {!r}", event)
+        if handle is not None:
+            handle(event, now_ns)
+        self._timers.run(now_ns)
+        self._admit(now_ns)
         actions = self._actions.copy()
         self._actions.clear()
         return actions
 
     # -- requests
 
-    def _arrive(self, event: PromptArrived, now: int) -> None:
+    def _arrive(self, event: PromptArrived, now_ns: int) -> None:
         request = on_terms(event.request, self.config.admission)
         check(request.request_id not in self._entries, "{} is known", request.request_id)
-        state = RequestState(request, now)
+        state = RequestState(request, now_ns)
         entry = self._entries[request.request_id] = _Entry(state, event.model, event.space, may_split=event.may_split)
         if not self._open_for(entry):
-            self._give_up(entry, now)
+            self._give_up(entry, now_ns)
             return
-        rejection = self._admission.enqueue(state, now)
+        rejection = self._admission.enqueue(state, now_ns)
         if rejection is None:
-            self._admit(now)
+            self._admit(now_ns)
             if not self._admission.is_waiting(state):
                 return
             rejection = self._admission.overflow(state)
         if rejection is not None:
-            self._turn_away(rejection, now)
+            self._turn_away(rejection, now_ns)
         until_ns = self._admission.wait_until_ns(state)
         if until_ns is not None:
             self._timers.arm(until_ns, self._waited, request.request_id)
 
-    def _admit(self, now: int) -> None:
-        while not self._admission.is_idle(now) and (state := self._admission.admit(now)) is not None:
-            self._place(self._entries[state.request_id], now)
+    def _admit(self, now_ns: int) -> None:
+        while not self._admission.is_idle(now_ns) and (state := self._admission.admit(now_ns)) is not None:
+            self._place(self._entries[state.request_id], now_ns)
 
-    def _waited(self, request_id: str, now: int) -> None:
+    def _waited(self, request_id: str, now_ns: int) -> None:
         entry = self._entries.get(request_id)
-        rejection = self._admission.waited(entry.state, now) if entry is not None else None
+        rejection = self._admission.waited(entry.state, now_ns) if entry is not None else None
         if rejection is not None:
-            self._turn_away(rejection, now)
+            self._turn_away(rejection, now_ns)
 
-    def _turn_away(self, rejection: Rejection, now: int) -> None:
+    def _turn_away(self, rejection: Rejection, now_ns: int) -> None:
         request_id, reason = rejection.req.request_id, rejection.reason
         self._actions.append(RejectRequest(request_id, reason, rejection.retry_after_s, rejection.is_overload))
-        self._leave(self._entries[request_id], now)
+        self._leave(self._entries[request_id], now_ns)
 
-    def _open_for(self, entry: _Entry) -> list[Engine]:
+    def _open_for(self, entry: _Entry) -> list[FleetEngine]:
         """Engines that may be tried."""
         return [
             engine
@@ -181,10 +183,10 @@ class Fleet:
             if engine.is_open and entry.model in engine.report.models and engine.name not in entry.failures
         ]
 
-    def _place(self, entry: _Entry, now: int) -> None:
+    def _place(self, entry: _Entry, now_ns: int) -> None:
         engines = self._open_for(entry) if len(entry.failures) < self.config.attempts_max else []
         if not engines:
-            self._give_up(entry, now)
+            self._give_up(entry, now_ns)
             return
         identities = {engine.number: self._identities(entry, engine) for engine in engines}
         matches = {packed: self._trees.match(packed, len(self._loads)) for packed in set(identities.values())}
@@ -197,27 +199,27 @@ class Fleet:
         cached = max(candidate.matched_tokens for candidate in candidates.values())
         splits = entry.may_split and len(request.prompt) - cached >= self._prefill_tokens
         team = team_of(engines, splits=splits, is_computed=entry.is_computed)
-        route = POLICY[self.config.policy](ask, [candidates[engine.name] for engine in team], ())
+        route = self._decide(ask, [candidates[engine.name] for engine in team], ())
         chosen = next(engine for engine in team if engine.number == route.first.number)
         entry.is_computing = chosen.spec.role is Role.PREFILL and len(team) < len(engines)
-        self._dispatch(entry, chosen, route.first, now)
+        self._dispatch(entry, chosen, route.first, now_ns)
         self._actions.append(self._word(entry, chosen.name, route))
         by_events = entry.space is PromptSpace.TOKENS
-        self._trees.expect(chosen.number, identities[chosen.number], now, by_events=by_events)
+        self._trees.expect(chosen.number, identities[chosen.number], now_ns, by_events=by_events)
 
-    def _word(self, entry: _Entry, engine: str, route: Route) -> Prefill | Forward:
+    def _word(self, entry: _Entry, engine: str, route: Route) -> Prefill | ForwardRequest:
         request = entry.state.request
         if entry.is_computing:
             return Prefill(request.request_id, engine, route.reason)
         seen = entry.space, len(request.prompt), route.first.matched_tokens
-        return Forward(request.request_id, engine, route.reason, *seen)
+        return ForwardRequest(request.request_id, engine, route.reason, *seen)
 
-    def _identities(self, entry: _Entry, engine: Engine) -> bytes:
+    def _identities(self, entry: _Entry, engine: FleetEngine) -> bytes:
         request, block_tokens = entry.state.request, engine.block_tokens(entry.space)
         fingerprint = fingerprint_of(engine.report.models[entry.model], entry.space, block_tokens)
         return self._trees.identities(request.salt, fingerprint, request.prompt, block_tokens)
 
-    def _candidate(self, entry: _Entry, engine: Engine, blocks: int) -> Candidate:
+    def _candidate(self, entry: _Entry, engine: FleetEngine, blocks: int) -> Candidate:
         work, room = self._loads.work_of(engine.number), int(self._loads.room_blocks[engine.number])
         return Candidate(
             engine.number,
@@ -230,7 +232,7 @@ class Fleet:
             matched_tokens=blocks * engine.block_tokens(entry.space),
         )
 
-    def _dispatch(self, entry: _Entry, engine: Engine, chosen: Candidate, now: int) -> None:
+    def _dispatch(self, entry: _Entry, engine: FleetEngine, chosen: Candidate, now_ns: int) -> None:
         request = entry.state.request
         tokens, n = len(request.prompt), 1 if entry.is_computing else request.n
         work = Work(1 if entry.is_computed else max(1, tokens - chosen.matched_tokens), n, n * tokens)
@@ -243,16 +245,16 @@ class Fleet:
             matched_tokens=engine.view.matched_tokens + chosen.matched_tokens,
         )
         if engine.feed is not None and engine.unheard_ns is None:
-            engine.unheard_ns = now
+            engine.unheard_ns = now_ns
 
-    def _computed(self, request_id: str, now: int) -> None:
+    def _computed(self, request_id: str, now_ns: int) -> None:
         entry = self._entries.get(request_id)
         if entry is None or entry.engine is None or not entry.is_computing:
             return
         entry.engine.view = replace(entry.engine.view, prefills=entry.engine.view.prefills + 1)
         entry.may_split, entry.is_computed = False, True
         self._detach(entry)
-        self._place(entry, now)
+        self._place(entry, now_ns)
 
     def _began(self, request_id: str) -> None:
         entry = self._entries.get(request_id)
@@ -263,15 +265,15 @@ class Fleet:
         self._loads.discharge(entry.charge)
         entry.charge = self._loads.charge(entry.engine.number, computed)
 
-    def _ended(self, event: AnswerEnded, now: int) -> None:
+    def _ended(self, event: AnswerEnded, now_ns: int) -> None:
         entry = self._entries.get(event.request_id)
         if entry is None:  # it was rejected meanwhile
             return
         if event.is_cut and entry.engine is not None:
             entry.engine.view = replace(entry.engine.view, failed=entry.engine.view.failed + 1)
-        self._leave(entry, now)
+        self._leave(entry, now_ns)
 
-    def _failed(self, event: AttemptFailed, now: int) -> None:
+    def _failed(self, event: AttemptFailed, now_ns: int) -> None:
         entry = self._entries.get(event.request_id)
         if entry is None or entry.engine is None:
             return
@@ -283,9 +285,9 @@ class Fleet:
         if event.refuses:
             self._engines.close(engine, event.reason)
         self._detach(entry)
-        self._place(entry, now)
+        self._place(entry, now_ns)
 
-    def _give_up(self, entry: _Entry, now: int) -> None:
+    def _give_up(self, entry: _Entry, now_ns: int) -> None:
         failures = entry.failures
         if failures:
             last = list(failures.values())[-1]
@@ -298,7 +300,7 @@ class Fleet:
             reason = f"No engine with this model takes requests now: {reasons}"
             action = GiveUp(entry.state.request_id, 503, reason, RETRY_AFTER_S)
         self._actions.append(action)
-        self._leave(entry, now)
+        self._leave(entry, now_ns)
 
     def _detach(self, entry: _Entry) -> None:
         if entry.engine is not None and entry.charge is not None:
@@ -308,10 +310,10 @@ class Fleet:
         entry.engine = entry.charge = None
         entry.is_computing = False
 
-    def _leave(self, entry: _Entry, now: int) -> None:
+    def _leave(self, entry: _Entry, now_ns: int) -> None:
         self._detach(entry)
         del self._entries[entry.state.request_id]
-        self._admission.release(entry.state, now)
+        self._admission.release(entry.state, now_ns)
 
     # -- views
 

@@ -2,18 +2,20 @@
 
 ``machine.Instance`` runs requests; ``member.MemberMachine`` joins the cluster. Words that they share with the router's
 machine are in ``serving``, jobs on pages in ``kv_transfer.events``, those of grammars in ``grammar_events``.
+
+What an instance asks of its host for the grammars of answers, and what the host answers.
+
+The host builds grammars and computes masks where they can be stopped (:mod:`memserve.model.grammar.processes`); a
+simulator answers when it likes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memserve.instance.grammar_events import AwaitMask, BuildGrammar, ForgetGrammar, GrammarBuilt, MaskComputed
-from memserve.kv_transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.messages import AnyMessage, Load, Peer, PeerInfo
-from memserve.segments import Segment
-from memserve.serving import (
-    ClockTicked,
+from memserve.base.types import ClockTicked, CopyBlocks, SamplingParams, StopParams, Tier, TokenArray, TokenLogprobs
+from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
+from memserve.protocol.events import (
     EmitTokens,
     MessageArrived,
     PrefixPinned,
@@ -24,7 +26,52 @@ from memserve.serving import (
     Send,
     SequenceStopped,
 )
-from memserve.types import CopyBlocks, SamplingParams, StopParams, Tier, TokenArray, TokenLogprobs
+from memserve.protocol.messages import Segment
+
+GRAMMAR_FAILED = "the form that is asked of the answer is more than the grammar engine takes"
+"""The beginning of a row's reason when its own grammar cannot be followed, or of a request's."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildGrammar:
+    """Build a grammar beside the steps, and answer with ``GrammarBuilt``. Then slots may be opened with it."""
+
+    job_id: int
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetGrammar:
+    """No request has this grammar any more, whether it is built or still being built: stop what works on it."""
+
+    job_id: int
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitMask:
+    """Answer with ``MaskComputed`` as soon as it is known what may come next in a slot with a late draw."""
+
+    job_id: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarBuilt:
+    """The answer to ``BuildGrammar``."""
+
+    job_id: int
+    error: str = ""
+    """Why there is no such grammar. Empty: it is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskComputed:
+    """The answer to ``AwaitMask``: the next draw of the slot is not late, unless the slot has been given to another
+    sequence."""
+
+    job_id: int
+
 
 # -- what the device is asked for
 
@@ -285,108 +332,3 @@ Action = (
     RunStep | EmitTokens | RejectRequest | Send | SealPages | PullPages | CancelPulls | BuildGrammar | ForgetGrammar
     | AwaitMask | HoldSegment | DropSegment
 )  # fmt: skip
-
-# -- events of the member machine, beside MessageArrived and ClockTicked
-
-
-@dataclass(frozen=True, slots=True)
-class DrainAsked:
-    """The process wants to leave: finish what runs here, for ``patience_ns`` at most."""
-
-    patience_ns: int
-    why: str = ""
-    """For the log. Empty: nothing is logged."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRead:
-    """The answer to ``ReadLoad``: how busy the instance is."""
-
-    load: Load
-    next_event: int
-    """A change of the index before this one that the owner has not heard of was lost."""
-    stats: bytes = b""
-    followers: tuple[tuple[Peer, Load, int], ...] = ()
-    """What each router is told that is not the owner: the load with the totals of its link, and its ``next_event``."""
-    costs: bytes = b""
-    """What it has learnt of its costs (``CostModel.encode``). Empty: nothing yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reborn:
-    """The answer to ``BecomeNew``: the instance has dropped its work, and is ``info.peer`` from now on."""
-
-    info: PeerInfo
-
-
-# -- actions of the member machine, beside Send
-
-
-@dataclass(frozen=True, slots=True)
-class DialRouter:
-    """Send messages for ``router`` to ``address`` from now on. ``router.generation`` 0: any router at that address."""
-
-    router: Peer
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class MeetPeer:
-    """Exchange messages and pages with another member from now on."""
-
-    info: PeerInfo
-
-
-@dataclass(frozen=True, slots=True)
-class PartFromPeer:
-    """``peer`` is no member any more."""
-
-    peer: Peer
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """Hand a message to the instance machine."""
-
-    sender: Peer
-    message: AnyMessage
-
-
-@dataclass(frozen=True, slots=True)
-class ReadLoad:
-    """Answer with ``LoadRead`` soon: with the last one read where the instance is too busy."""
-
-    with_stats: bool
-
-
-@dataclass(frozen=True, slots=True)
-class BecomeNew:
-    """Drop all work, keep the cache, take a new generation, and answer with ``Reborn``."""
-
-    router: Peer
-    reason: str
-    generation_min: int
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A router has accepted the instance."""
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """The process may end: it has left the cluster, or no router accepts it."""
-
-    refused: str = ""
-    """Why the router refuses the instance. Empty: the instance left in order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """A line for the operator's log."""
-
-    text: str
-
-
-MemberEvent = MessageArrived | ClockTicked | DrainAsked | LoadRead | Reborn
-MemberAction = Send | DialRouter | MeetPeer | PartFromPeer | Deliver | ReadLoad | BecomeNew | Joined | Left | Notice

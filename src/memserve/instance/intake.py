@@ -8,21 +8,19 @@ from collections.abc import Sequence as Many
 import numpy as np
 from msgspec import structs
 
-from memserve.config import InstanceConfig
-from memserve.errors import UserError
-from memserve.instance.grammar_events import GRAMMAR_FAILED, GrammarBuilt
-from memserve.instance.grammar_waits import BUILD_NS, Wanted
-from memserve.instance.late_masks import MASK_NS, MASKS_NS
-from memserve.instance.remote_state import RemoteState
-from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause, Group, Phase, Sequence
-from memserve.messages import Dispatch, Peer
-from memserve.policy.capacity import impossible_reason
-from memserve.segments import RETRY_S
-from memserve.serving import RejectRequest
-from memserve.types import FinishReason, Request
-from memserve.units import NS_PER_MS, NS_PER_S
-from memserve.validation import check_request
+from memserve.base.config import InstanceConfig
+from memserve.base.errors import UserError
+from memserve.base.types import FinishReason, Request
+from memserve.base.units import NS_PER_MS, NS_PER_S
+from memserve.base.validation import check_request
+from memserve.instance.events import GRAMMAR_FAILED, GrammarBuilt
+from memserve.instance.scheduler.capacity import impossible_reason
+from memserve.instance.scheduler.grammar_waits import BUILD_NS, MASK_NS, MASKS_NS, Wanted
+from memserve.instance.scheduler.sequence import Cause, Group, Phase, RemoteState, Sequence
+from memserve.instance.scheduler.state import SchedulerState
+from memserve.protocol.events import RejectRequest
+from memserve.protocol.messages import RETRY_S, Dispatch
+from memserve.protocol.peers import Peer
 
 _TOO_SLOW = (
     f"what may come next was not known within {MASK_NS // NS_PER_S} s, or {MASKS_NS // NS_PER_S} s in all of the answer"
@@ -45,7 +43,7 @@ class RequestIntake:
 
     # -- coming
 
-    def refusal(self, request: Request, now: int) -> RejectRequest | None:
+    def refusal(self, request: Request, now_ns: int) -> RejectRequest | None:
         """Why ``request`` is rejected. None: it is accepted. Counts it either way."""
         state = self._state
         state.counters.requests += 1
@@ -55,7 +53,7 @@ class RequestIntake:
             reason = f"a request with the id {request.request_id!r} is still running"
         elif reason is None and self._is_full_for(request.tenant):
             reason = f"the queue is full: {len(state.waiting)} sequences wait"
-            retry_after_s = self._retry_after_s(now)
+            retry_after_s = self._retry_after_s(now_ns)
         elif reason is None and (late_ns := self._late_ns(request)) > 0:
             asked_ns = request.slo_ttft_ns or 0
             expected_s = (asked_ns + late_ns) / NS_PER_S
@@ -108,9 +106,9 @@ class RequestIntake:
         """The most that one sequence of ``request`` gets: what it asks for, or what the context has room for."""
         return min(request.stop.max_tokens, self._context - len(request.prompt))
 
-    def open(self, request: Request, now: int, deadline_ns: int | None) -> Group:
+    def open(self, request: Request, now_ns: int, deadline_ns: int | None) -> Group:
         """A group without sequences yet; ``deadline_ns`` is absolute."""
-        group = Group(request, self._arrivals, self.tokens_to_generate(request), now)
+        group = Group(request, self._arrivals, self.tokens_to_generate(request), now_ns)
         self._arrivals += 1
         self._state.open(group)
         if deadline_ns is not None:
@@ -142,10 +140,10 @@ class RequestIntake:
         self._state.outputs.append(sequence.ending(reason))
         self._state.finish(sequence, reason)
 
-    def _retry_after_s(self, now: int) -> float:
+    def _retry_after_s(self, now_ns: int) -> float:
         """The time that the head of a line has waited: an estimate of the time until a new request gets there."""
         since_ns = min(line[0].group.arrived_ns for line in self._state.waiting.lines)
-        return min(60.0, max(1.0, (now - since_ns) / NS_PER_S))
+        return min(60.0, max(1.0, (now_ns - since_ns) / NS_PER_S))
 
     # -- grammars
 
@@ -177,18 +175,18 @@ class RequestIntake:
         same = structs.replace(runs, prompt=order.request.prompt) == order.request
         return same and np.array_equal(runs.prompt, order.request.prompt)
 
-    def open_dispatch(self, order: Dispatch, me: Peer, now: int) -> Group | RejectRequest:
+    def open_dispatch(self, order: Dispatch, me: Peer, now_ns: int) -> Group | RejectRequest:
         """A group for ``order``, without sequences yet. What runs here may be a substitute of its request."""
         request = order.request
         if self.draining:
             return RejectRequest(request.request_id, "the instance is about to leave", 0.0)
-        refusal = self.refusal(request, now) or self._contradiction(order)
+        refusal = self.refusal(request, now_ns) or self._contradiction(order)
         if refusal is not None:
             return refusal
         if order.span is not None and self._has_part():
             return RejectRequest(request.request_id, "it has a part of another long sequence", RETRY_S)
-        remote = self._remote_state(order, me, now)
-        group = self.open(request if remote.original is None else _substitute(request), now, remote.deadline_ns)
+        remote = self._remote_state(order, me, now_ns)
+        group = self.open(request if remote.original is None else _substitute(request), now_ns, remote.deadline_ns)
         group.remote, group.span = remote, order.span
         return group
 
@@ -197,7 +195,7 @@ class RequestIntake:
         waited for elsewhere."""
         return any(group.span is not None for group in self._state.groups.values())
 
-    def _remote_state(self, order: Dispatch, me: Peer, now: int) -> RemoteState:
+    def _remote_state(self, order: Dispatch, me: Peer, now_ns: int) -> RemoteState:
         """A beam search leaves by a substitute, if it leaves at all."""
         request = order.request
         decode_at = None if order.decode_at is None or order.decode_at.name == me.name else order.decode_at
@@ -207,7 +205,7 @@ class RequestIntake:
             decode_at,
             order.transfer,
             order.return_kv,
-            None if order.deadline_in_ns is None else now + order.deadline_in_ns,
+            None if order.deadline_in_ns is None else now_ns + order.deadline_in_ns,
             request if request.beam_width and decode_at is not None else None,
             list(order.holders),
         )
@@ -242,15 +240,15 @@ class RequestIntake:
         if sequence is not None and sequence.out:
             self.finish_known(sequence, FinishReason.STOP)
 
-    def expire(self, now: int) -> None:
+    def expire(self, now_ns: int) -> None:
         """End all requests that have outlived their deadlines, or wait too long for their grammars or masks."""
-        for wanted in self._state.grammars.overdue(now):
+        for wanted in self._state.grammars.overdue(now_ns):
             self._grammar_ready(wanted, f"it was not built within {BUILD_NS // NS_PER_S} s")
-        for sequence in self._state.late_masks.overdue(now):
+        for sequence in self._state.late_masks.overdue(now_ns):
             if sequence.phase is not Phase.FINISHED:  # with another one of its request
                 self._state.finish_group(sequence.group, FinishReason.ERROR, f"{GRAMMAR_FAILED}: {_TOO_SLOW}")
         deadlines, groups = self._deadlines, self._state.groups
-        while deadlines and deadlines[0][0] <= now:
+        while deadlines and deadlines[0][0] <= now_ns:
             _, arrival, request_id = heapq.heappop(deadlines)
             group = groups.get(request_id)
             if group is not None and group.arrival == arrival:  # else it ended before

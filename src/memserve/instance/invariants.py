@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from memserve.errors import check
-from memserve.instance.batch import InflightPlan
-from memserve.instance.cluster_link import ClusterLink
-from memserve.instance.queues import RankedList, WaitingQueue
-from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Phase, Sequence
-from memserve.units import ceil_div
+from memserve.base.errors import check
+from memserve.base.units import ceil_div
+from memserve.instance.cluster.link import ClusterLink
+from memserve.instance.scheduler.batch import InflightPlan
+from memserve.instance.scheduler.sequence import Phase, Sequence
+from memserve.instance.scheduler.state import RankedList, SchedulerState, WaitingQueue
 
 _RUNNING = (Phase.PREFILLING, Phase.DECODING, Phase.IDLE)
 _HOLDING = (*_RUNNING, Phase.REMOTE_KV_READY)

@@ -1,6 +1,6 @@
 """The instance machine: requests and finished steps in, plans and tokens out.
 
-Synchronous and deterministic: one mutator, ``handle(event, now)``; no clock, no random source, no torch. The device
+Synchronous and deterministic: one mutator, ``handle(event, now_ns)``; no clock, no random source, no torch. The device
 works on up to ``steps_in_flight`` plans at once, strictly in order. That order is what makes everything else simple: a
 block freed after plan ``k`` was made may be used in plan ``k + 1``, a cache entry filled by plan ``k`` may be read in
 ``k + 1``, and a token sampled by plan ``k`` may be computed in ``k + 1`` before the machine has seen it.
@@ -12,27 +12,41 @@ With ``me`` the instance is a member of a cluster: it also hears messages, gives
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from msgspec import structs
 
-from memserve.config import InstanceConfig
-from memserve.errors import InvariantError, check
-from memserve.instance.batch import InflightPlan
-from memserve.instance.cluster_link import ClusterLink
-from memserve.instance.events import Action, Event, LayerFinished, LoadRead, RunStep, StepFailed, StepFinished
-from memserve.instance.grammar_events import GrammarBuilt, MaskComputed
+from memserve.base.config import InstanceConfig
+from memserve.base.errors import InvariantError, check
+from memserve.base.kv_layout import lower_page_bytes
+from memserve.base.types import ClockTicked, KVGeometry, NamedPrefix, Request, TokenOutput
+from memserve.base.units import NS_PER_MS, ceil_div
+from memserve.instance.cluster.link import ClusterLink
+from memserve.instance.events import (
+    Action,
+    Event,
+    GrammarBuilt,
+    LayerFinished,
+    MaskComputed,
+    RunStep,
+    StepFailed,
+    StepFinished,
+)
 from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
-from memserve.instance.layered import LayerPlacer
-from memserve.instance.memory import SequenceMemory
-from memserve.instance.objectives import Objectives
-from memserve.instance.pins import Pins
-from memserve.instance.planner import Planner
-from memserve.instance.results import StepResults
-from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Cause
-from memserve.instance.speculation import Speculation
+from memserve.instance.layerwise.budget import TPOT_NS, LayerBudget, LayerPolicy, LinkRate
+from memserve.instance.layerwise.placer import LayerPlacer
+from memserve.instance.scheduler.batch import InflightPlan
+from memserve.instance.scheduler.capacity import context_tokens, running_max
+from memserve.instance.scheduler.memory import Pins, SequenceMemory
+from memserve.instance.scheduler.planner import Planner
+from memserve.instance.scheduler.results import StepResults
+from memserve.instance.scheduler.sequence import Cause
+from memserve.instance.scheduler.slo import Objectives
+from memserve.instance.scheduler.speculation import Speculation
+from memserve.instance.scheduler.state import SchedulerState
 from memserve.instance.stats import (
     InstanceStats,
     MemoryReport,
@@ -41,14 +55,10 @@ from memserve.instance.stats import (
     memory_report,
     request_story,
 )
-from memserve.kv_transfer.events import PagesPulled, PagesSealed
-from memserve.mempool.pool import BlockPool
-from memserve.messages import Load, Peer
-from memserve.policy.capacity import context_tokens, running_max
-from memserve.policy.layers import TPOT_NS, LayerBudget, LayerPolicy, LinkRate
-from memserve.policy.learnt import PreemptionCosts, PreemptionModel
-from memserve.serving import (
-    ClockTicked,
+from memserve.kv.costs import PreemptionCosts, PreemptionModel
+from memserve.kv.pool import BlockPool
+from memserve.kv.transfer.events import PagesPulled, PagesSealed
+from memserve.protocol.events import (
     EmitTokens,
     MessageArrived,
     PrefixPinned,
@@ -57,9 +67,8 @@ from memserve.serving import (
     RequestCancelled,
     SequenceStopped,
 )
-from memserve.tiers import lower_page_bytes
-from memserve.types import KVGeometry, NamedPrefix, Request, TokenOutput
-from memserve.units import NS_PER_MS, ceil_div
+from memserve.protocol.member_events import LoadRead
+from memserve.protocol.peers import Load, Peer
 
 AHEAD_MAX_NS = 10 * NS_PER_MS
 """The next step is planned when the device is expected to finish its work within this time: early enough to keep it
@@ -115,53 +124,53 @@ class Instance:
             if geometry is None:
                 raise InvariantError("a member of a cluster must know the geometry of its KV")
             self.link = ClusterLink(self.state, self.intake, self.pins, config, geometry, me, self.load)
+        self._refusals: list[Action] = []  # of requests of this event
+        self._handlers = self._handlers_of_events()
 
     # -- the one mutator
 
-    def handle(self, event: Event, now: int) -> list[Action]:
-        """Take ``event`` into account at time ``now`` (ns) and say what is to be done, in order.
+    def _handlers_of_events(self) -> dict[type[Event], Callable[[Any, int], None]]:
+        """Of an instance with and without a cluster; what others bring goes to the link."""
+        intake = self.intake
+        return {
+            StepFinished: self._finish_step,
+            StepFailed: self._fail,
+            RequestArrived: lambda event, now_ns: self._arrive(event.request, now_ns),
+            RequestCancelled: lambda event, _: intake.cancel(event.request_id),
+            SequenceStopped: lambda event, _: intake.stop(event.request_id, event.index),
+            GrammarBuilt: lambda event, _: intake.grammar_built(event),
+            MaskComputed: lambda event, now_ns: self.state.late_masks.computed(event.job_id, now_ns),
+            PrefixPinned: self._pin,
+            PrefixUnpinned: lambda event, _: self.pins.unpin(_pin_name(event.handle, event.tenant)),
+            ClockTicked: lambda _event, _now_ns: None,
+        }
+
+    def handle(self, event: Event, now_ns: int) -> list[Action]:
+        """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order.
 
         Raises :class:`InvariantError` when the device's report does not fit the oldest plan under way.
         """
-        actions: list[Action] = []
         link = self.link
-        self.state.now = now
-        if isinstance(event, StepFinished):
-            self.results.apply(self._take_inflight(event.step_id, now), event)
-            if link is not None:
-                link.step_ended(event.step_id, now)
-        elif isinstance(event, RequestArrived):
-            self._arrive(event.request, now, actions)
-        elif isinstance(event, RequestCancelled):
-            self.intake.cancel(event.request_id)
-        elif isinstance(event, SequenceStopped):
-            self.intake.stop(event.request_id, event.index)
-        elif isinstance(event, StepFailed):
-            self._fail(event, now)
-        elif isinstance(event, GrammarBuilt):
-            self.intake.grammar_built(event)
-        elif isinstance(event, MaskComputed):
-            self.state.late_masks.computed(event.job_id, now)
-        elif isinstance(event, PrefixPinned):
-            name, until_ns = _pin_name(event.handle, event.tenant), now + event.ttl_ns
-            self.pins.pin(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
-        elif isinstance(event, PrefixUnpinned):
-            self.pins.unpin(_pin_name(event.handle, event.tenant))
+        self.state.now = now_ns
+        handle = self._handlers.get(type(event))
+        if handle is not None:
+            handle(event, now_ns)
         elif link is not None:
-            self._hear(link, event, now)
+            self._hear(link, event, now_ns)
         else:
-            check(isinstance(event, ClockTicked), "unknown event {!r}", event)
-        self.intake.expire(now)
-        self.pins.expire(now)
+            check(False, "unknown event {!r}", event)
+        actions, self._refusals = self._refusals, []
+        self.intake.expire(now_ns)
+        self.pins.expire(now_ns)
         if link is not None:
-            link.settle(now)
+            link.settle(now_ns)
             actions += link.segments.take_dropped()
-        self._plan(now, actions)
+        self._plan(now_ns, actions)
         actions += [*self.state.grammars.take_orders(), *self.state.late_masks.take_orders()]
         if outputs := self._take_outputs():
             actions += link.tell(outputs) if link is not None else [EmitTokens(outputs)]
         if link is not None:
-            link.conclude(actions, now)
+            link.conclude(actions, now_ns)
         else:
             self.pins.lost.clear()
         return actions
@@ -171,33 +180,33 @@ class Instance:
         return outputs
 
     @staticmethod
-    def _hear(link: ClusterLink, event: Event, now: int) -> None:
+    def _hear(link: ClusterLink, event: Event, now_ns: int) -> None:
         if isinstance(event, MessageArrived):
-            link.hear(event.sender, event.message, now)
+            link.hear(event.sender, event.message, now_ns)
         elif isinstance(event, LayerFinished):
             link.layer_finished(event.step_id, event.layer)
         elif isinstance(event, PagesSealed | PagesPulled):
-            link.pages_done(event, now)
+            link.pages_done(event, now_ns)
         else:
-            check(isinstance(event, ClockTicked), "unknown event {!r}", event)
+            check(False, "unknown event {!r}", event)
 
-    def _plan(self, now: int, actions: list[Action]) -> None:
+    def _plan(self, now_ns: int, actions: list[Action]) -> None:
         """Keep the device busy: as many plans as it may have, but none long before the device needs it. Plans come
         before outputs, which can wait."""
         inflight, link = self.inflight, self.link
         self._plan_at_ns = None
         while len(inflight) < self.config.scheduler.steps_in_flight:
-            if inflight and self._ends_ns - now > AHEAD_MAX_NS:
+            if inflight and self._ends_ns - now_ns > AHEAD_MAX_NS:
                 self._plan_at_ns = self._ends_ns - AHEAD_MAX_NS
                 return
             copies_only = link is not None and link.exchange.wants_plan
-            begins_ns = max(now, self._ends_ns) if inflight else now
-            made = self.planner.make(now, begins_ns, nothing_under_way=not inflight, copies_only=copies_only)
+            begins_ns = max(now_ns, self._ends_ns) if inflight else now_ns
+            made = self.planner.make(now_ns, begins_ns, nothing_under_way=not inflight, copies_only=copies_only)
             if made is None:
                 return
             plan, memo = made
             if link is not None:
-                link.planned(plan, now)
+                link.planned(plan, now_ns)
             self._ends_ns = begins_ns + self._expected_ns(memo)
             inflight.append(memo)
             actions.append(RunStep(plan))
@@ -205,32 +214,41 @@ class Instance:
     def _expected_ns(self, memo: InflightPlan) -> int:
         return self.state.costs.step_ns(memo.prefill_tokens, memo.decode_rows + len(memo.drafts), memo.prefill_pairs)
 
-    def _take_inflight(self, step_id: int, now: int) -> InflightPlan:
+    def _take_inflight(self, step_id: int, now_ns: int) -> InflightPlan:
         check(self.inflight, f"step {step_id} reported, but no plan is under way")
         oldest = self.inflight.popleft()
         check(oldest.step_id == step_id, f"step {step_id} reported, but {oldest.step_id} is the oldest under way")
-        self._ends_ns = now + sum(map(self._expected_ns, self.inflight))
+        self._ends_ns = now_ns + sum(map(self._expected_ns, self.inflight))
         return oldest
 
-    def _fail(self, event: StepFailed, now: int) -> None:
-        failed, link = self._take_inflight(event.step_id, now), self.link
+    def _fail(self, event: StepFailed, now_ns: int) -> None:
+        failed, link = self._take_inflight(event.step_id, now_ns), self.link
         if failed.void:
             self.results.fail(failed, [], event)
         else:
             self.pins.release_all()
-            lost = link.kv_lost(now) if link is not None else []
+            lost = link.kv_lost(now_ns) if link is not None else []
             self.results.fail(failed, list(self.inflight), event)
             if link is not None:
-                link.start_over(lost, now)
+                link.start_over(lost, now_ns)
         if link is not None:
-            link.step_ended(event.step_id, now)
+            link.step_ended(event.step_id, now_ns)
 
-    def _arrive(self, request: Request, now: int, actions: list[Action]) -> None:
-        refusal = self.intake.refusal(request, now)
+    def _finish_step(self, event: StepFinished, now_ns: int) -> None:
+        self.results.apply(self._take_inflight(event.step_id, now_ns), event)
+        if self.link is not None:
+            self.link.step_ended(event.step_id, now_ns)
+
+    def _pin(self, event: PrefixPinned, now_ns: int) -> None:
+        name, until_ns = _pin_name(event.handle, event.tenant), now_ns + event.ttl_ns
+        self.pins.pin(name, event.isolation, event.tokens, until_ns, tenant=event.tenant)
+
+    def _arrive(self, request: Request, now_ns: int) -> None:
+        refusal = self.intake.refusal(request, now_ns)
         if refusal is not None:
-            actions.append(refusal)
+            self._refusals.append(refusal)
         else:
-            self.intake.enqueue(self.intake.open(request, now, request.deadline_ns), Cause.ENQUEUED)
+            self.intake.enqueue(self.intake.open(request, now_ns, request.deadline_ns), Cause.ENQUEUED)
 
     def reborn(self, me: Peer) -> None:
         """The host joins again as ``me``, a new generation, after ``Expelled``: only the cache is left. Raises
@@ -299,14 +317,14 @@ class Instance:
         under_way = sum([plan.prefill_tokens for plan in self.inflight]) + link.fetches.tokens_to_compute()
         return structs.replace(load, prefill_tokens_queued=load.prefill_tokens_queued + under_way)
 
-    def reading(self, now: int) -> LoadRead:
-        """What a heartbeat tells at time ``now`` (ns), to the owner and to each follower."""
+    def reading(self, now_ns: int) -> LoadRead:
+        """What a heartbeat tells at time ``now_ns`` (ns), to the owner and to each follower."""
         load, link = self.load(), self.link
         if link is None:
             return LoadRead(load, 0)
-        followers = [(peer, told, link.news.for_heartbeat(peer, now)) for peer, told in link.routers.loads(load)]
+        followers = [(peer, told, link.news.for_heartbeat(peer, now_ns)) for peer, told in link.routers.loads(load)]
         costs = self.state.costs.told()
-        return LoadRead(load, link.news.for_heartbeat(link.router, now), costs=costs, followers=tuple(followers))
+        return LoadRead(load, link.news.for_heartbeat(link.router, now_ns), costs=costs, followers=tuple(followers))
 
     def stats(self) -> InstanceStats:
         """State now, and totals since the start."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from memserve.instance.cluster_link import ClusterLink
-from memserve.instance.layered_kv import LayerReport
-from memserve.instance.objectives import ObjectiveReport
-from memserve.instance.scheduler_state import SchedulerState
-from memserve.instance.sequence import Group
-from memserve.mempool.events import PoolReport
-from memserve.types import Tier
+from memserve.base.types import Tier
+from memserve.instance.cluster.link import ClusterLink
+from memserve.instance.layerwise.state import LayerReport
+from memserve.instance.scheduler.sequence import Group
+from memserve.instance.scheduler.slo import ObjectiveReport
+from memserve.instance.scheduler.state import SchedulerState
+from memserve.kv.events import PoolReport
 
 
 @dataclass(frozen=True, slots=True)
-class TierReport:
+class TierStats:
     """Blocks of one tier: ``total = free + used``; ``cached`` ones are used by the index alone."""
 
     blocks_total: int = 0
@@ -52,8 +52,8 @@ class InstanceStats:
     steps_failed: int = 0
     rows_failed: int = 0
     """Sequences that ended because their own row failed, and no other."""
-    hbm: TierReport = field(default_factory=TierReport)
-    dram: TierReport = field(default_factory=TierReport)
+    hbm: TierStats = field(default_factory=TierStats)
+    dram: TierStats = field(default_factory=TierStats)
     running_slots_tokens: int = 0
     """Token positions in the blocks that running sequences hold."""
     running_tokens: int = 0
@@ -271,9 +271,9 @@ def _layers(state: SchedulerState) -> LayerReport:
     )
 
 
-def _tier(pool: PoolReport, tier: Tier, block_bytes: int) -> TierReport:
+def _tier(pool: PoolReport, tier: Tier, block_bytes: int) -> TierStats:
     report = pool.by_tier[tier]
-    return TierReport(
+    return TierStats(
         blocks_total=report.blocks_total,
         blocks_free=report.blocks_free,
         blocks_cached=report.blocks_evictable,

@@ -20,10 +20,9 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from memserve.errors import UserError
-from memserve.integrations.jobs import Jobs
-from memserve.integrations.pool import EnginePool, PoolOptions
-from memserve.integrations.values import Value, name_in, namespace
+from memserve.base.errors import UserError
+from memserve.integrations.block_cache import CacheJobs
+from memserve.integrations.store_cache import EnginePool, PoolOptions, Value, name_in, namespace
 
 _THREADS = 4
 _TASKS_MAX = 256
@@ -37,14 +36,14 @@ class MemserveL2(L2AdapterInterface):
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         """``config``: LMCache's ``adapter_params``, the fields of :class:`PoolOptions`. Raises
-        :class:`memserve.errors.UserError` for what cannot be."""
+        :class:`memserve.base.errors.UserError` for what cannot be."""
         super().__init__()
         if not isinstance(config, Mapping):
             raise UserError("adapter_params is no object", hint='{"pool": "HOST:PORT"}', param="adapter_params")
         options = PoolOptions.of(config)
         self._prefix = namespace("lmcache", given=options.namespace)
         self._pool = EnginePool(options)
-        self._jobs = Jobs(_THREADS, _TASKS_MAX)
+        self._jobs = CacheJobs(_THREADS, _TASKS_MAX)
         self._events = {what: create_event_notifier() for what in ("store", "lookup", "load")}
         self._results: dict[str, dict[int, Any]] = {what: {} for what in self._events}
         self._lock = threading.Lock()

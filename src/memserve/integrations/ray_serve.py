@@ -20,19 +20,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from memserve.cli.cluster import READS, Asked, ClusterOptions, running_cluster
+from memserve.base.deployment import PlacementOptions, StoreOptions
+from memserve.base.errors import InvariantError, UserError
+from memserve.cli.cluster.members import READS, Asked, ClusterOptions, running_cluster
+from memserve.cli.cluster.ray import free_port, members_plan, plain_errors
+from memserve.cli.cluster.serve import app_of
 from memserve.cli.main import command_line
-from memserve.cli.on_ray import free_port, members_plan, plain_errors
-from memserve.cli.serve import app_of
-from memserve.errors import InvariantError, UserError
-from memserve.model.loading.adapter import read_adapters
-from memserve.placement import PlacementOptions
-from memserve.runtime.links.devices import with_port
-from memserve.runtime.private_files import followed
-from memserve.store_options import StoreOptions
+from memserve.model.loading.lora import read_adapters
+from memserve.system.secrets import followed
+from memserve.transport.network_devices import with_port
 
 if TYPE_CHECKING:
-    from memserve.types import Role
+    from memserve.base.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +142,7 @@ class Ending:
 def _cluster(asked: Asked, options: ClusterOptions) -> Iterator[ASGIApp]:
     import ray
 
-    from memserve.runtime.ray_actors import new_controller
+    from memserve.host.ray import new_controller
 
     http = asked.http
     node, secret = ray.util.get_node_ip_address(), followed(options.secret or secrets.token_urlsafe(32)).first

@@ -15,9 +15,8 @@ from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
-from memserve.errors import UserError
-from memserve.integrations.pool import EnginePool, PoolOptions
-from memserve.integrations.values import Piece, Value, name_in, namespace
+from memserve.base.errors import UserError
+from memserve.integrations.store_cache import EnginePool, Piece, PoolOptions, Value, name_in, namespace
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class MemserveHiCache(HiCacheStorage):
     """Loaded by SGLang, in each rank. Calls wait at most ``timeout_s`` each; what was not done by then is a miss."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
-        """Raises :class:`memserve.errors.UserError` for a configuration that cannot be."""
+        """Raises :class:`memserve.base.errors.UserError` for a configuration that cannot be."""
         extra = storage_config.extra_config or {}
         if storage_config.should_split_heads:
             hint = "leave tp_lcm_size out: engines of one store then have one --tp-size, or do not share KV"

@@ -22,9 +22,8 @@ from vllm.v1.kv_offload.file_mapper import FileMapper
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from memserve.integrations.jobs import Jobs
-from memserve.integrations.pool import EnginePool, PoolOptions
-from memserve.integrations.values import Value, name_in, namespace
+from memserve.integrations.block_cache import CacheJobs
+from memserve.integrations.store_cache import EnginePool, PoolOptions, Value, name_in, namespace
 
 _THREADS = 4
 _JOBS_MAX = 256
@@ -57,7 +56,7 @@ class MemserveTier(SecondaryTierManager):
         **options: Any,
     ) -> None:
         """``options``: the other keys of the tier's configuration, fields of :class:`PoolOptions`. Raises
-        :class:`memserve.errors.UserError` for what cannot be."""
+        :class:`memserve.base.errors.UserError` for what cannot be."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = Locality(locality) if locality is not None else None
         chosen = PoolOptions.of(options)
@@ -68,7 +67,7 @@ class MemserveTier(SecondaryTierManager):
         self._prefix = namespace("vllm-tier", given=chosen.namespace, **told)
         self._memory = np.frombuffer(primary_kv_view.cast("B"), np.uint8)
         self.pool = EnginePool(chosen)
-        self._jobs = Jobs(_THREADS, _JOBS_MAX)
+        self._jobs = CacheJobs(_THREADS, _JOBS_MAX)
         self._done: deque[tuple[Any, list[bool]]] = deque()
         self._lookups = _Lookups(self, tier_type)
 

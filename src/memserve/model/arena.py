@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve import _core
-from memserve.errors import check
-from memserve.tiers import AS_COMPUTED, lower_page_bytes
-from memserve.types import CopyBlocks, KVGeometry, Tier
-from memserve.units import MIB
+from memserve.base.errors import check
+from memserve.base.kv_layout import AS_COMPUTED, lower_page_bytes
+from memserve.base.types import CopyBlocks, KVGeometry, Tier
+from memserve.base.units import MIB
 
 Int32s = NDArray[np.int32]
 

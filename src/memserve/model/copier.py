@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memserve import _core
-from memserve.errors import check
+from memserve.base.errors import check
+from memserve.base.types import Tier
+from memserve.base.units import NS_PER_S
 from memserve.instance.events import LinkUse
-from memserve.types import Tier
-from memserve.units import NS_PER_S
 
 Pages = NDArray[np.int32]
 """Numbers of pages in the arena of a tier: ``block * num_layers + layer``."""

@@ -15,29 +15,28 @@ import torch
 from torch import Tensor
 
 from memserve import _core
-from memserve.config import InstanceConfig
-from memserve.errors import check
+from memserve.base.config import InstanceConfig
+from memserve.base.errors import check
+from memserve.base.types import Tier, TokenLogprobs
 from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, StepFinished, StepPlan
-from memserve.model.adapting import StepAdapters, adapting
 from memserve.model.arena import KvArenas, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention, choose_attention
 from memserve.model.attention.context import ReportingAttention, StepAttention, attending
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers, copies_of
-from memserve.model.attention.segments import HeldKv, SegmentLines, SpannedAttention, SpannedRow
+from memserve.model.attention.sequence_parallel import HeldKv, SegmentLines, SpannedAttention, SpannedRow
 from memserve.model.copier import Copy, PageCopier
-from memserve.model.crew import Crew, exchanging
 from memserve.model.forward import EagerForward, Forward
-from memserve.model.grammars import Grammars, OnBuilt
+from memserve.model.grammar.masks import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel
-from memserve.model.sampling import Drawn, report_logprobs, sample, sample_drafts
+from memserve.model.lora import StepAdapters, adapting
+from memserve.model.sampling import Sampled, report_logprobs, sample, sample_drafts
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotTable, stage
-from memserve.runtime.links.link import Arenas
-from memserve.runtime.memory import trim_heap
-from memserve.runtime.ports import OnLayer
-from memserve.types import Tier, TokenLogprobs
+from memserve.model.workers.group import WorkerGroup, exchanging
+from memserve.system.memory import trim_heap
+from memserve.transport.ports import Arenas, OnLayer
 
 if TYPE_CHECKING:
-    from memserve.model.gpu_crew import GpuCrew
+    from memserve.model.workers.gpu_group import GpuWorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class ModelDevice:
         *,
         shared: bool = False,
         link_bytes_s: float | None = None,
-        crew: Crew | GpuCrew | None = None,
+        crew: WorkerGroup | GpuWorkerGroup | None = None,
         hbm: _core.SharedArena | None = None,
     ) -> None:
         """``forward`` defaults to the module as it is, ``attention`` to the best for the model's device. ``shared``
@@ -94,7 +93,7 @@ class ModelDevice:
             self.held_kv = HeldKv(self._arenas.base, geometry)
         #: the way to the other segments
         self.segment_lines: SegmentLines | None = None
-        #: what this process may have resident at most (:class:`memserve.runtime.memory.MemoryBound`); 0: unknown
+        #: what this process may have resident at most (:class:`memserve.system.memory.MemoryBound`); 0: unknown
         self.bound_bytes = 0
         if gc.isenabled():  # else it is done at the end of the start, once
             gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)
@@ -140,17 +139,17 @@ class ModelDevice:
         return replace(finished, device_ns=time.perf_counter_ns() - started_ns, link=link, copies_ns=copies_ns)
 
     def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
-        """See :class:`memserve.runtime.ports.Device`."""
+        """See :class:`memserve.transport.ports.Device`."""
         check(self.grammars is not None, "this worker draws no tokens")
         self.grammars.build(job_id, grammar, on_built)  # type: ignore[union-attr]  # checked in the line before
 
     def forget_grammar(self, job_id: int) -> None:
-        """See :class:`memserve.runtime.ports.Device`."""
+        """See :class:`memserve.transport.ports.Device`."""
         if self.grammars is not None:
             self.grammars.forget(job_id)
 
     def await_mask(self, slot: int, on_mask: Callable[[], None]) -> None:
-        """See :class:`memserve.runtime.ports.Device`."""
+        """See :class:`memserve.transport.ports.Device`."""
         check(self.grammars is not None, "this worker draws no tokens")
         self.grammars.await_mask(slot, on_mask)  # type: ignore[union-attr]  # checked in the line before
 
@@ -343,13 +342,13 @@ class ModelDevice:
         tokens = self._slots.tokens[owners, positions].astype(np.int64)
         return self._send(tokens), self._send(self._slots.given_positions(owners, positions))
 
-    def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Drawn:
+    def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Sampled:
         """Sample, and append each token to its slot; a slot that ``failed`` gets one too, because later plans may
         already refer to its position."""
         groups = [plan.sample_slots[row] for row in drawing]
         groups += [(draw.slot,) for draw in plan.late_draws]
         if not groups:
-            return Drawn(np.empty(0, np.int64))
+            return Sampled(np.empty(0, np.int64))
         slots = np.array([slot for group in groups for slot in group], np.int64)
         rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
         drawn = sample(logits, rows, slots, self._slots)

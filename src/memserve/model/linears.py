@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memserve import _kernels
-from memserve.errors import InvariantError
+from memserve.base.errors import InvariantError
 
 ROWS_NATIVE_MAX = 128
 """Up to this many rows our kernel is faster than oneDNN (1.6 times at one row, 1.1 at 128; equal at 512)."""

@@ -2,8 +2,8 @@
 
 transformers takes them from the longest position of the *call*: right for one sequence in one piece, wrong for a batch,
 and different with every way of cutting a prompt into chunks. Here each token has the length that decides for it, and
-carries it beside its position, so that a step may mix sequences of any length (:class:`memserve.types.PositionRegimes`
-says which length that is, and keeps KV of different regimes apart).
+carries it beside its position, so that a step may mix sequences of any length
+(:class:`memserve.base.types.PositionRegimes` says which length that is, and keeps KV of different regimes apart).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memserve.types import PositionRegimes
+from memserve.base.types import PositionRegimes
 
 log = logging.getLogger(__name__)
 

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from memserve.errors import InvariantError, check
+from memserve.base.errors import InvariantError, check
+from memserve.base.types import NO_REGIMES, VOCAB_MAX, PositionRegimes, SamplingParams, StopParams
+from memserve.base.units import ceil_div
 from memserve.instance.events import NO_TOKEN_LEFT, Before, LateDraw, OpenSequence, RowFailed
 from memserve.model.attention.layered import PlacedRange
-from memserve.model.grammars import Grammars
+from memserve.model.grammar.masks import Grammars
 from memserve.model.rotary import LENGTH_SHIFT
 from memserve.model.token_lists import TokenLists, token_lists
-from memserve.types import NO_REGIMES, VOCAB_MAX, PositionRegimes, SamplingParams, StopParams
-from memserve.units import ceil_div
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memserve.types import VOCAB_MAX, SamplingParams, StopParams
+from memserve.base.types import VOCAB_MAX, SamplingParams, StopParams
 
 
 class TokenLists:

@@ -11,11 +11,11 @@ import pytest
 from api_world import MODEL, says, serve
 from fake_engine import FakeEngine
 from lora_files import merged, save_adapter
-from memserve.api.plan import session_of
+from memserve.api.openai.request.plan import session_of
+from memserve.base.errors import UserError
+from memserve.base.types import salt_of, tenant_of
 from memserve.cli.main import run
-from memserve.errors import UserError
-from memserve.model.loading.adapter import read_adapters
-from memserve.types import salt_of, tenant_of
+from memserve.model.loading.lora import read_adapters
 from served_cluster import Server
 from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
 

@@ -12,15 +12,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
-from memserve.cluster.report import ClusterStats, Counters, InstanceView
+from memserve.base.types import Request, Role
+from memserve.base.units import NS_PER_S
+from memserve.host.stats import EngineStats, RouterStats
 from memserve.instance.events import LinkUse
-from memserve.instance.layered_kv import LayerReport
-from memserve.instance.objectives import ObjectiveReport
-from memserve.instance.stats import InstanceStats, TierReport
-from memserve.messages import Load, Peer
-from memserve.runtime.stats import EngineStats, RouterStats
-from memserve.types import Request, Role
-from memserve.units import NS_PER_S
+from memserve.instance.layerwise.state import LayerReport
+from memserve.instance.scheduler.slo import ObjectiveReport
+from memserve.instance.stats import InstanceStats, TierStats
+from memserve.protocol.peers import Load, Peer
+from memserve.router.report import ClusterStats, Counters, InstanceView
 
 
 def view(name: str, role: Role, stats: EngineStats | None, load: Load, state: str = "live") -> InstanceView:
@@ -43,13 +43,13 @@ def router_stats() -> RouterStats:
     p1 = InstanceStats(
         prompt_tokens=200, cached_tokens=50, fetched_tokens=30, bytes_received=4096, checksum_mismatches=1,
         pulls_failed=3,
-        hbm=TierReport(100, 60, 30), dram=TierReport(10, 4, 6), requests_arrived=9, preemptions_swap=5, steps_failed=8,
+        hbm=TierStats(100, 60, 30), dram=TierStats(10, 4, 6), requests_arrived=9, preemptions_swap=5, steps_failed=8,
         objectives=ObjectiveReport(ttft_met=3),
         layers=LayerReport(kept_pages=12, parkings=2, link=LinkUse(4096, 8192, 4 * NS_PER_S, 1 * NS_PER_S)),
     )  # fmt: skip
     kept = ObjectiveReport(tpot_missed=2, plans_limited=5, output_classes={"0-10": 1, "10-25": 4})
     d1 = InstanceStats(
-        generated_tokens=70, taken_over=8, transfers_failed=2, hbm=TierReport(100, 90, 0), objectives=kept,
+        generated_tokens=70, taken_over=8, transfers_failed=2, hbm=TierStats(100, 90, 0), objectives=kept,
         preemptions_recompute=6, rows_failed=7,
     )  # fmt: skip
     views = [
@@ -195,13 +195,13 @@ def test_a_snapshot_of_the_dashboard_has_the_numbers_of_metrics(world: World) ->
     cluster = {
         (name, frozenset(labels.items())): value
         for name, rows in shown["metrics"].items()
-        if name.startswith(("memserve_router_", "memserve_instance_", "memserve_gate_"))
+        if name.startswith(("memserve_router_", "memserve_instance_", "memserve_admission_"))
         for labels, value in rows
     }
     assert cluster == {
         sample: value
         for sample, value in page.items()
-        if sample[0].startswith(("memserve_router_", "memserve_instance_", "memserve_gate_"))
+        if sample[0].startswith(("memserve_router_", "memserve_instance_", "memserve_admission_"))
         and not sample[0].endswith("_created")
     }
     assert [(member["name"], member["role"], member["state"]) for member in shown["members"]] == [

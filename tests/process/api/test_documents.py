@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 
 from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, World, encode, running_server, says, serve
 from fake_engine import BLOCK_TOKENS, FakeEngine
-from memserve.api.documents import DOCUMENTS_MAX, Document, Documents, prepare
-from memserve.api.errors import ApiError
-from memserve.api.messages import check_messages
-from memserve.api.prefix_routes import PIN_ANSWER_S
-from memserve.api.prompts import Prompt, PromptEncoder
-from memserve.api.schema import ChatBody, DocumentBody
-from memserve.api.served import PinningEngine
-from memserve.config import InstanceConfig, PoolConfig
+from memserve.api.http.errors import ApiError
+from memserve.api.openai.documents import DOCUMENTS_MAX, Document, Documents, prepare
+from memserve.api.openai.interfaces import PinningEngine
+from memserve.api.openai.prefixes import PIN_ANSWER_S
+from memserve.api.openai.request.messages import check_messages
+from memserve.api.openai.request.prompts import Prompt, PromptEncoder
+from memserve.api.openai.request.schema import ChatBody, DocumentBody
+from memserve.base.config import InstanceConfig, PoolConfig
+from memserve.base.types import NamedPrefix, TokenArray
+from memserve.base.units import NS_PER_S, ns_from_s
+from memserve.host.engine import Engine
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
-from memserve.runtime.engine import Engine
-from memserve.runtime.loop import EngineStopped
-from memserve.sim.fuzz.literal_device import LiteralDevice
-from memserve.types import NamedPrefix, TokenArray
-from memserve.units import NS_PER_S, ns_from_s
+from memserve.system.loop import EngineStopped
+from memserve_lab.sim.reference.device import SymbolicDevice
 
 TEXT = "The capital of France is hello hello."
 ASK = [{"role": "user", "content": "Where?"}]
@@ -286,7 +286,7 @@ def test_an_engine_that_cannot_pin_still_knows_documents() -> None:
 
 
 def test_an_engine_that_does_not_answer_is_not_waited_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memserve.api.prefix_routes.PIN_ANSWER_S", 0.05)
+    monkeypatch.setattr("memserve.api.openai.prefixes.PIN_ANSWER_S", 0.05)
     world.engine.silent = True
     card = Caller(world).put("d", text=TEXT, ttl_s=5).json()
     assert card["pinned_tokens"] is None
@@ -449,7 +449,7 @@ def test_what_is_pinned_begins_every_conversation(
 # -- with a real engine
 
 
-class LiteralDevice(LiteralDevice):
+class SymbolicDevice(SymbolicDevice):
     """As a port of the engine."""
 
     on_layer = None
@@ -466,7 +466,7 @@ def test_documents_and_sessions_outlive_pressure_in_a_real_engine() -> None:
     """A machine of 64 blocks; other chats use all of them several times over; only pins keep a prefix."""
     block, blocks = 4, 64
     machine = Instance(InstanceConfig(CONTEXT_TOKENS, pool=PoolConfig(hbm_blocks=blocks)), block)
-    engine = Engine(machine, LiteralDevice(block, blocks, 0, vocab=100))
+    engine = Engine(machine, SymbolicDevice(block, blocks, 0, vocab=100))
     assert isinstance(engine, PinningEngine)
 
     def cached(response: httpx.Response) -> int:

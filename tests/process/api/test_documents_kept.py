@@ -9,8 +9,8 @@ import msgspec
 
 from api_world import MODEL, SCRIPT_TEXT, says, serve
 from fake_engine import FakeEngine
-from memserve.api.documents import DocumentMemory, Documents
-from memserve.metadata import DocumentDropped, DocumentPut
+from memserve.api.openai.documents import DocumentMemory, Documents
+from memserve.protocol.records import DocumentDropped, DocumentPut
 
 
 class RememberingFake(FakeEngine):

@@ -17,12 +17,12 @@ import pytest
 
 from api_world import MODEL, SCRIPT_TEXT, World, encode, says, serve
 from fake_engine import FakeEngine
-from memserve.api import connection as connection_module
-from memserve.api.config import EdgeConfig
-from memserve.api.edge import DESCRIPTORS_KEPT, READ_BYTES_MAX, SMALL_BODY_BYTES, make_room_for_connections
-from memserve.errors import UserError
-from memserve.types import TokenLogprobs
-from memserve.units import KIB, MIB
+from memserve.api.http import connection as connection_module
+from memserve.api.http.config import EdgeConfig
+from memserve.api.http.limits import DESCRIPTORS_KEPT, READ_BYTES_MAX, SMALL_BODY_BYTES, make_room_for_connections
+from memserve.base.errors import UserError
+from memserve.base.types import TokenLogprobs
+from memserve.base.units import KIB, MIB
 from raw_http import Answers, connect, error_of, flood, head, post, until, until_closed
 from waiting import eventually
 
@@ -358,7 +358,7 @@ def test_a_stream_that_is_taken_too_slowly_ends_with_an_error() -> None:
 
 def test_all_streams_together_hold_back_no_more_than_a_few_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that holds back most is ended, though it holds back less than one stream may."""
-    monkeypatch.setattr("memserve.api.hub.STREAMS_TOGETHER", 0.1)
+    monkeypatch.setattr("memserve.api.openai.streams.STREAMS_TOGETHER", 0.1)
     limits = EdgeConfig(stream_buffer_bytes=MIB)
     engine = FakeEngine(lambda request, index: encode("hello ") * 240, step_s=None)
     with contextlib.ExitStack() as stack:

@@ -9,12 +9,12 @@ import pytest
 
 from api_world import TinyModel, running_server, says
 from fake_engine import FakeEngine
-from memserve.api.served import chosen_sampling
-from memserve.config import EngineOptions
-from memserve.errors import UserError
-from memserve.policy.capacity import context_note, context_tokens
-from memserve.types import KVGeometry
-from memserve.units import GIB, MIB, flag_bytes, parse_bytes
+from memserve.api.openai.interfaces import chosen_sampling
+from memserve.base.config import EngineOptions
+from memserve.base.errors import UserError
+from memserve.base.types import KVGeometry
+from memserve.base.units import GIB, MIB, flag_bytes, parse_bytes
+from memserve.instance.scheduler.capacity import context_note, context_tokens
 
 GEOMETRY = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16")
 

@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from fleet_server import FleetServer, fleet_server, spec_of
+from memserve.base.config import AdmissionConfig, ClusterConfig
+from memserve.base.types import Admission
+from memserve.base.units import NS_PER_S
 from memserve.cli.credentials import followed_key
 from memserve.cli.main import run
-from memserve.config import AdmissionConfig, ClusterConfig
-from memserve.runtime import private_files
-from memserve.types import Admission
-from memserve.units import NS_PER_S
+from memserve.system import secrets as private_files
 from scripted_engine import ANSWER, DONE, EVENTS, Asked, ScriptedEngine, scripted_engines, well, whole
 from waiting import eventually
 
@@ -247,7 +247,9 @@ def test_admission_queues_and_rejects(engines: list[ScriptedEngine]) -> None:
         threads = [in_background(server, answers)]
         eventually(lambda: len(engines[0].asked) == 1)
         threads.append(in_background(server, answers))
-        eventually(lambda: "memserve_gate_active 1.0" in server.get("/metrics").text and server.host.requests_open == 2)
+        eventually(
+            lambda: "memserve_admission_active 1.0" in server.get("/metrics").text and server.host.requests_open == 2
+        )
         response = server.post()
         assert response.status_code == 429 and int(response.headers["retry-after"]) >= 1
         assert len(engines[0].asked) == 1

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from fleet_server import FleetServer, fleet_server, spec_of
-from memserve.config import ClusterConfig
-from memserve.units import NS_PER_S
+from memserve.base.config import ClusterConfig
+from memserve.base.units import NS_PER_S
 from scripted_engine import (
     ANSWER,
     DONE,

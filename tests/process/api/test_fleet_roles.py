@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fleet_server import fleet_server, spec_of
-from memserve.config import ClusterConfig
-from memserve.units import NS_PER_S
+from memserve.base.config import ClusterConfig
+from memserve.base.units import NS_PER_S
 from scripted_engine import ANSWER, DONE, EVENTS, Asked, Script, ScriptedEngine, scripted_engines, well, whole
 
 LONG = list(range(1, 301))

@@ -13,22 +13,22 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fake_engine import FakeEngine
 from fake_instances import SECRET, FakeInstance
-from memserve.api.errors import ApiError, rejected
-from memserve.api.hub import REFUSAL_HOLDS_NS, Hub
-from memserve.api.metrics import ApiMetrics
+from memserve.api.http.errors import ApiError, rejected
+from memserve.api.metrics.http import ApiMetrics
+from memserve.api.openai.streams import REFUSAL_HOLDS_NS, Hub
+from memserve.base.config import AdmissionConfig, ClusterConfig, EngineOptions, SchedulerConfig
+from memserve.base.errors import UserError
+from memserve.base.types import Admission, Request, SamplingParams, StopParams
+from memserve.base.units import NS_PER_MS, NS_PER_S
+from memserve.cli.cluster.serve import _alone
 from memserve.cli.main import run
-from memserve.cli.serve import _alone
-from memserve.cluster.machine import Cluster
-from memserve.cluster.report import AdmissionStats, ClusterStats, Counters
-from memserve.config import AdmissionConfig, ClusterConfig, EngineOptions, SchedulerConfig
-from memserve.errors import UserError
-from memserve.messages import ROUTER, Peer
-from memserve.runtime.engine import Refusal, Rejected
-from memserve.runtime.links.mailbox import ZmqMailbox
-from memserve.runtime.router import RouterEngine
-from memserve.runtime.stats import RouterStats
-from memserve.types import Admission, Request, SamplingParams, StopParams
-from memserve.units import NS_PER_MS, NS_PER_S
+from memserve.host.engine import Refusal, Rejected
+from memserve.host.router import RouterEngine
+from memserve.host.stats import RouterStats
+from memserve.protocol.peers import ROUTER, Peer
+from memserve.router.machine import Cluster
+from memserve.router.report import AdmissionStats, ClusterStats, Counters
+from memserve.transport.mailbox import ZmqMailbox
 
 WAIT_S = 20.0
 
@@ -52,7 +52,7 @@ def test_each_refusal_has_its_status_and_says_when_to_come_again(refusal, retry_
 
 def test_a_full_queue_answers_a_crowd_of_its_tenant_at_once(monkeypatch):
     now_ns = 10**12
-    monkeypatch.setattr("memserve.api.hub.time.monotonic_ns", lambda: now_ns)
+    monkeypatch.setattr("memserve.api.openai.streams.time.monotonic_ns", lambda: now_ns)
     hub = Hub(FakeEngine(lambda request, index: []), ApiMetrics(), 1 << 20)
     hub.note_refusal("a", Rejected("r", "the queue is full", 1.0, Refusal.OVERLOADED))
     hub.check_busy("a", b"{}")
@@ -75,15 +75,15 @@ def test_the_metrics_of_the_gate():
         for sample in family.samples
     }
     expected = {
-        ("memserve_gate_active",): 3,
-        ("memserve_gate_admitted_total",): 12,
-        ("memserve_gate_queued_total",): 5,
-        ("memserve_gate_waited_seconds_total",): 3,
-        ("memserve_gate_evictions_total",): 1,
-        ("memserve_gate_waiting", "a"): 2,
-        ("memserve_gate_waiting", ""): 1,
-        ("memserve_gate_rejected_total", "queue"): 4,
-        ("memserve_gate_rejected_total", "wait"): 2,
+        ("memserve_admission_active",): 3,
+        ("memserve_admission_admitted_total",): 12,
+        ("memserve_admission_queued_total",): 5,
+        ("memserve_admission_waited_seconds_total",): 3,
+        ("memserve_admission_evictions_total",): 1,
+        ("memserve_admission_waiting", "a"): 2,
+        ("memserve_admission_waiting", ""): 1,
+        ("memserve_admission_rejected_total", "queue"): 4,
+        ("memserve_admission_rejected_total", "wait"): 2,
     }
     assert {name: samples[name] for name in expected} == expected
 
@@ -93,7 +93,7 @@ def test_the_metrics_of_the_gate():
 
 def gate_of(monkeypatch, *words):
     seen = []
-    monkeypatch.setattr("memserve.cli.serve.run_server", lambda options, http, cluster: seen.append(cluster))
+    monkeypatch.setattr("memserve.cli.cluster.serve.run_server", lambda options, http, cluster: seen.append(cluster))
     assert run(["serve", *words]) == 0
     return seen[0].config.admission
 

@@ -19,8 +19,8 @@ from fake_engine import FakeEngine
 from hostile_grammar import Target
 from hostile_requests import HostileCase, check_answer, hostile_cases, send
 from hostile_storm import fresh_seed, storm
-from memserve.api.errors import ApiError
-from memserve.api.schema import ChatBody, CompletionBody, parse_body
+from memserve.api.http.errors import ApiError
+from memserve.api.openai.request.schema import ChatBody, CompletionBody, parse_body
 
 STORM_ATTACKS = 400
 CASES = list(hostile_cases(MODEL, CONTEXT_TOKENS, "hello " * CONTEXT_TOKENS))

@@ -11,9 +11,9 @@ import pytest
 
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
-from memserve.api.edge import TENANT_KEY
-from memserve.api.keys import key_of, singles
-from memserve.types import FinishReason, TokenLogprobs, TokenOutput
+from memserve.api.http.limits import TENANT_KEY
+from memserve.api.openai.response.idempotency import key_of, singles
+from memserve.base.types import FinishReason, TokenLogprobs, TokenOutput
 
 BODY = {"model": MODEL, "prompt": "hi", "max_tokens": 12, "ignore_eos": True}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12}

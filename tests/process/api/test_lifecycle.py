@@ -16,15 +16,15 @@ import pytest
 
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
-from memserve.api import server as server_module
-from memserve.api.auth import KeyRing
-from memserve.api.errors import ApiError
-from memserve.api.prompts import INLINE_BYTES_MAX, Prompt, PromptEncoder
-from memserve.api.server import bind
-from memserve.errors import UserError
-from memserve.runtime import private_files
-from memserve.runtime.loop import EngineStopped
-from memserve.runtime.private_files import GivenKeys
+from memserve.api.http import server as server_module
+from memserve.api.http.errors import ApiError
+from memserve.api.http.middleware import KeyRing
+from memserve.api.http.server import bind
+from memserve.api.openai.request.prompts import INLINE_BYTES_MAX, Prompt, PromptEncoder
+from memserve.base.errors import UserError
+from memserve.system import secrets as private_files
+from memserve.system.loop import EngineStopped
+from memserve.system.secrets import GivenKeys
 
 STREAM = {"model": MODEL, "prompt": "hi", "stream": True, "max_tokens": 200, "ignore_eos": True}
 

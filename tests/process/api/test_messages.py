@@ -10,10 +10,10 @@ import pytest
 
 from api_world import MODEL, TinyModel, running_server, says, tiny_tokenizer
 from fake_engine import FakeEngine
-from memserve.api.errors import ApiError
-from memserve.api.messages import check_messages
-from memserve.api.prompts import PromptEncoder
-from memserve.api.schema import ChatBody
+from memserve.api.http.errors import ApiError
+from memserve.api.openai.request.messages import check_messages
+from memserve.api.openai.request.prompts import PromptEncoder
+from memserve.api.openai.request.schema import ChatBody
 
 PLAIN = "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
 HERMES = (

@@ -24,9 +24,9 @@ from api_world import (
     tiny_tokenizer,
 )
 from fake_engine import FakeEngine
-from memserve.api.served import TokenNames
-from memserve.api.shapes import _TokenColumns
-from memserve.types import Request, TokenLogprobs
+from memserve.api.openai.interfaces import TokenNames
+from memserve.api.openai.response.formats import _TokenColumns
+from memserve.base.types import Request, TokenLogprobs
 
 ANSWER_TOKENS = len(encode(SCRIPT_TEXT)) + 1  # the end-of-sequence token counts, as at OpenAI and vLLM
 HELLO = [{"role": "user", "content": "hello"}]

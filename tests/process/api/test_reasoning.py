@@ -11,8 +11,8 @@ import pytest
 
 from api_world import MODEL, TinyModel, World, encode, running_server, says, tiny_tokenizer
 from fake_engine import FakeEngine
-from memserve.api.config import ApiConfig
-from memserve.errors import UserError
+from memserve.api.http.config import ApiConfig
+from memserve.base.errors import UserError
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 TEMPLATE = (

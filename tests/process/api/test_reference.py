@@ -14,10 +14,10 @@ from starlette.routing import Route
 
 from api_world import MODEL, SCRIPT_TEXT, TinyModel, running_server, says
 from fake_engine import FakeEngine
-from memserve.api import errors
 from memserve.api.app import create_app
-from memserve.api.openapi import ERRORS, OPERATIONS, openapi
-from memserve.api.openapi import MODEL as PLACEHOLDER
+from memserve.api.http import errors
+from memserve.api.openai.openapi import ERRORS, OPERATIONS, openapi
+from memserve.api.openai.openapi import MODEL as PLACEHOLDER
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_every_error_code_is_described() -> None:
     folder = Path(errors.__file__).parent
     codes = {code for file in folder.rglob("*.py") for code in re.findall(r'code="(\w+)"', file.read_text())}
     codes |= {"invalid_value", "unknown_field", "missing_required_parameter"}  # given by position
-    assert codes <= {error.code for error in ERRORS}, "api/openapi.py lists them"
+    assert codes <= {error.code for error in ERRORS}, "api/openai/openapi.py lists them"
 
 
 def test_every_refusal_of_a_body_is_described(client: httpx.Client) -> None:

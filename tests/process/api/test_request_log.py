@@ -11,9 +11,9 @@ import pytest
 
 from api_world import says, serve
 from fake_engine import FakeEngine
-from memserve.api.config import EdgeConfig
-from memserve.api.guard import LINES_MAX, LineWriter
-from memserve.types import RequestLogFormat
+from memserve.api.http.config import EdgeConfig
+from memserve.api.http.middleware import LINES_MAX, LineWriter
+from memserve.base.types import RequestLogFormat
 from waiting import eventually
 
 KEYS = ["sk-very-secret-key", "ada=sk-adas-secret"]

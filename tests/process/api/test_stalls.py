@@ -21,20 +21,21 @@ from hypothesis import strategies as st
 from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, says, serve, tiny_tokenizer
 from fake_engine import FakeEngine
 from memserve._core import json_shape
-from memserve.api import messages, prompts, respond, schema
-from memserve.api.documents import REPEATED_TOKENS_MAX, Document
-from memserve.api.errors import ApiError
-from memserve.api.prompts import (
+from memserve.api.http.errors import ApiError
+from memserve.api.openai.documents import REPEATED_TOKENS_MAX, Document
+from memserve.api.openai.interfaces import TokenNames
+from memserve.api.openai.request import messages, prompts, schema
+from memserve.api.openai.request.prompts import (
     INLINE_BYTES_MAX,
     SHORT_BYTES_MAX,
     Prompt,
     PromptEncoder,
-    Workers,
+    TextWorkers,
     calls_bounded,
     longest_token_bytes,
 )
-from memserve.api.schema import ChatBody, CompletionBody, parse_body
-from memserve.api.served import TokenNames
+from memserve.api.openai.request.schema import ChatBody, CompletionBody, parse_body
+from memserve.api.openai.response import responders as respond
 
 JSON = st.recursive(
     st.none() | st.integers() | st.text(alphabet='ab"\\,:[]{}東\n', max_size=8),
@@ -122,7 +123,7 @@ def test_an_error_is_explained_without_reading_the_whole_of_a_long_value() -> No
 
 def test_small_work_is_done_at_once_and_short_work_passes_long_work() -> None:
     async def main() -> None:
-        workers, go_on, begun = Workers(), threading.Event(), threading.Event()
+        workers, go_on, begun = TextWorkers(), threading.Event(), threading.Event()
         here = threading.current_thread()
 
         def long() -> str:
@@ -147,7 +148,7 @@ def test_of_a_burst_two_requests_begin_in_each_round_of_the_loop() -> None:
     """Another tenant's request is next but one, and what else the loop has to do is done in between."""
 
     async def main() -> list[str]:
-        workers, order = Workers(), list[str]()
+        workers, order = TextWorkers(), list[str]()
 
         async def request(tenant: str) -> None:
             await workers.turn(tenant)
@@ -173,7 +174,7 @@ def test_of_a_burst_two_requests_begin_in_each_round_of_the_loop() -> None:
 
 def test_of_a_long_burst_no_tenant_is_passed_over() -> None:
     async def main() -> list[str]:
-        workers, order = Workers(), list[str]()
+        workers, order = TextWorkers(), list[str]()
 
         async def request(tenant: str) -> None:
             await workers.turn(tenant)
@@ -191,7 +192,7 @@ def test_of_a_long_burst_no_tenant_is_passed_over() -> None:
 
 def test_tenants_take_turns_and_who_leaves_loses_none_of_the_others_turns() -> None:
     async def main() -> list[str]:
-        workers, done, go_on, begun = Workers(), [], threading.Event(), threading.Event()
+        workers, done, go_on, begun = TextWorkers(), [], threading.Event(), threading.Event()
 
         def work(name: str) -> Callable[[], None]:
             def run() -> None:
@@ -222,7 +223,7 @@ def test_tenants_take_turns_and_who_leaves_loses_none_of_the_others_turns() -> N
 
 def test_an_error_leaves_the_line_free() -> None:
     async def main() -> None:
-        workers = Workers()
+        workers = TextWorkers()
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
                 await workers.run("a", SHORT_BYTES_MAX, lambda: 1 // 0)

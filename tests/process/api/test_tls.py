@@ -14,11 +14,11 @@ import trustme
 
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
-from memserve.api.config import EdgeConfig
-from memserve.api.tls import Tls
+from memserve.api.http.config import EdgeConfig
+from memserve.api.http.tls import Tls
+from memserve.base.errors import UserError
 from memserve.cli.credentials import tls_of
-from memserve.errors import UserError
-from memserve.runtime import private_files
+from memserve.system import secrets as private_files
 
 
 class Pair:

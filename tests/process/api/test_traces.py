@@ -18,11 +18,11 @@ import pytest
 
 from api_world import MODEL, World, says, serve
 from fake_engine import FakeEngine
-from memserve.api.config import ApiConfig
-from memserve.api.traces import Stage, Traces, open_traces, stages_of
+from memserve.api.http.config import ApiConfig
+from memserve.api.metrics.traces import Stage, Traces, open_traces, stages_of
+from memserve.base.errors import UserError
+from memserve.base.types import Request
 from memserve.cli.main import run
-from memserve.errors import UserError
-from memserve.types import Request
 from served_cluster import Server, eventually
 from tiny_models import prompt, save_folder, tiny_module
 

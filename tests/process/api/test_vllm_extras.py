@@ -26,9 +26,9 @@ from api_world import (
 )
 from fake_engine import FakeEngine
 from memserve import __version__
-from memserve.api.config import ApiConfig
-from memserve.api.text_bounds import TEXT_BYTES_MAX
-from memserve.errors import UserError
+from memserve.api.http.config import ApiConfig
+from memserve.api.openai.request.prompts import TEXT_BYTES_MAX
+from memserve.base.errors import UserError
 
 HELLO = [{"role": "user", "content": "hello"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

@@ -18,12 +18,12 @@ from api_world import CONTEXT_TOKENS, EOS, World, running_server, tiny_tokenizer
 from hostile_grammar import Target
 from hostile_requests import HostileCase, check_answer, hostile_cases, send
 from hostile_storm import fresh_seed, storm
-from memserve.config import EngineOptions, SchedulerConfig
+from memserve.base.config import EngineOptions, SchedulerConfig
+from memserve.base.units import KIB, MIB
+from memserve.host.build import build_engine
 from memserve.instance.stats import InstanceStats
 from memserve.model import sampling
-from memserve.runtime.build import build_engine
-from memserve.runtime.memory import resident_bytes
-from memserve.units import KIB, MIB
+from memserve.system.memory import resident_bytes
 from waiting import eventually
 
 NAME = "tiny-llama"

@@ -16,20 +16,20 @@ import pytest
 
 from api_world import MODEL, SCRIPT_TEXT, TinyModel, says, serve
 from fake_engine import FakeEngine
-from memserve.api.server import bind
+from memserve.api.http.server import bind
+from memserve.base.config import EngineOptions
+from memserve.base.errors import InvariantError, UserError
+from memserve.base.options import options_of
 from memserve.cli import doctor
-from memserve.cli.chat import HELP, Account, ChatOptions, Conversation, EngineBackend, ServerBackend
+from memserve.cli.chat import HELP, ChatAccount, ChatSettings, Conversation, EngineBackend, ServerBackend
 from memserve.cli.doctor import Finding, Status
 from memserve.cli.main import run
-from memserve.config import EngineOptions
-from memserve.errors import InvariantError, UserError
 from memserve.model.loading import sources
-from memserve.options import options_of
 from places import ROOT, SUPPORT
 from ports import free_port
 from waiting import eventually
 
-GREEDY = ChatOptions(temperature=0.0, max_tokens=None, seed=None)
+GREEDY = ChatSettings(temperature=0.0, max_tokens=None, seed=None)
 
 # -- usage
 
@@ -96,7 +96,7 @@ def test_errors_are_one_line_and_a_hint(
 def test_a_taken_port_is_said_before_the_model_loads(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memserve.runtime.build.build_engine", lambda options: pytest.fail("loaded"))
+    monkeypatch.setattr("memserve.host.build.build_engine", lambda options: pytest.fail("loaded"))
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert run(["serve", "--port", str(port)]) == 1
@@ -104,7 +104,7 @@ def test_a_taken_port_is_said_before_the_model_loads(
 
 
 def test_bad_keys_are_said_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memserve.runtime.build.build_engine", lambda options: pytest.fail("loaded"))
+    monkeypatch.setattr("memserve.host.build.build_engine", lambda options: pytest.fail("loaded"))
     assert run(["serve", "--port", "0", "--api-key", "a=k", "--api-key", "b=k"]) == 1
 
 
@@ -284,9 +284,9 @@ def test_an_engine_backend_says_why_not() -> None:
     engine = FakeEngine(says("x"), max_requests=0)
     backend = EngineBackend(engine, TinyModel())
     with pytest.raises(UserError, match="queue is full"):
-        list(backend.answer([{"role": "user", "content": "hi"}], GREEDY, Account()))
+        list(backend.answer([{"role": "user", "content": "hi"}], GREEDY, ChatAccount()))
     with pytest.raises(UserError, match="context"):
-        list(backend.answer([{"role": "user", "content": "hi " * 300}], GREEDY, Account()))
+        list(backend.answer([{"role": "user", "content": "hi " * 300}], GREEDY, ChatAccount()))
     backend.close()
 
 
@@ -310,7 +310,7 @@ def test_chat_with_a_server(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_leaving_a_server_s_answer_early_cancels_it() -> None:
     with serve(FakeEngine(says("word " * 50), step_s=0.001)) as world:
         backend = ServerBackend(world.url, None, None)
-        answer = backend.answer([{"role": "user", "content": "hi"}], GREEDY, Account())
+        answer = backend.answer([{"role": "user", "content": "hi"}], GREEDY, ChatAccount())
         next(answer)
         answer.close()
         assert world.engine.wait_until(lambda: bool(world.engine.cancelled) or not world.engine._running)
@@ -340,7 +340,7 @@ def test_every_engine_option_is_a_flag_of_serve(monkeypatch: pytest.MonkeyPatch)
     }  # fmt: skip
     assert set(flags) == {one.name for one in options_of(EngineOptions)}
     seen: list[EngineOptions] = []
-    monkeypatch.setattr("memserve.cli.serve.run_server", lambda options, http, cluster: seen.append(options))
+    monkeypatch.setattr("memserve.cli.cluster.serve.run_server", lambda options, http, cluster: seen.append(options))
     assert run(["serve", *(word for flag in flags.values() for word in flag[:2] if word is not None)]) == 0
     wanted = {name: flag[-1] for name, flag in flags.items()}
     assert {one.name: one.default for one in options_of(seen[0])} == wanted
@@ -352,7 +352,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from api_world import TinyModel, says
 from fake_engine import FakeEngine
-import memserve.runtime.build as build
+import memserve.host.build as build
 build.build_engine = lambda options: (FakeEngine(says("word " * 40), step_s=0.01), TinyModel())
 from memserve.cli.main import main
 main(["serve", "--in-process", "--port", {port!r}, "--served-model-name", {model!r}])
@@ -443,7 +443,7 @@ def _is_healthy(port: int) -> bool:
 NOHUP = """
 import signal, sys
 sys.path.insert(0, {src!r})
-from memserve.runtime.process import EndAsked, ending_signals, ignore_terminal, on_ending_signals, signals_raise
+from memserve.system.process import EndRequested, ending_signals, ignore_terminal, on_ending_signals, signals_raise
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 assert signal.SIGHUP not in ending_signals()
 with signals_raise():
@@ -458,7 +458,7 @@ try:
             signal.raise_signal(signal.SIGHUP)  # what was started is ended in spite of more of them
             signal.raise_signal(signal.SIGTERM)
             ended.append("all")
-except EndAsked as asked:
+except EndRequested as asked:
     print(asked.signal_name, ended)
 """
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from memserve.base.errors import UserError
 from memserve.cli.credentials import api_keys, read_secret
 from memserve.cli.main import run
-from memserve.errors import UserError
 from served_cluster import Server, processes_below
 from tiny_models import save_folder, tiny_module
 
@@ -49,7 +49,7 @@ def test_keys_of_all_places_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("value", ["", " ", "\n"])
 @pytest.mark.parametrize("name", ["MEMSERVE_API_KEY", "MEMSERVE_API_KEY_FILE"])
 def test_an_empty_variable_does_not_open_the_server(name: str, value: str, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("memserve.cli.serve.run_server", lambda *_: pytest.fail("it would serve without a key"))
+    monkeypatch.setattr("memserve.cli.cluster.serve.run_server", lambda *_: pytest.fail("it would serve without a key"))
     monkeypatch.setenv(name, value)
     assert run(["serve"]) == 1
     said = capsys.readouterr().err

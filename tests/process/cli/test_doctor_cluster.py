@@ -16,8 +16,8 @@ import pytest
 from memserve import __version__
 from memserve.cli import doctor_cluster
 from memserve.cli.main import run
-from memserve.messages import Peer
-from memserve.runtime.links.mailbox import ZmqMailbox
+from memserve.protocol.peers import Peer
+from memserve.transport.mailbox import ZmqMailbox
 
 KEY = "sk-metrics"
 SECRET = "a secret of the tests, long enough"
@@ -126,8 +126,8 @@ def member(at: int, **what: str) -> Change:
         ("version", "warn", lambda told: told.update(version="0.0.9")),
         ("metadata", "warn", put("router_metadata_durable", 0.0)),
         ("joins refused", "warn", put("router_members_refused_total", 3.0)),
-        ("messages refused", "warn", put("router_letters_malformed_total", 3.0)),
-        ("strangers", "warn", put("router_strangers_total", 2.0)),
+        ("messages refused", "warn", put("router_messages_malformed_total", 3.0)),
+        ("strangers", "warn", put("router_handshakes_failed_total", 2.0)),
         ("members lost", "warn", put("router_members_died_total", 1.0)),
         ("damaged KV", "warn", put("instance_checksum_mismatches_total", 1.0)),
         ("failed reads of KV", "warn", put("instance_pulls_failed_total", 1.0)),

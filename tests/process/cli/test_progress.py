@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from memserve.cli.progress import shown
+from memserve.cli.output import shown
 
-SOON = "from memserve.cli import progress; progress.SHOWN_AFTER_S = 0; "
+SOON = "from memserve.cli import output; output.SHOWN_AFTER_S = 0; "
 RUN = f"import sys; {SOON}sys.argv = sys.argv[1:]; from memserve.cli.main import main; main()"
 SIMULATED = ("memserve", "sim", "run", "--workload", "sharegpt", "--sessions", "20", "--rate", "4", "--json")
 DOING = (
     f"import sys; {SOON}import time\n"
-    "with progress.shown('doing it', 8, lambda: 2):\n"
+    "with output.shown('doing it', 8, lambda: 2):\n"
     "    print('a line on stderr', file=sys.stderr)\n"
-    "    with progress.shown('a part of it'):\n"
+    "    with output.shown('a part of it'):\n"
     "        time.sleep(1)\n"
     "    print('a result')\n"
 )
@@ -70,7 +70,7 @@ def test_json_on_stdout_stays_whole_while_a_simulation_draws_its_bar() -> None:
 def test_without_a_terminal_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "err").open("w") as file:
         monkeypatch.setattr(sys, "stderr", file)
-        monkeypatch.setattr("memserve.cli.progress.SHOWN_AFTER_S", 0)
+        monkeypatch.setattr("memserve.cli.output.SHOWN_AFTER_S", 0)
         with shown("doing it", 8, lambda: 2):
             pass
     assert (tmp_path / "err").read_text() == ""

@@ -12,9 +12,9 @@ from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
 from memserve.cli.main import run
 from memserve.cli.watch import overview
-from memserve.cluster.prefix_map import Held, PrefixNode
+from memserve.router.placement.prefix_directory import HeldBlocks, PrefixNode
 
-TREE = PrefixNode("00aa", 8, 3, 0, (Held("c1", 6, 2),), (PrefixNode("00bb", 1, 1, 0, (), ()),))
+TREE = PrefixNode("00aa", 8, 3, 0, (HeldBlocks("c1", 6, 2),), (PrefixNode("00bb", 1, 1, 0, (), ()),))
 
 
 class Mapped(FakeEngine):

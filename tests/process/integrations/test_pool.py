@@ -14,9 +14,8 @@ import pytest
 
 from engine_world import PAGE_BYTES, flip_byte, options_of, pages, values_of
 from memserve import UserError
-from memserve.client import connection
-from memserve.integrations.pool import EnginePool, PoolOptions
-from memserve.integrations.values import Value, name_in, namespace
+from memserve.integrations.store_cache import EnginePool, PoolOptions, Value, name_in, namespace
+from memserve.store.client import connection
 from served_store import ServedStore
 from waiting import eventually
 
@@ -242,7 +241,7 @@ def test_wrong_addresses_and_secrets_are_said_at_once(tmp_path: Path) -> None:
 
 def test_no_model_is_imported() -> None:
     """An engine brings its own torch, or none: what it loads of memserve needs none."""
-    told = "import sys; import memserve.integrations.pool, memserve.integrations.jobs; "
-    told += "print([name for name in ('torch', 'transformers', 'memserve.llm') if name in sys.modules])"
+    told = "import sys; import memserve.integrations.store_cache, memserve.integrations.block_cache; "
+    told += "print([name for name in ('torch', 'transformers', 'memserve.api.llm') if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
     assert run.stdout == "[]\n"

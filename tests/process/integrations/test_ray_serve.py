@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from asking_clients import QUESTIONS, question, truth_of
-from memserve.errors import UserError
+from memserve.base.errors import UserError
 from memserve.integrations.ray_serve import app, read, words_of
 from on_ray import COUNT, WAIT_S, Raylets
 from ports import free_port

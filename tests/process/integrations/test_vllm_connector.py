@@ -18,15 +18,14 @@ import pytest
 import torch
 
 from engine_world import flip_byte, options_of
-from memserve.client import connection
-from memserve.integrations.block_pool import BlockPool
-from memserve.integrations.pool import PoolOptions
-from memserve.integrations.values import namespace
+from memserve.integrations.block_cache import BlockCache
+from memserve.integrations.store_cache import PoolOptions, namespace
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.names import prefix_of, weights_fingerprint
-from memserve.integrations.vllm.scheduler_side import SchedulerSide
-from memserve.integrations.vllm.worker_side import HostMover, WorkerSide
+from memserve.integrations.vllm.scheduler import SchedulerSide
+from memserve.integrations.vllm.shared_kv import prefix_of, weights_fingerprint
+from memserve.integrations.vllm.worker import HostMover, WorkerSide
+from memserve.store.client import connection
 from served_store import ServedStore
 from waiting import eventually
 
@@ -48,9 +47,9 @@ class Engine:
         chosen = PoolOptions.of(options_of(store, **options))
         self.caches = {f"layers.{at}": torch.zeros(BLOCKS, 2, TOKENS, 8) for at in range(LAYERS)}
         memory = HostMemory(self.caches, BLOCKS)
-        pool, names = BlockPool(chosen), RankNames(prefix, memory.layout)
+        pool, names = BlockCache(chosen), RankNames(prefix, memory.layout)
         self.worker = WorkerSide(pool, HostMover(pool, [memory], [names]))
-        self.lookups = Lookups(BlockPool(chosen))
+        self.lookups = Lookups(BlockCache(chosen))
         self.lookups.set_ranks([(names,)])
         self.side = SchedulerSide(self.lookups, TOKENS, 1, WAIT_NS)
         self.tables: dict[str, list[int]] = {}
@@ -278,8 +277,7 @@ def test_staging_memory_without_room_saves_less(store: ServedStore) -> None:
 
 def test_the_client_part_imports_no_torch() -> None:
     """vLLM's process gets nothing from memserve that it has not got: its packages stay as they are."""
-    modules = ["kv_pool", "lookups", "memory", "names", "orders", "scheduler_side", "sharing"]
-    modules += ["worker_side"]
+    modules = ["lookups", "memory", "scheduler", "shared_kv", "worker"]
     code = "import json, sys\nimport memserve.integrations.vllm\n"
     code += "".join(f"import memserve.integrations.vllm.{name}\n" for name in modules)
     code += "print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"

@@ -71,12 +71,12 @@ def test_vllm_finds_it_by_path_and_by_name() -> None:
 
 def test_what_is_said_between_processes_can_be_sent() -> None:
     from memserve.integrations.vllm.connector import MemserveHandshake, MemserveMetadata
-    from memserve.integrations.vllm.kv_pool import KvNames
     from memserve.integrations.vllm.lookups import RankNames
     from memserve.integrations.vllm.memory import BlockLayout
-    from memserve.integrations.vllm.orders import Load, Orders, Save
+    from memserve.integrations.vllm.scheduler import KvLoad, Orders, Save
+    from memserve.integrations.vllm.shared_kv import KvNames
 
-    orders = Orders((Load("r", (b"h",), (1,)),), (Save((b"i",), (2,)),))
+    orders = Orders((KvLoad("r", (b"h",), (1,)),), (Save((b"i",), (2,)),))
     layout = BlockLayout((8,), b"digest")
     names = (RankNames(b"prefix", layout), RankNames(b"other", layout)), (KvNames(b"", layout),)
     for said in (MemserveMetadata((orders, orders)), MemserveHandshake(names)):
@@ -110,11 +110,11 @@ def fail_loads(patched: pytest.MonkeyPatch) -> list[int]:
     """From now on one value of every second load is lost, and rubbish lies in its place; the losses."""
     import ctypes
 
-    from memserve.integrations.block_pool import BlockPool
+    from memserve.integrations.block_cache import BlockCache
 
-    get, failures, calls = BlockPool.get, list[int](), iter(range(1 << 30))
+    get, failures, calls = BlockCache.get, list[int](), iter(range(1 << 30))
 
-    def lossy(pool: BlockPool, values: Any) -> list[bool]:
+    def lossy(pool: BlockCache, values: Any) -> list[bool]:
         found = get(pool, values)
         if next(calls) % 2 == 0:
             failures.append(len(values) // 2)
@@ -123,7 +123,7 @@ def fail_loads(patched: pytest.MonkeyPatch) -> list[int]:
             found[failures[-1]] = False
         return found
 
-    patched.setattr(BlockPool, "get", lossy)
+    patched.setattr(BlockCache, "get", lossy)
     return failures
 
 

@@ -22,15 +22,14 @@ import torch
 
 from engine_world import flip_byte, options_of
 from memserve import UserError
-from memserve.integrations.block_pool import drop
-from memserve.integrations.pool import PoolOptions
-from memserve.integrations.vllm.kv_pool import KvNames, KvPool
+from memserve.integrations.block_cache import drop
+from memserve.integrations.store_cache import PoolOptions
 from memserve.integrations.vllm.lookups import Lookups
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.sharing import Identities, model_of
-from memserve.integrations.vllm.worker_side import HostMover, WorkerSide
-from memserve.mempool.identity import identity_key
-from memserve.store_messages import KvModel
+from memserve.integrations.vllm.shared_kv import Identities, KvNames, KvPool, model_of
+from memserve.integrations.vllm.worker import HostMover, WorkerSide
+from memserve.kv.identity import identity_key
+from memserve.protocol.store import KvModel
 from served_cluster import WAIT_S, Server
 from served_store import SECRET, ServedStore
 from tiny_models import greedy_tokens, prompt, save_folder, tiny_module
@@ -253,6 +252,6 @@ def test_what_instances_have_not_is_not_shared(folder: Path, module: Any, change
 
 
 def test_sharing_imports_no_torch() -> None:
-    code = "import sys\nimport memserve.integrations.vllm.sharing\nprint('torch' in sys.modules)"
+    code = "import sys\nimport memserve.integrations.vllm.shared_kv\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

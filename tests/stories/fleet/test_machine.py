@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from kv_event_words import BLOCK, batch, stored
-from memserve.config import AdmissionConfig, ClusterConfig
+from memserve.base.config import AdmissionConfig, ClusterConfig
+from memserve.base.types import Admission, Request
+from memserve.base.units import NS_PER_S
 from memserve.fleet.machine import Fleet
-from memserve.fleet.words import (
+from memserve.fleet.messages import (
     Abort,
     AnswerBegan,
     AnswerEnded,
-    AskReplay,
     AttemptFailed,
     EngineAnswered,
     EngineGone,
@@ -25,20 +26,19 @@ from memserve.fleet.words import (
     EngineReport,
     FleetAction,
     FleetEvent,
-    Forward,
+    ForwardRequest,
     GiveUp,
-    KvHeard,
+    KvReceived,
     Prefill,
     PromptArrived,
     PromptComputed,
     PromptSpace,
     ReplayEnded,
+    RequestReplay,
     TimePassed,
     read_engine,
 )
-from memserve.serving import RejectRequest
-from memserve.types import Admission, Request
-from memserve.units import NS_PER_S
+from memserve.protocol.events import RejectRequest
 
 NAMES = ("a:1", "b:2", "c:3")
 PROMPT = list(range(1, 1 + 16 * BLOCK))
@@ -59,7 +59,7 @@ class World:
         self.computing: dict[str, str] = {}
         self.ended: dict[str, FleetAction] = {}
         self.aborted: list[Abort] = []
-        self.replays: list[AskReplay] = []
+        self.replays: list[RequestReplay] = []
         self.gone: list[str] = []
         for name in NAMES if up else ():
             self.well(name)
@@ -67,9 +67,11 @@ class World:
     def tell(self, event: FleetEvent, after_ns: int = 0) -> None:
         self.now += after_ns
         for action in self.machine.handle(event, self.now):
-            if isinstance(action, Forward | Prefill):
+            if isinstance(action, ForwardRequest | Prefill):
                 assert action.request_id not in self.ended
-                at, other = (self.at, self.computing) if isinstance(action, Forward) else (self.computing, self.at)
+                at, other = (
+                    (self.at, self.computing) if isinstance(action, ForwardRequest) else (self.computing, self.at)
+                )
                 at[action.request_id] = action.engine
                 other.pop(action.request_id, None)
             elif isinstance(action, GiveUp | RejectRequest):
@@ -129,7 +131,7 @@ def test_salts_and_models_share_no_prefix() -> None:
 def test_published_blocks_decide() -> None:
     world = World(events=True)
     assert sorted(ask.engine for ask in world.replays) == list(NAMES)
-    world.tell(KvHeard("c:3", 0, batch(stored(list(range(1, 17)), None, PROMPT))))
+    world.tell(KvReceived("c:3", 0, batch(stored(list(range(1, 17)), None, PROMPT))))
     assert world.ask("r") == "c:3"
     assert world.machine.kv_counts("c:3") == dict.fromkeys(range(1, 17), (1, 0))
     world.tell(AnswerEnded("r"))
@@ -141,9 +143,9 @@ def test_a_gap_asks_for_a_replay() -> None:
     world = World(events=True)
     world.tell(ReplayEnded("a:1"))
     world.replays.clear()
-    world.tell(KvHeard("a:1", 3, batch()))
-    assert world.replays == [AskReplay("a:1", 0)]
-    world.tell(KvHeard("a:1", 0, b"garbage", replayed=True))
+    world.tell(KvReceived("a:1", 3, batch()))
+    assert world.replays == [RequestReplay("a:1", 0)]
+    world.tell(KvReceived("a:1", 0, b"garbage", replayed=True))
     world.tell(ReplayEnded("a:1"))
     assert world.ask("r") is not None
 
@@ -164,13 +166,13 @@ def test_a_gap_during_a_replay_is_asked_for_behind_it() -> None:
     world = World(events=True)
     world.tell(ReplayEnded("a:1"))
     world.replays.clear()
-    world.tell(KvHeard("a:1", 0, batch()))
-    world.tell(KvHeard("a:1", 2, batch()))
-    world.tell(KvHeard("a:1", 1, batch(), replayed=True))
-    world.tell(KvHeard("a:1", 4, batch()))
-    assert world.replays == [AskReplay("a:1", 1)]
+    world.tell(KvReceived("a:1", 0, batch()))
+    world.tell(KvReceived("a:1", 2, batch()))
+    world.tell(KvReceived("a:1", 1, batch(), replayed=True))
+    world.tell(KvReceived("a:1", 4, batch()))
+    assert world.replays == [RequestReplay("a:1", 1)]
     world.tell(ReplayEnded("a:1"))
-    assert world.replays == [AskReplay("a:1", 1), AskReplay("a:1", 3)]
+    assert world.replays == [RequestReplay("a:1", 1), RequestReplay("a:1", 3)]
     world.tell(ReplayEnded("a:1"))
     assert world.machine.engines()[0].kv_gaps == 2 and len(world.replays) == 2
 
@@ -180,13 +182,13 @@ def test_an_engine_that_was_heard_is_asked_once_more() -> None:
     world = World(events=True)
     world.tell(ReplayEnded("a:1"))
     world.replays.clear()
-    world.tell(KvHeard("a:1", 0, batch()))
+    world.tell(KvReceived("a:1", 0, batch()))
     world.well("a:1")
     assert not world.replays
     for _ in range(3):
         world.now += 6 * NS_PER_S
         world.well("a:1")
-    assert world.replays == [AskReplay("a:1", 1)]
+    assert world.replays == [RequestReplay("a:1", 1)]
 
 
 def test_prompts_without_tokens_are_followed_for_as_long_as_without_events() -> None:
@@ -228,7 +230,7 @@ def test_an_engine_joins_and_leaves() -> None:
     names = {world.ask(f"r{number}") for number in range(4)}
     assert names == {*NAMES, "d:4"}
     (request,) = (name for name, engine in world.at.items() if engine == "a:1")
-    world.tell(KvHeard("a:1", 0, batch(stored([1], None, PROMPT[:BLOCK]))))
+    world.tell(KvReceived("a:1", 0, batch(stored([1], None, PROMPT[:BLOCK]))))
     world.tell(EngineLeft("a:1"))
     world.well("a:1")
     assert world.ask("late") != "a:1" and not world.gone
@@ -350,7 +352,7 @@ def test_random_lives(seed: int) -> None:
         elif choice < 0.5:
             world.tell(EngineMissed(engine, "no answer", refuses=draw.random() < 0.5))
         elif choice < 0.6:
-            world.tell(KvHeard(engine, draw.randrange(30), batch(stored([step], None, PROMPT[:BLOCK]))))
+            world.tell(KvReceived(engine, draw.randrange(30), batch(stored([step], None, PROMPT[:BLOCK]))))
         elif live:
             name = draw.choice(live)
             failed = AttemptFailed(name, "x", refuses=True)

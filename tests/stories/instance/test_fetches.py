@@ -8,15 +8,14 @@ import pytest
 
 from fleet_world import BLOCK, GEOMETRY, Fleet, computed, fleet_config, pair, stats, story_of, tokens_of
 from instance_world import PROMPT, request
-from memserve.config import ExchangeConfig
-from memserve.instance.fetching import GATHER_NS
+from memserve.base.config import ExchangeConfig
+from memserve.base.types import ClockTicked, Tier
+from memserve.base.units import NS_PER_S
+from memserve.instance.cluster.prefix_fetch import GATHER_NS
 from memserve.instance.machine import Instance
-from memserve.messages import Cancel, Dispatch, Fetch, Holder, Offer
-from memserve.policy.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
-from memserve.policy.learnt import PreemptionCosts
-from memserve.serving import ClockTicked
-from memserve.types import Tier
-from memserve.units import NS_PER_S
+from memserve.kv.costs import CopyCurve, CostModel, DecodeCurve, PreemptionCosts, PrefillCurve
+from memserve.protocol.messages import Cancel, Dispatch, Fetch, Offer
+from memserve.protocol.peers import Holder
 
 
 def test_a_return_makes_the_next_turn_hit_at_the_prefill_instance():

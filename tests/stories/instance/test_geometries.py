@@ -13,8 +13,9 @@ from fleet_store import split, with_store
 from fleet_world import Fleet, TransferMode, fleet_config, stats, story_of
 from geometries import SHAPES
 from instance_world import VOCAB, request
-from memserve.messages import AskEvents, Holder, KvSnapshot
-from memserve.types import KVGeometry, Tier
+from memserve.base.types import KVGeometry, Tier
+from memserve.protocol.messages import KvSnapshot, QueryKvEvents
+from memserve.protocol.peers import Holder
 
 CONTEXT = 320
 PROMPT = [(3 * i + i * i) % VOCAB for i in range(200)]
@@ -77,7 +78,7 @@ def test_a_snapshot_names_each_block_of_both_tiers(kv: KVGeometry) -> None:
     fleet = Fleet(kv, p=two_tiers(kv))
     fill(fleet)
     member = fleet.members["p"]
-    member.hear(AskEvents(member.machine.next_event + 1))
+    member.hear(QueryKvEvents(member.machine.next_event + 1))
     snapshot, pool = member.said[-1], member.machine.pool
     assert isinstance(snapshot, KvSnapshot)
     assert (snapshot.hbm, snapshot.dram) == (pool.cached_identities(Tier.HBM), pool.cached_identities(Tier.DRAM))

@@ -7,7 +7,8 @@ import pytest
 
 from fleet_world import ROUTER_PEER, TransferMode, computed, pair, stats, story_of
 from instance_world import PROMPT, VOCAB, plans_of, request
-from memserve.messages import (
+from memserve.base.types import FinishReason
+from memserve.protocol.messages import (
     Cancel,
     Dispatch,
     Handoff,
@@ -15,8 +16,7 @@ from memserve.messages import (
     StopSequence,
     Withdraw,
 )
-from memserve.sim.fuzz.truth import lone_tokens
-from memserve.types import FinishReason
+from memserve_lab.sim.reference.oracle import lone_tokens
 
 MODES = list(TransferMode)
 

@@ -9,13 +9,13 @@ import pytest
 from fleet_store import StoreMember, with_store
 from fleet_world import BLOCK, GEOMETRY, TransferMode, computed, fleet_config, pair, stats, story_of, tokens_of
 from instance_world import PROMPT, request
-from memserve.config import ExchangeConfig
-from memserve.instance import store_offers
-from memserve.messages import KEEP, Fetch, Holder, Offer, PeerGone, Pin, Ready, Withdraw
-from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve
-from memserve.serving import ClockTicked
-from memserve.types import Tier
-from memserve.units import NS_PER_MS, NS_PER_S
+from memserve.base.config import ExchangeConfig
+from memserve.base.types import ClockTicked, Tier
+from memserve.base.units import NS_PER_MS, NS_PER_S
+from memserve.instance.cluster import store_export as store_offers
+from memserve.kv.costs import CopyCurve, CostModel, PrefillCurve
+from memserve.protocol.messages import KEEP, Fetch, Offer, PeerGone, Pin, Ready, Withdraw
+from memserve.protocol.peers import Holder
 
 ROOMY = {"hbm": 64}
 DEAR = CostModel(prefill=PrefillCurve(0.0, 10.0 * NS_PER_MS, 0.0))
@@ -218,7 +218,7 @@ def test_a_failed_step_takes_its_offers_with_it(by_layer):
 def test_kv_that_is_not_to_be_trusted_is_forgotten_by_the_store():
     """A row without a finite logit: its last blocks are not offered, and those of its earlier chunks are taken back."""
     from memserve.instance.events import RowFailed
-    from memserve.sim.fuzz.literal_device import fail_row
+    from memserve_lab.sim.reference.device import fail_row
 
     fleet = with_store(p=fleet_config(**ROOMY, depth=1))
     p, store = fleet.members["p"], fleet.members["s"]

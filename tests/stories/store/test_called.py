@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from exchange_world import BLOCK, LEASE_NS
-from memserve.config import MemberConfig
-from memserve.instance.events import DrainAsked
-from memserve.messages import JoinAccepted, Leave
-from memserve.serving import ClockTicked
-from memserve.store_messages import JoinRequest, StoreCode
-from memserve.units import NS_PER_S
+from memserve.base.config import MemberConfig
+from memserve.base.types import ClockTicked
+from memserve.base.units import NS_PER_S
+from memserve.protocol.member_events import DrainRequested
+from memserve.protocol.messages import JoinAccepted, Leave
+from memserve.protocol.store import JoinRequest, StoreCode
 from store_world import ROUTER_PEER, Client, StoreWorld, push
 
 PROMPT = list(range(100, 100 + 4 * BLOCK + 1))  # four whole blocks and a token
@@ -129,7 +129,7 @@ def test_the_end_is_told_in_the_words_of_a_store(world) -> None:
     world.store.stalls = True
     for number in range(3):
         put(client, b"value %d" % number, bytes([number]) * 99)
-    world.store.tell(DrainAsked(7 * NS_PER_S, "SIGTERM"))
+    world.store.tell(DrainRequested(7 * NS_PER_S, "SIGTERM"))
     said = "SIGTERM: store s ends; it keeps 0 values on disks and writes 3 more, for 7 s at most"
     assert world.store.notices == [said]
     world.wait(8 * NS_PER_S)
@@ -141,7 +141,7 @@ def test_an_end_with_nothing_to_write_says_so(world) -> None:
     world.open_store(blocks=16, disks=1)
     client = world.client("a")
     put(client, b"value", bytes(99))
-    world.store.tell(DrainAsked(7 * NS_PER_S, "SIGTERM"))
+    world.store.tell(DrainRequested(7 * NS_PER_S, "SIGTERM"))
     world.run()
     assert world.store.notices == ["SIGTERM: store s ends; it keeps 1 values on disks"]
     assert world.store.ended is not None

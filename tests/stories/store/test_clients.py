@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from exchange_world import BLOCK, LEASE_NS
-from memserve.instance.events import DrainAsked
-from memserve.messages import Expelled, Leave, Peer, Refused
-from memserve.store.config import StoreConfig
-from memserve.store_messages import (
+from memserve.base.units import NS_PER_S
+from memserve.protocol.member_events import DrainRequested
+from memserve.protocol.messages import Expelled, Leave, Refused
+from memserve.protocol.peers import Peer
+from memserve.protocol.store import (
     StoreCode,
     StoreDelete,
     StoreDone,
@@ -24,7 +25,7 @@ from memserve.store_messages import (
     StoreStat,
     StoreVerify,
 )
-from memserve.units import NS_PER_S
+from memserve.store.machine.events import StoreConfig
 from store_world import Client, StoreWorld, push
 
 DONE, PRESENT, ABSENT, NO_ROOM, TOO_LARGE, LATE, UNREADABLE, BAD_CALL, LATER = (bytes([code]) for code in StoreCode)
@@ -178,7 +179,7 @@ def test_a_client_of_another_host_gets_values_in_messages(world) -> None:
 
 
 def test_long_values_come_in_pieces(world, monkeypatch) -> None:
-    monkeypatch.setattr("memserve.store.client_gets.INLINE_BYTES_MAX", 1000)
+    monkeypatch.setattr("memserve.store.machine.client_io.INLINE_BYTES_MAX", 1000)
     world.open_store(blocks=64)
     a = world.client("a")
     value = bytes(range(250)) * 9
@@ -502,6 +503,6 @@ def test_the_end_of_a_store_does_not_wait_for_room(world) -> None:
     for n in range(12):
         a.put({b"%d" % n: bytes(2000)})
         world.run()
-    store.tell(DrainAsked(60 * NS_PER_S, "SIGTERM"))
+    store.tell(DrainRequested(60 * NS_PER_S, "SIGTERM"))
     world.run()
     assert store.ended is not None

@@ -8,26 +8,25 @@ import pytest
 
 from disks_world import split
 from exchange_world import BLOCK, LEASE_NS, Node, array
-from memserve.follower.machine import NO_KV
-from memserve.kv_transfer.events import FetchEnded, Released
-from memserve.messages import (
+from memserve.base.types import Role, Tier
+from memserve.base.units import NS_PER_S
+from memserve.kv.transfer.events import FetchEnded, Released
+from memserve.protocol.messages import (
     KEEP,
-    AskEvents,
     Heartbeat,
     KvEvents,
     KvSnapshot,
     Offer,
-    Peer,
     PeerGone,
-    PeerInfo,
     PeerJoined,
+    QueryKvEvents,
     Release,
     Withdraw,
 )
-from memserve.store.disk_config import DisksConfig
-from memserve.store_messages import ForgetKv
-from memserve.types import Role, Tier
-from memserve.units import NS_PER_S
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.protocol.store import ForgetKv
+from memserve.router.follower import NO_KV
+from memserve.store.disks.events import DisksConfig
 from store_world import BLOCK_BYTES, ROUTER_PEER, Client, StoreWorld, push
 
 PROMPT = list(range(100, 100 + 4 * BLOCK + 1))  # four whole blocks and a token
@@ -86,7 +85,7 @@ def test_every_router_hears_what_the_store_holds(world) -> None:
     world.run()
     (beat,) = [said for said in router.heard if isinstance(said, Heartbeat)]
     for one in (router, stranger):
-        one.say(AskEvents(0))
+        one.say(QueryKvEvents(0))
     world.run()
     (whole,) = [said for said in router.heard if isinstance(said, KvSnapshot)]
     assert beat.next_event == whole.next_event > 0 and not stranger.heard

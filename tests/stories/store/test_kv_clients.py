@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from exchange_world import BLOCK, GEOMETRY, LAYERS, LEASE_NS, array, pages
-from memserve.messages import Peer, Refused
-from memserve.peers import ArenaPlace
-from memserve.store.events import ServeModel
-from memserve.store_messages import KvModel, StoreCode, StoreDelete, StoreGet, StoreHello, StorePair, StorePut
-from memserve.types import Tier
+from memserve.base.types import Tier
+from memserve.protocol.messages import Refused
+from memserve.protocol.peers import ArenaPlace, Peer
+from memserve.protocol.store import KvModel, StoreCode, StoreDelete, StoreGet, StoreHello, StorePair, StorePut
+from memserve.store.machine.events import ServeModel
 from store_world import BLOCK_BYTES, HOST, Client, StoreWorld, push
 
 DONE, PRESENT, ABSENT, BAD_CALL = (bytes([code]) for code in (0, 1, 2, 7))

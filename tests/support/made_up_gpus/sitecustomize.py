@@ -10,8 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from fake_driver import FakeDriver
-from memserve.runtime import gpus
-from memserve.units import GIB
+from memserve.base.units import GIB
+from memserve.system import gpus
 
 _FOUND = gpus.FoundGpu("made up", 80 * GIB, (9, 0))
 gpus.find_gpus = lambda driver=None: ((_FOUND,) * 4, (13, 0), "")

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve._core import BlockAllocator
-from memserve.errors import InvariantError
-from memserve.mempool.events import PoolReport, TierReport
-from memserve.types import Tier
+from memserve.base.errors import InvariantError
+from memserve.base.types import Tier
+from memserve.kv.events import PoolReport, TierReport
 
 
 def state(allocator: BlockAllocator) -> tuple:

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve import _core
-from memserve.policy.candidates import Ask, Candidate, Holding
-from memserve.policy.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
-from memserve.policy.routing import DECODE_WINDOW, cost, native_prices, split
-from memserve.types import Role
+from memserve.base.types import Role
+from memserve.kv.costs import CopyCurve, CostModel, DecodeCurve, PrefillCurve
+from memserve.router.placement.candidates import Ask, Candidate, Holding
+from memserve.router.placement.routing import DECODE_WINDOW, cost, native_prices, split
 
 HOSTS = ("", "a", "b", "c")
 ROLES = (Role.PREFILL, Role.DECODE, Role.COLOCATED)

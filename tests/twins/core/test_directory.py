@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve._core import PrefixDirectory, block_identities
-from memserve.types import Tier
+from memserve.base.types import Tier
 
 KEY, NAME = bytes(range(16)), b"n" * 16
 BLOCK = 4

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from memserve import _core
-from memserve.errors import InvariantError
+from memserve.base.errors import InvariantError
 from tier_names import new_tier_name, remove_tier_files
 
 CLASSES = [64 << c for c in range(6)]

@@ -1,4 +1,4 @@
-"""The radix index alone: contract, the global tree's twin, deletion's twin. (Eviction: twins/mempool/test_pool.py.)"""
+"""The radix index alone: contract, the global tree's twin, deletion's twin. (Eviction: twins/kv/test_pool.py.)"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve._core import BlockAllocator, RadixIndex
-from memserve.errors import InvariantError
+from memserve.base.errors import InvariantError
 
 A, B = b"a" * 16, b"b" * 16
 BLOCK = 2

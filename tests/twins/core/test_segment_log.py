@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from memserve import _core
-from memserve.sim.fuzz.literal_disk import PAGE_BYTES, LiteralDisk, Write
+from memserve_lab.sim.reference.disk import PAGE_BYTES, SymbolicDisk, Write
 
 SEGMENT_BYTES = 16 * PAGE_BYTES
 SECRET = bytes(range(16))
@@ -51,7 +51,7 @@ class Host:
         self.sync = sync
         self.segments = segments
         self.log = _core.SegmentLog(segments, SEGMENT_BYTES, SECRET, 0.25, sync)
-        self.disk = LiteralDisk(self.log.disk_bytes, rng)
+        self.disk = SymbolicDisk(self.log.disk_bytes, rng)
         self.log.format()
         self.values: dict[bytes, dict[int, bytes]] = {}  # every payload that a key was ever given, by number
         self.model: dict[bytes, tuple[int, bytes]] = {}  # what is published now

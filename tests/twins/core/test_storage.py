@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from memserve._core import BlockAllocator, RadixIndex
-from memserve.types import Tier
+from memserve.base.types import Tier
 
 NAME = b"n" * 16
 

@@ -10,8 +10,8 @@ import pytest
 
 from kv_event_words import BLOCK, batch, removed, stored
 from memserve import _core
-from memserve.fleet.kv_feed import KvFeed
-from memserve.mempool.identity import DEFAULT_KEY, namespace_id
+from memserve.fleet.kv_events import EngineKvFeed
+from memserve.kv.identity import DEFAULT_KEY, namespace_id
 
 ROOT = namespace_id("", "m")
 
@@ -49,7 +49,7 @@ class EngineTwin:
         return 1000 + 10 * key[0] + key[1]
 
     def expected(self) -> dict[int, tuple[int, int]]:
-        """As :meth:`KvFeed.counts` must say."""
+        """As :meth:`EngineKvFeed.counts` must say."""
         return {self.name(key): (count, 0) for key, count in self.copies.items() if count}
 
 
@@ -57,7 +57,7 @@ class EngineTwin:
 def test_with_replays_the_feed_knows_what_the_engine_has(seed: int) -> None:
     draw = random.Random(seed)
     engine, directory = EngineTwin(draw), _core.PrefixDirectory()
-    feed = KvFeed(0, directory, DEFAULT_KEY, lambda size: ROOT, True)
+    feed = EngineKvFeed(0, directory, DEFAULT_KEY, lambda size: ROOT, True)
     for _ in range(60):
         engine.act()
         if draw.random() < 0.2:
@@ -82,7 +82,7 @@ def test_with_replays_the_feed_knows_what_the_engine_has(seed: int) -> None:
 def test_without_replays_it_never_knows_more_than_the_engine_has(seed: int) -> None:
     draw = random.Random(seed)
     engine = EngineTwin(draw)
-    feed = KvFeed(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT, False)
+    feed = EngineKvFeed(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT, False)
     for _ in range(60):
         engine.act()
         if draw.random() < 0.2:

@@ -19,11 +19,12 @@ from fleet_store import StoreMember
 from fleet_world import BLOCK, GEOMETRY, ROUTER_PEER, Fleet, TransferMode, fleet_config
 from geometries import SHAPES
 from instance_world import VOCAB, request
-from memserve.config import ExchangeConfig
-from memserve.instance import store_offers
-from memserve.messages import Cancel, Drain, Holder, Pin, StopSequence, Unpin
-from memserve.types import FinishReason, Tier
-from memserve.units import NS_PER_S
+from memserve.base.config import ExchangeConfig
+from memserve.base.types import FinishReason, Tier
+from memserve.base.units import NS_PER_S
+from memserve.instance.cluster import store_export as store_offers
+from memserve.protocol.messages import Cancel, Drain, Pin, StopSequence, Unpin
+from memserve.protocol.peers import Holder
 
 
 def family(number, tokens):

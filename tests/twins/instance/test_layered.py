@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from geometries import SHAPES
 from instance_world import LAYERS, VOCAB, World, config, request
-from memserve.serving import RequestCancelled
-from memserve.types import FinishReason, KVGeometry, Tier
+from memserve.base.types import FinishReason, KVGeometry, Tier
+from memserve.protocol.events import RequestCancelled
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(120)] for family in range(3)]
 CONTEXT = 160

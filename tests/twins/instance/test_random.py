@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from instance_world import VOCAB, World, config, request
-from memserve.instance.late_masks import MASK_NS
-from memserve.policy.learnt import PreemptionCosts
-from memserve.serving import ClockTicked, RequestCancelled, SequenceStopped
+from memserve.base.types import ClockTicked
+from memserve.instance.scheduler.grammar_waits import MASK_NS
+from memserve.kv.costs import PreemptionCosts
+from memserve.protocol.events import RequestCancelled, SequenceStopped
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(40)] for family in range(3)]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memserve import _core
-from memserve.instance.sequence import Phase
+from memserve.instance.scheduler.sequence import Phase
 
 NUMBERS = ("prompt_tokens", "computed", "inflight", "left", "scheduled_step", "writable_until")
 OBJECTS = ("phase", "out", "draw", "stops")

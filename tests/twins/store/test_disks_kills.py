@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import pytest
 
 from disks_world import DisksWorld, life
-from memserve.store import disk_events as ev
-from memserve.store.disks import DisksConfig
-from memserve.units import NS_PER_MS
+from memserve.base.units import NS_PER_MS
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import DisksConfig
 
 SYNCS = ("none", "segment", "always")
 

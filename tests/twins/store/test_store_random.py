@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from exchange_world import BLOCK, LEASE_NS
-from memserve.messages import Leave, Peer
-from memserve.store.disk_config import DisksConfig
-from memserve.store_messages import StoreCode, StoreDelete, StoreDone
+from memserve.protocol.messages import Leave
+from memserve.protocol.peers import Peer
+from memserve.protocol.store import StoreCode, StoreDelete, StoreDone
+from memserve.store.disks.events import DisksConfig
 from store_world import Client, StoreWorld, push
 
 NAMES = [b"name %d" % number for number in range(8)]

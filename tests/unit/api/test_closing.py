@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memserve.api.closing import closed
+from memserve.api.openai.request.structured_output import closed
 
 AB: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["a"]}
 SHUT: dict[str, Any] = {**AB, "additionalProperties": False}

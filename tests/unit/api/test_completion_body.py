@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from memserve._core import json_cut_ids
-from memserve.api.endpoints import parse_completion
-from memserve.api.errors import ApiError
-from memserve.api.lenient import Leniency
-from memserve.api.schema import CompletionBody, parse_leniently
+from memserve.api.http.errors import ApiError
+from memserve.api.openai.endpoints import parse_completion
+from memserve.api.openai.request.schema import CompletionBody, Leniency, parse_leniently
 
 PLAIN = ["[1]", "[0]", "[1,2,3]", " [ 1 ,\n2\t,\r3 ] ", "[2147483647]", "[7,0,0,49151]"]
 OTHER = [

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from api_world import TinyModel, tiny_tokenizer
-from memserve.api.known_texts import KnownTexts, cuts_of
-from memserve.api.prompts import PromptEncoder
-from memserve.api.schema import ChatBody
+from memserve.api.openai.request.prompts import KnownTexts, PromptEncoder, cuts_of
+from memserve.api.openai.request.schema import ChatBody
 
 SPECIAL = ("<|end|>", "<|start|>", "<|end|>!", "<|", "\n\n", "é|>")
 """Some begin another, some overlap with another."""

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from memserve.api.reasoning import AnswerReader, Thoughts, thoughts_after
-from memserve.api.tools.plan import CallPlan
+from memserve.api.openai.request.tool_calls import CallPlan
+from memserve.api.openai.response.reasoning import AnswerReader, Thoughts, thoughts_after
 
 TEMPLATE = "{% if thinking %}<think>\n{% endif %}"
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from memserve.api.errors import ApiError
-from memserve.api.prompts import INLINE_BYTES_MAX
-from memserve.api.schema import ChatBody, body_of
-from memserve.api.structure import structure_of, work_of
-from memserve.api.tools.plan import call_plan
+from memserve.api.http.errors import ApiError
+from memserve.api.openai.request.prompts import INLINE_BYTES_MAX
+from memserve.api.openai.request.schema import ChatBody, body_of
+from memserve.api.openai.request.structured_output import structure_of, work_of
+from memserve.api.openai.request.tool_calls import call_plan
 
 pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from api_world import EOS, SCRIPT_TEXT, encode, tiny_tokenizer
 from memserve._core import StopFinder, StopStrings
-from memserve.runtime.text import PENDING_TOKENS_MAX, Detokenizer, Stops, TextStream
-from memserve.types import FinishReason, TokenOutput
+from memserve.api.openai.response.detokenizer import PENDING_TOKENS_MAX, Detokenizer, Stops, TextStream
+from memserve.base.types import FinishReason, TokenOutput
 
 TOKENIZER = tiny_tokenizer().backend_tokenizer
 VOCAB = TOKENIZER.get_vocab_size()

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from memserve.api import wire
-from memserve.api.config import EdgeConfig
-from memserve.api.wire import END, Head, RequestReader, WireError
-from memserve.units import KIB
+from memserve.api.http import parser as wire
+from memserve.api.http.config import EdgeConfig
+from memserve.api.http.parser import END, Head, HttpSyntaxError, RequestReader
+from memserve.base.units import KIB
 
 LIMITS = EdgeConfig()
 CHUNKED = b"POST /a HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -67,7 +67,7 @@ def test_noise_is_a_request_or_an_error(noise: bytes, at: int) -> None:
     stream, _ = chunked([3, 4])
     try:
         requests([stream[:at] + noise + stream[at:]])
-    except WireError as error:
+    except HttpSyntaxError as error:
         assert 400 <= error.status < 600 and len(error.message) < 300
 
 
@@ -105,7 +105,7 @@ ENDLESS = {
 def test_what_has_no_end_is_ended_and_not_kept(begin: bytes, more: bytes, most: int, status: int) -> None:
     reader, held = RequestReader(LIMITS), 0
     reader.feed(begin)
-    with pytest.raises(WireError) as caught:
+    with pytest.raises(HttpSyntaxError) as caught:
         for _ in range(most):
             while isinstance(reader.next_event(), Head | bytes):
                 pass
@@ -137,7 +137,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("data, status", REFUSED.values(), ids=REFUSED)
 def test_malformed_requests_are_refused(data: bytes, status: int) -> None:
-    with pytest.raises(WireError) as caught:
+    with pytest.raises(HttpSyntaxError) as caught:
         requests([data])
     assert caught.value.status == status
 

@@ -9,23 +9,23 @@ import pytest
 from msgspec import structs
 
 from cluster_world import BLOCK, info
-from memserve.cli import cluster
-from memserve.cli import shape as shape_module
-from memserve.cli.cluster import ClusterOptions
+from memserve.base.config import ClusterConfig, EngineOptions, SchedulerConfig
+from memserve.base.errors import UserError
+from memserve.base.kv_layout import Parallel
+from memserve.base.options import command_line_of
+from memserve.base.types import Caching, Role
+from memserve.base.units import GIB
+from memserve.cli.cluster import members as cluster
+from memserve.cli.cluster import topology as shape_module
+from memserve.cli.cluster.members import ClusterOptions
+from memserve.cli.cluster.topology import choose_counts, follow_context, room_text, shape_text
+from memserve.cli.flags import split_address
 from memserve.cli.main import command_line
-from memserve.cli.options import split_address
-from memserve.cli.shape import choose_counts, follow_context, room_text, shape_text
-from memserve.config import ClusterConfig, EngineOptions, SchedulerConfig
-from memserve.errors import UserError
+from memserve.instance.scheduler.capacity import Hardware, Shape, choose_shape
 from memserve.model.loading.card import Context, ModelCard
 from memserve.model.loading.sources import weight_bytes
-from memserve.options import command_line_of
-from memserve.parallel import Parallel
-from memserve.policy.capacity import Machine, Shape, choose_shape
-from memserve.runtime import memory
-from memserve.runtime.gpus import DeviceChoice, FoundGpu
-from memserve.types import Caching, Role
-from memserve.units import GIB
+from memserve.system import memory
+from memserve.system.gpus import DeviceChoice, FoundGpu
 
 
 @pytest.mark.parametrize(
@@ -65,18 +65,18 @@ def test_a_shape_that_nobody_asks_for_suits_the_machine(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("machine", "instance", "counts"),
     [
-        (Machine(8, 4 * GIB), GIB, (1, 1, 0)),
-        (Machine(8, 4 * GIB), 2 * GIB, (1, 1, 0)),
-        (Machine(8, 4 * GIB), 2 * GIB + 1, (0, 0, 1)),
-        (Machine(7, 400 * GIB), GIB, (0, 0, 1)),
-        (Machine(1, None), GIB, (0, 0, 1)),
-        (Machine(64, None), GIB, (0, 0, 1)),
-        (Machine(64, 400 * GIB), None, (0, 0, 1)),
-        (Machine(64, 400 * GIB, gpus=1), GIB, (0, 0, 1)),
-        (Machine(64, 400 * GIB, gpus=4), GIB, (0, 0, 4)),
+        (Hardware(8, 4 * GIB), GIB, (1, 1, 0)),
+        (Hardware(8, 4 * GIB), 2 * GIB, (1, 1, 0)),
+        (Hardware(8, 4 * GIB), 2 * GIB + 1, (0, 0, 1)),
+        (Hardware(7, 400 * GIB), GIB, (0, 0, 1)),
+        (Hardware(1, None), GIB, (0, 0, 1)),
+        (Hardware(64, None), GIB, (0, 0, 1)),
+        (Hardware(64, 400 * GIB), None, (0, 0, 1)),
+        (Hardware(64, 400 * GIB, gpus=1), GIB, (0, 0, 1)),
+        (Hardware(64, 400 * GIB, gpus=4), GIB, (0, 0, 4)),
     ],
 )
-def test_prefill_and_decode_go_apart_where_there_is_room(machine: Machine, instance: int | None, counts) -> None:
+def test_prefill_and_decode_go_apart_where_there_is_room(machine: Hardware, instance: int | None, counts) -> None:
     shape = choose_shape(machine, instance)
     assert (shape.prefill, shape.decode, shape.colocated) == counts and shape.reason
 
@@ -134,7 +134,7 @@ def test_children_are_given_the_same_engine_options(monkeypatch: pytest.MonkeyPa
     )  # fmt: skip
     assert command_line_of(EngineOptions()) == ()
     seen: list[EngineOptions] = []
-    monkeypatch.setattr("memserve.cli.instance._run_supervised", lambda options, *rest: seen.append(options))
+    monkeypatch.setattr("memserve.cli.cluster.instance._run_supervised", lambda options, *rest: seen.append(options))
     command_line()(["instance", "--join", "h:1", "--supervised", *command_line_of(options)], standalone_mode=False)
     assert seen == [options]
 

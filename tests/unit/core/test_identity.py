@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from memserve import _core
-from memserve.cluster.outbox import Timers
-from memserve.cluster.report import Counters
-from memserve.cluster.trees import Trees
-from memserve.config import ClusterConfig, PoolConfig
-from memserve.mempool.identity import DEFAULT_KEY, block_identities, identity_key, namespace_id
-from memserve.mempool.pool import BlockPool
-from memserve.types import Tier
+from memserve.base.config import ClusterConfig, PoolConfig
+from memserve.base.types import Tier
+from memserve.kv.identity import DEFAULT_KEY, block_identities, identity_key, namespace_id
+from memserve.kv.pool import BlockPool
+from memserve.router.outbox import Timers
+from memserve.router.placement.prefix_directory import Trees
+from memserve.router.report import Counters
 
 KEY = bytes(range(16))
 # vectors.h of the reference implementation, vectors_sip128: message = bytes(range(length)), key = bytes(range(16))

@@ -6,7 +6,7 @@ import pytest
 
 from memserve import _core
 from memserve._core import MemoryTier
-from memserve.errors import InvariantError
+from memserve.base.errors import InvariantError
 
 BLOCK = 8192
 

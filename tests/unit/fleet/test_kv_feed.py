@@ -10,18 +10,18 @@ import pytest
 
 from kv_event_words import BLOCK, CLEARED, as_array, batch, removed, stored
 from memserve import _core
-from memserve.fleet.kv_feed import KvFeed
-from memserve.mempool.identity import DEFAULT_KEY, namespace_id
+from memserve.fleet.kv_events import EngineKvFeed
+from memserve.kv.identity import DEFAULT_KEY, namespace_id
 
 TOKENS = list(range(1, 1 + 4 * BLOCK))
 ROOT = namespace_id("", "m")
 
 
-def new_feed(*, replays: bool = True) -> KvFeed:
-    return KvFeed(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT, replays)
+def new_feed(*, replays: bool = True) -> EngineKvFeed:
+    return EngineKvFeed(0, _core.PrefixDirectory(), DEFAULT_KEY, lambda size: ROOT, replays)
 
 
-def cached(feed: KvFeed, tokens: list[int] = TOKENS) -> tuple[int, int]:
+def cached(feed: EngineKvFeed, tokens: list[int] = TOKENS) -> tuple[int, int]:
     """Blocks of the prompt that the directory has, and those in the lower tier alone."""
     packed = _core.block_identities(DEFAULT_KEY, ROOT, np.array(tokens, np.int32), BLOCK)
     found = feed._directory.match(packed)

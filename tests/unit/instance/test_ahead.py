@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.types import ClockTicked, Request, SamplingParams, StopParams
+from memserve.base.units import NS_PER_MS
 from memserve.instance.events import Action, RunStep, StepFinished, StepPlan
 from memserve.instance.machine import AHEAD_MAX_NS, Instance
-from memserve.policy.costs import CostModel, PrefillCurve
-from memserve.policy.learnt import PreemptionCosts
-from memserve.serving import ClockTicked, RequestArrived
-from memserve.types import Request, SamplingParams, StopParams
-from memserve.units import NS_PER_MS
+from memserve.kv.costs import CostModel, PreemptionCosts, PrefillCurve
+from memserve.protocol.events import RequestArrived
 
 TOKEN_NS = NS_PER_MS
 

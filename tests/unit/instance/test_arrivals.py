@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from memserve.config import PoolConfig
-from memserve.instance.arrivals import Arrivals
+from memserve.base.config import PoolConfig
+from memserve.base.types import Request, SamplingParams, StopParams, Tier
+from memserve.base.units import NS_PER_S
 from memserve.instance.events import StepPlan
-from memserve.instance.layered import LayerPlacer
-from memserve.instance.sequence import Group, Sequence
-from memserve.mempool.pool import BlockPool
-from memserve.policy.layers import LayerBudget, LayerPolicy, LinkRate
-from memserve.policy.learnt import PreemptionCosts, PreemptionModel
-from memserve.types import Request, SamplingParams, StopParams, Tier
-from memserve.units import NS_PER_S
+from memserve.instance.layerwise.budget import LayerBudget, LayerPolicy, LinkRate
+from memserve.instance.layerwise.copies import SwapIns
+from memserve.instance.layerwise.placer import LayerPlacer
+from memserve.instance.scheduler.sequence import Group, Sequence
+from memserve.kv.costs import PreemptionCosts, PreemptionModel
+from memserve.kv.pool import BlockPool
 
 LAYERS = 3
 
@@ -38,7 +38,7 @@ def moved(plan: StepPlan) -> list[int]:
 
 def test_a_plan_copies_what_the_link_carries_beside_its_rows() -> None:
     pool = BlockPool(PoolConfig(20, 20), 4, "m")
-    arrivals = Arrivals(pool, LAYERS)
+    arrivals = SwapIns(pool, LAYERS)
     first, second = parked(pool, "first", 7), parked(pool, "second", 3)
     plans = [StepPlan(number) for number in range(5)]
     arrivals.go_on(plans[0], 4)
@@ -61,7 +61,7 @@ def test_a_plan_copies_what_the_link_carries_beside_its_rows() -> None:
 
 def test_what_is_called_off_half_way_has_everything_in_dram() -> None:
     pool = BlockPool(PoolConfig(20, 20), 4, "m")
-    arrivals = Arrivals(pool, LAYERS)
+    arrivals = SwapIns(pool, LAYERS)
     sequence, other = parked(pool, "called off", 6), parked(pool, "other", 2)
     dram_blocks = list(sequence.dram_blocks)
     plans = [StepPlan(0), StepPlan(1)]
@@ -78,7 +78,7 @@ def test_what_is_called_off_half_way_has_everything_in_dram() -> None:
 
 def test_no_room_is_an_answer() -> None:
     pool = BlockPool(PoolConfig(4, 20), 4, "m")
-    arrivals = Arrivals(pool, LAYERS)
+    arrivals = SwapIns(pool, LAYERS)
     sequence = parked(pool, "too long", 5)
     arrivals.go_on(StepPlan(0), None)
     assert not arrivals.begin(sequence) and not arrivals and len(sequence.dram_blocks) == 5

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from instance_world import PROMPT, World, building_worlds, config, plans_of, request
-from memserve.errors import InvariantError
+from memserve.base.errors import InvariantError
+from memserve.base.types import ClockTicked, FinishReason
 from memserve.instance.events import StepFinished
-from memserve.serving import ClockTicked, RequestCancelled, SequenceStopped
-from memserve.types import FinishReason
+from memserve.protocol.events import RequestCancelled, SequenceStopped
 
 make = pytest.fixture(params=["twin", "real"])(building_worlds)
 

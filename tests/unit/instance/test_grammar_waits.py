@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from memserve.instance.grammar_events import BuildGrammar, ForgetGrammar
-from memserve.instance.grammar_waits import BUILD_NS, BUILDS_MAX, GrammarWaits, may_have
+from memserve.instance.events import BuildGrammar, ForgetGrammar
+from memserve.instance.scheduler.grammar_waits import BUILD_NS, BUILDS_MAX, GrammarWaits, may_have
 
 
 def orders(waits: GrammarWaits) -> list[str]:

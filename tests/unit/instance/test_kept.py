@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from memserve.answers import AnswerLog
-from memserve.instance.kept import KeptAnswers
-from memserve.messages import Peer
-from memserve.types import FinishReason, Request, TokenLogprobs, TokenOutput
+from memserve.base.types import FinishReason, Request, TokenLogprobs, TokenOutput
+from memserve.instance.cluster.idempotency import ReplayBuffer
+from memserve.protocol.idempotency import AnswerLog
+from memserve.protocol.peers import Peer
 
 ROUTER, NEXT = Peer("router", 1), Peer("router", 2)
 
@@ -20,7 +20,7 @@ def output(name: str, offset: int, *tokens: int, reason: FinishReason | None = N
     return TokenOutput(name, 0, tokens, finish_reason=reason, offset=offset, **more)
 
 
-def one(kept: KeptAnswers):
+def one(kept: ReplayBuffer):
     (message,) = kept.take_held()
     assert message.is_last
     (answer,) = message.answers
@@ -28,7 +28,7 @@ def one(kept: KeptAnswers):
 
 
 def test_the_next_router_is_told_everything_once() -> None:
-    kept = KeptAnswers(100, 1 << 20)
+    kept = ReplayBuffer(100, 1 << 20)
     kept.ask(ROUTER)
     assert [len(message.answers) for message in kept.take_held()] == [0]
     kept.open(request("a#1"), (), ())
@@ -45,7 +45,7 @@ def test_the_next_router_is_told_everything_once() -> None:
 
 
 def test_what_has_ended_is_kept_for_its_time() -> None:
-    kept = KeptAnswers(100, 1 << 20)
+    kept = ReplayBuffer(100, 1 << 20)
     kept.open(request("a#1"), (), ())
     kept.ended("a#1", 10)
     kept.record([output("a#1", 0, 5, reason=FinishReason.STOP)])
@@ -58,7 +58,7 @@ def test_what_has_ended_is_kept_for_its_time() -> None:
 
 
 def test_a_request_brings_its_log_along_or_is_not_kept() -> None:
-    kept = KeptAnswers(100, 1 << 20)
+    kept = ReplayBuffer(100, 1 << 20)
     kept.open(request("a#2"), (output("a", 0, 5, 6),), ((5, 6),))
     kept.record([output("a#2", 2, 7)])
     assert [o.tokens for o in one(kept).told] == [(5, 6, 7)]
@@ -74,7 +74,7 @@ def test_a_request_brings_its_log_along_or_is_not_kept() -> None:
 
 
 def test_above_the_limit_the_oldest_goes_first_and_those_that_run_last() -> None:
-    kept = KeptAnswers(100, 3000)
+    kept = ReplayBuffer(100, 3000)
     for name in ("a", "b", "c"):
         kept.open(request(name), (), ())
     kept.check_invariants({"a", "b", "c"})
@@ -107,7 +107,7 @@ def test_a_log_is_the_same_however_the_tokens_came(cut: list[int]) -> None:
 
 
 def test_a_whole_answer_keeps_its_key() -> None:
-    kept = KeptAnswers(100, 1 << 20)
+    kept = ReplayBuffer(100, 1 << 20)
     kept.open(request("a#1"), (), ())
     kept.record([output("a#1", 0, 5)])
     kept.ended("a#1", 10)

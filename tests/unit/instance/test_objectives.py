@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
-from memserve.errors import UserError
+from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
+from memserve.base.errors import UserError
+from memserve.base.types import Request, SamplingParams, StopParams
+from memserve.base.units import NS_PER_MS
 from memserve.instance.events import Action, RunStep, StepFinished, StepPlan
 from memserve.instance.machine import Instance
-from memserve.policy.costs import CostModel, DecodeCurve, PrefillCurve
-from memserve.policy.learnt import PreemptionCosts
-from memserve.serving import EmitTokens, RejectRequest, RequestArrived
-from memserve.types import Request, SamplingParams, StopParams
-from memserve.units import NS_PER_MS
+from memserve.kv.costs import CostModel, DecodeCurve, PreemptionCosts, PrefillCurve
+from memserve.protocol.events import EmitTokens, RejectRequest, RequestArrived
 
 TOKEN_NS, STEP_NS = NS_PER_MS, 10 * NS_PER_MS
 """Of a prompt, and of a decode step."""

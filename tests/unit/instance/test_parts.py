@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from instance_world import VOCAB, World, config, lone_beams, request
-from memserve.errors import InvariantError
-from memserve.instance.beam import BeamSearch, BeamState
-from memserve.instance.queues import RankedList
-from memserve.instance.sequence import Group
-from memserve.policy.capacity import chunk_tokens, context_tokens, headroom_blocks
-from memserve.policy.learnt import PreemptionCosts, PreemptionModel
-from memserve.types import FinishReason
+from memserve.base.errors import InvariantError
+from memserve.base.types import FinishReason
+from memserve.instance.scheduler.beam import BeamSearch, BeamState
+from memserve.instance.scheduler.capacity import chunk_tokens, context_tokens, headroom_blocks
+from memserve.instance.scheduler.sequence import Group
+from memserve.instance.scheduler.state import RankedList
+from memserve.kv.costs import PreemptionCosts, PreemptionModel
 
 # -- policy
 

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from fleet_world import BLOCK, Fleet, fleet_config, stats, tokens_of
 from instance_world import PROMPT, World, building_worlds, request
-from memserve.config import PoolConfig
-from memserve.instance.pins import Pins
-from memserve.mempool.pool import BlockPool
-from memserve.messages import (
+from memserve.base.config import PoolConfig
+from memserve.base.types import ClockTicked, Tier
+from memserve.base.units import NS_PER_S
+from memserve.instance.scheduler.memory import Pins
+from memserve.kv.pool import BlockPool
+from memserve.protocol.events import PrefixPinned, PrefixUnpinned
+from memserve.protocol.messages import (
     Pin,
     Pinned,
     Unpin,
 )
-from memserve.serving import ClockTicked, PrefixPinned, PrefixUnpinned
-from memserve.types import Tier
-from memserve.units import NS_PER_S
 
 PREFIX = list(range(1, 17))  # four blocks of four
 

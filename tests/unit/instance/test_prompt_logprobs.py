@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from instance_world import config
+from memserve.base.config import PROMPT_LOGPROBS_MAX
+from memserve.base.types import Request, SamplingParams, StopParams
 from memserve.instance.events import Action, Event, RunStep, StepPlan
 from memserve.instance.machine import Instance
-from memserve.instance.planner import PROMPT_LOGPROBS_MAX
-from memserve.policy.learnt import PreemptionCosts
-from memserve.serving import RequestArrived
-from memserve.sim.fuzz.literal_device import LiteralDevice
-from memserve.types import Request, SamplingParams, StopParams
+from memserve.kv.costs import PreemptionCosts
+from memserve.protocol.events import RequestArrived
+from memserve_lab.sim.reference.device import SymbolicDevice
 
 
 def echo(name: str, tokens: int, *, logprobs: bool = True) -> Request:
@@ -27,7 +27,7 @@ def plans(actions: list[Action]) -> list[StepPlan]:
 def test_no_plan_materialises_more_logits_than_the_limit() -> None:
     options = config(hbm=2000, context=4000, step_tokens=2048, chunk=2048, depth=1)
     machine = Instance(options, 4, PreemptionCosts(block_bytes=1000))
-    device = LiteralDevice(block_tokens=4, hbm_blocks=2000, dram_blocks=0, vocab=12)
+    device = SymbolicDevice(block_tokens=4, hbm_blocks=2000, dram_blocks=0, vocab=12)
     arrivals = [echo("a", 900), echo("b", 900, logprobs=False), echo("c", 700), echo("d", 3)]
     pending: list[Event] = [RequestArrived(request) for request in arrivals]
     reported: list[int] = []

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from memserve.instance.kv_feed import KvFeed
-from memserve.instance.router_news import BUNDLE_NS, RouterNews
-from memserve.instance.routers import Routers
-from memserve.mempool.events import KvEvent, KvEventKind
-from memserve.messages import Heartbeat, KvEvents, KvSnapshot, Load, Peer, PeerInfo
-from memserve.serving import Send
-from memserve.types import KVGeometry, Role, Tier
+from memserve.base.types import KVGeometry, Role, Tier
+from memserve.instance.cluster.routers import BUNDLE_NS, Routers, RouterUpdates
+from memserve.kv.events import KvEvent, KvEventKind
+from memserve.kv.feed import KvFeed
+from memserve.protocol.events import Send
+from memserve.protocol.messages import Heartbeat, KvEvents, KvSnapshot
+from memserve.protocol.peers import Load, Peer, PeerInfo
 
 OWNER, R2, R3 = Peer("router", 5), Peer("router-2", 1), Peer("router-3", 1)
 LOAD = Load(requests_waiting=7, dispatches_heard=3)
@@ -47,14 +47,14 @@ class World:
         self.index, self.routers = Index(), Routers(100)
         self.routers.owner = OWNER
         self.routers.set_members([PeerInfo(peer, Role.ROUTER, "", "", GEOMETRY, 0, 0, 0, False) for peer in followers])
-        self.news = RouterNews(self.routers, KvFeed(self.index, kept), lambda: LOAD)
+        self.news = RouterUpdates(self.routers, KvFeed(self.index, kept), lambda: LOAD)
         self.heard = dict.fromkeys((OWNER, *followers), 0)
         self.loads = dict.fromkeys((OWNER, *followers), 0)
         self.take(0)  # routers hear what happens from here on, and ask for the rest
 
-    def take(self, now: int) -> list[Peer]:
+    def take(self, now_ns: int) -> list[Peer]:
         """Which routers are told something."""
-        said = self.news.take(now)
+        said = self.news.take(now_ns)
         self.news.check_invariants()
         for send in said:
             self._hear(send)

@@ -9,29 +9,25 @@ from __future__ import annotations
 from fleet_world import BLOCK, GEOMETRY, LAYERS, ROUTER_PEER, fleet_config
 from golden import Script
 from instance_world import request
-from memserve.instance.events import StepFailed, StepFinished
-from memserve.instance.grammar_events import GrammarBuilt, MaskComputed
-from memserve.instance.grammar_waits import BUILD_NS
-from memserve.instance.late_masks import MASK_NS, MASKS_NS
+from memserve.base.types import ClockTicked, Request, Role
+from memserve.base.units import NS_PER_MS
+from memserve.instance.events import GrammarBuilt, MaskComputed, StepFailed, StepFinished
 from memserve.instance.machine import Instance
-from memserve.kv_transfer.events import PagesPulled, PagesSealed
-from memserve.messages import (
+from memserve.instance.scheduler.grammar_waits import BUILD_NS, MASK_NS, MASKS_NS
+from memserve.kv.transfer.events import PagesPulled, PagesSealed
+from memserve.protocol.events import EmitTokens, MessageArrived, RequestArrived, RequestCancelled
+from memserve.protocol.messages import (
     AnyMessage,
     Dispatch,
     Drain,
     Handoff,
-    Holder,
     JoinAccepted,
     Offer,
-    Peer,
     PeerGone,
-    PeerInfo,
     Ready,
     Release,
 )
-from memserve.serving import ClockTicked, EmitTokens, MessageArrived, RequestArrived, RequestCancelled
-from memserve.types import Request, Role
-from memserve.units import NS_PER_MS
+from memserve.protocol.peers import Holder, Peer, PeerInfo
 
 P, D = Peer("p", 1), Peer("d", 1)
 PROMPT = [5, 1, 4, 1, 5, 9, 2, 6, 5, 3]

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from instance_world import PROMPT, VOCAB, World, config, request
-from memserve.instance.sequence import Phase
-from memserve.instance.speculation import NEVER, foretellable
-from memserve.policy.drafts import Draft, Price
-from memserve.serving import RequestCancelled
-from memserve.sim.fuzz.drafts import Always
-from memserve.sim.fuzz.truth import lone_tokens
-from memserve.types import FinishReason
+from memserve.base.types import FinishReason
+from memserve.instance.scheduler.drafts import Draft, Price
+from memserve.instance.scheduler.sequence import Phase
+from memserve.instance.scheduler.speculation import NEVER, foretellable
+from memserve.protocol.events import RequestCancelled
+from memserve_lab.sim.fuzz.scenario_features import Always
+from memserve_lab.sim.reference.oracle import lone_tokens
 
 TOKENS = lone_tokens(PROMPT[:4], 12, 0, 0, VOCAB)
 """What the request of these tests draws."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from instance_world import PROMPT, VOCAB, building_worlds, lone_beams, outputs_of, plans_of, request, rows
-from memserve.policy.learnt import PreemptionCosts
-from memserve.serving import RejectRequest
-from memserve.sim.fuzz.truth import lone_tokens
-from memserve.types import FinishReason, salt_of
+from memserve.base.types import FinishReason, salt_of
+from memserve.kv.costs import PreemptionCosts
+from memserve.protocol.events import RejectRequest
+from memserve_lab.sim.reference.oracle import lone_tokens
 
 make = pytest.fixture(params=["twin", "real"])(building_worlds)
 

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from instance_world import World, building_worlds, request
-from memserve.policy.costs import CopyCurve, CostModel, PrefillCurve
-from memserve.policy.learnt import PreemptionCosts, PreemptionModel
+from memserve.kv.costs import CopyCurve, CostModel, PreemptionCosts, PreemptionModel, PrefillCurve
 
 PREFIX = list(range(1, 17))  # four blocks of four
 COMPUTE_NS = 1000  # as long as the literal device takes for any step

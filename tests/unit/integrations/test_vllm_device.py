@@ -12,12 +12,12 @@ import torch
 
 from fake_gpu import FakeGpu, RaceError
 from memserve import UserError
-from memserve.integrations.jobs import Jobs
+from memserve.integrations.block_cache import CacheJobs
 from memserve.integrations.vllm.device_memory import DeviceMemory
 from memserve.integrations.vllm.device_mover import DeviceMover
 from memserve.integrations.vllm.lookups import RankNames
-from memserve.integrations.vllm.orders import Load, Orders, Save
-from memserve.integrations.vllm.worker_side import WorkerSide
+from memserve.integrations.vllm.scheduler import KvLoad, Orders, Save
+from memserve.integrations.vllm.worker import WorkerSide
 
 BLOCKS, LAYERS, HEADS, TOKENS, CONTENT = 12, 3, 2, 4, 8
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
@@ -129,7 +129,7 @@ def saved(device: Device, block_ids: tuple[int, ...], first: float, hooks: bool 
 
 
 def load_of(request_id: str, names: Sequence[int], block_ids: tuple[int, ...]) -> Orders:
-    return Orders(loads=(Load(request_id, tuple(b"h%d" % name for name in names), block_ids),))
+    return Orders(loads=(KvLoad(request_id, tuple(b"h%d" % name for name in names), block_ids),))
 
 
 @pytest.mark.parametrize("hooks", [True, False])
@@ -246,7 +246,7 @@ def test_what_is_lost_or_damaged_is_a_failed_load() -> None:
 
 def test_a_full_queue_gives_its_slots_back(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
-    monkeypatch.setattr(Jobs, "start", lambda self, job: False)
+    monkeypatch.setattr(CacheJobs, "start", lambda self, job: False)
     saved(device, (1, 2), 1.0)
     assert len(device.memory.saving._free) == 8 and not device.pool.kept
     device.worker.close()

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from memserve.integrations.vllm.groups import tails_of, why_not_kept
 from memserve.integrations.vllm.lookups import GroupOfKv, Lookups, RankNames
 from memserve.integrations.vllm.memory import BlockLayout
-from memserve.integrations.vllm.orders import Load, Save
-from memserve.integrations.vllm.scheduler_side import SchedulerSide
+from memserve.integrations.vllm.scheduler import KvLoad, Save, SchedulerSide
+from memserve.integrations.vllm.shared_kv import tails_of, why_not_kept
 from waiting import eventually
 
 BLOCK, TAIL = 4, 2
@@ -134,7 +133,7 @@ def test_blocks_go_to_the_tables_of_their_groups(pool: Pool, lookups: Lookups) -
     state = SimpleNamespace(get_block_ids=lambda _: ([10, 11, 12, 13, 14], [0, 0, 22, 23, 24]))
     orders = side.step(SimpleNamespace(num_scheduled_tokens={}, kv_connector_block_state=state), 2)
     names = (b"h0", b"h1", b"h2", b"h3", b"h2", b"h3")
-    assert orders.loads == (Load("r", names, (10, 11, 12, 13, 22, 23), (0, 0, 0, 0, 1, 1)),) and not orders.begun
+    assert orders.loads == (KvLoad("r", names, (10, 11, 12, 13, 22, 23), (0, 0, 0, 0, 1, 1)),) and not orders.begun
     side.received(["r"], set())
     request.num_tokens, request.num_computed_tokens = 20, 16
     request.block_hashes = hashes(5)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from memserve.integrations.vllm.orders import Load, Save
-from memserve.integrations.vllm.scheduler_side import _QUEUED_NS as QUEUED_NS
-from memserve.integrations.vllm.scheduler_side import SchedulerSide
+from memserve.integrations.vllm.scheduler import _QUEUED_NS as QUEUED_NS
+from memserve.integrations.vllm.scheduler import KvLoad, Save, SchedulerSide
 
 BLOCK = 4
 WAIT_NS = 100
@@ -172,7 +171,7 @@ def test_a_hit_is_promised_once_it_is_held_and_compared() -> None:
     assert side.matched(request, 0, 2) == (12, True)
     assert side.matched(request, 0, 3) == (12, True), "asking changes nothing"
     side.allocated(request, [ids(3)], 12)
-    assert side.step(step_of({}), 4).loads == (Load("r", (b"h0", b"h1", b"h2"), (10, 11, 12)),)
+    assert side.step(step_of({}), 4).loads == (KvLoad("r", (b"h0", b"h1", b"h2"), (10, 11, 12)),)
     assert side.step(step_of({}), 5).loads == ()
     assert "r" in lookups.held, "held until the workers have read it"
     side.received(["r"], ())
@@ -198,7 +197,7 @@ def test_blocks_that_vllm_has_are_not_loaded() -> None:
     assert side.matched(request, 4, 1) == (8, True)
     assert side.matched(request, 8, 2) == (4, True), "vLLM has got one more meanwhile"
     side.allocated(request, [ids(3)], 4)
-    assert side.step(step_of({}), 3).loads == (Load("r", (b"h2",), (12,)),)
+    assert side.step(step_of({}), 3).loads == (KvLoad("r", (b"h2",), (12,)),)
 
 
 def test_vllm_has_fewer_than_at_the_first_question() -> None:
@@ -245,16 +244,16 @@ def test_a_request_waits_for_room_beside_what_others_hold() -> None:
     lookups.room = 6
     side = side_of(lookups)
     first, second = request_of(4, request_id="a"), request_of(4, request_id="b")
-    assert side.matched(first, 0, now=0) == side.matched(second, 0, now=1) == (None, False)
+    assert side.matched(first, 0, now_ns=0) == side.matched(second, 0, now_ns=1) == (None, False)
     lookups.found("a")
-    assert side.matched(first, 0, now=WAIT_NS) == (16, True)
-    assert side.matched(second, 0, now=WAIT_NS * 2) == (None, False) and "b" not in lookups.held
+    assert side.matched(first, 0, now_ns=WAIT_NS) == (16, True)
+    assert side.matched(second, 0, now_ns=WAIT_NS * 2) == (None, False) and "b" not in lookups.held
     side.allocated(first, [ids(5)], 16)
-    assert side.matched(second, 0, now=WAIT_NS * 3) == (None, False) and "b" not in lookups.held
+    assert side.matched(second, 0, now_ns=WAIT_NS * 3) == (None, False) and "b" not in lookups.held
     side.received(["a"], [])
-    assert side.matched(second, 0, now=WAIT_NS * 4) == (None, False) and "b" in lookups.held
+    assert side.matched(second, 0, now_ns=WAIT_NS * 4) == (None, False) and "b" in lookups.held
     lookups.found("b")
-    assert side.matched(second, 0, now=WAIT_NS * 4) == (16, True)
+    assert side.matched(second, 0, now_ns=WAIT_NS * 4) == (16, True)
 
 
 def test_nothing_waits_for_ever_for_what_others_hold() -> None:
@@ -262,9 +261,9 @@ def test_nothing_waits_for_ever_for_what_others_hold() -> None:
     lookups.room = 4
     side = side_of(lookups)
     first, second = request_of(4, request_id="a"), request_of(4, request_id="b")
-    assert side.matched(first, 0, now=0) == side.matched(second, 0, now=0) == (None, False)
-    assert side.matched(second, 0, now=QUEUED_NS - 1) == (None, False) and "b" not in lookups.held
-    assert side.matched(second, 0, now=QUEUED_NS) == (None, False) and "b" in lookups.held
+    assert side.matched(first, 0, now_ns=0) == side.matched(second, 0, now_ns=0) == (None, False)
+    assert side.matched(second, 0, now_ns=QUEUED_NS - 1) == (None, False) and "b" not in lookups.held
+    assert side.matched(second, 0, now_ns=QUEUED_NS) == (None, False) and "b" in lookups.held
 
 
 def test_a_store_that_has_to_be_asked() -> None:

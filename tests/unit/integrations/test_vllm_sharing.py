@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from memserve import UserError
-from memserve.integrations.vllm.kv_pool import KvNames
+from memserve.base.types import KVGeometry
 from memserve.integrations.vllm.memory import BlockLayout
-from memserve.integrations.vllm.sharing import Identities, Sharing, has_regimes, is_plain
-from memserve.mempool.identity import block_identities, namespace_id
-from memserve.store_messages import KvModel
-from memserve.types import KVGeometry
+from memserve.integrations.vllm.shared_kv import Identities, KvNames, Sharing, has_regimes, is_plain
+from memserve.kv.identity import block_identities, namespace_id
+from memserve.protocol.store import KvModel
 
 KEY, BLOCK = b"k" * 16, 4
 MODEL = KvModel("weights", KVGeometry(2, 1, 8, 8, "float32", BLOCK))

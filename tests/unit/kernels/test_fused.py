@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memserve import _kernels
-from memserve.model.capture import fused
+from memserve.model.capture import operations as fused
 from memserve.model.linears import ROWS_NATIVE_MAX, PackedLinear
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

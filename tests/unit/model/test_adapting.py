@@ -13,10 +13,10 @@ import torch
 
 from lora_files import merged, save_adapter
 from memserve import LLM, SamplingParams, UserError
-from memserve.model.adapting import Adapters
+from memserve.base.types import adapter_of, isolation, salt_of
 from memserve.model.forward import EagerForward
-from memserve.model.loading.adapter import read_adapters
-from memserve.types import adapter_of, isolation, salt_of
+from memserve.model.loading.lora import read_adapters
+from memserve.model.lora import Adapters
 from tiny_models import Driver, greedy_tokens, loaded, prompt, save_folder, sequence, tiny_module
 
 TARGETS = {

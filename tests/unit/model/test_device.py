@@ -10,12 +10,12 @@ import torch
 
 from geometries import SHAPES
 from late_grammar import check_late_draws
-from memserve.errors import InvariantError
+from memserve.base.errors import InvariantError
+from memserve.base.types import CopyBlocks, SamplingParams, StopParams, Tier
 from memserve.instance.events import OpenSequence
 from memserve.model.attention.context import attending
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 from memserve.model.forward import EagerForward
-from memserve.types import CopyBlocks, SamplingParams, StopParams, Tier
 from tiny_models import FAMILIES, GREEDY, VOCAB, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 
 

@@ -25,10 +25,10 @@ def _driver(family: str = "llama", **options: Any) -> Any:
     from functools import partial
 
     from fake_gpu import FakeGpu
-    from memserve.config import InstanceConfig, PoolConfig, SchedulerConfig
+    from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
     from memserve.model.attention import backends
     from memserve.model.attention.backends import TritonAttention
-    from memserve.model.gpu_device import GpuDevice
+    from memserve.model.gpu.device import GpuDevice
     from tiny_models import CONTEXT_TOKENS, Driver, loaded, tiny_module
 
     model, gpu = loaded(tiny_module(family)), options.pop("gpu", None) or FakeGpu()
@@ -135,7 +135,7 @@ def _sampled(driver: Any, tokens: Any, options: Any, count: int, sequence: Any) 
 
 def draws_like_a_cpu() -> bool:
     """Temperatures, filters, penalties, bias, logprobs: token by token those of the CPU's device."""
-    from memserve.types import SamplingParams
+    from memserve.base.types import SamplingParams
     from tiny_models import prompt, sequence
 
     for sampling in (
@@ -159,7 +159,7 @@ def draws_like_a_cpu() -> bool:
 
 def rows_fail_alone() -> bool:
     """A request that forbids every token, beside one that does not."""
-    from memserve.types import SamplingParams
+    from memserve.base.types import SamplingParams
     from tiny_models import VOCAB, greedy_tokens, prompt, sequence, tiny_module
 
     nothing = SamplingParams(temperature=0, logit_bias=tuple((token, -np.inf) for token in range(VOCAB)))
@@ -172,8 +172,8 @@ def rows_fail_alone() -> bool:
 
 def swaps_beside_steps() -> bool:
     """Blocks go down while the next steps run, are given away at once, and come back elsewhere."""
+    from memserve.base.types import CopyBlocks, SamplingParams, Tier
     from memserve.instance.events import OpenSequence
-    from memserve.types import CopyBlocks, SamplingParams, Tier
     from tiny_models import greedy_tokens, prompt, sequence, tiny_module
 
     module, tokens, intruder = tiny_module("llama"), prompt(40, 8), prompt(40, 9)
@@ -268,7 +268,7 @@ def seals() -> bool:
     import torch
 
     from memserve import _core
-    from memserve.runtime.links.gpu_memory import GpuMemory
+    from memserve.transport.links.gpu_memory import GpuMemory
 
     rng = np.random.default_rng(1)
     memory = torch.from_numpy(rng.integers(0, 256, 1 << 17, dtype=np.uint8))
@@ -296,7 +296,7 @@ def pages() -> bool:
     """Rows of bytes to other places, whatever their length."""
     import torch
 
-    from memserve.model.gpu_kernels import copy_rows
+    from memserve.system.gpu_kernels import copy_rows
 
     source = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (9, 8200), dtype=np.uint8))
     target = torch.zeros_like(source)
@@ -313,13 +313,13 @@ def pulls_on_one_host() -> bool:
 
     from links_owner import GEOMETRY
     from memserve import _core
-    from memserve.messages import ArenaPlace, Peer, PeerInfo
-    from memserve.runtime.links.gpu_memory import GpuMemory
-    from memserve.runtime.links.ipc import IpcLink
-    from memserve.runtime.links.link import LinkError
-    from memserve.runtime.links.ranges import Ranges
-    from memserve.runtime.links.shm import ShmLink, this_host
-    from memserve.types import Role, Tier
+    from memserve.base.types import Role, Tier
+    from memserve.protocol.peers import ArenaPlace, Peer, PeerInfo
+    from memserve.transport.links.cuda_ipc import IpcLink
+    from memserve.transport.links.gpu_memory import GpuMemory
+    from memserve.transport.links.shared_memory import ShmLink, this_host
+    from memserve.transport.ports import LinkError
+    from memserve.transport.ranges import Ranges
 
     size, count = GEOMETRY.block_bytes, 4
     theirs = torch.from_numpy(np.random.default_rng(3).integers(0, 256, count * size, dtype=np.uint8))

@@ -20,7 +20,7 @@ def kernels() -> dict[str, float]:
     """The largest difference from float64 of each dtype, relative to the largest result."""
     import torch
 
-    from memserve.model.gpu_linears import FEW_ROWS, ONE_ROW, few_rows, one_row
+    from memserve.model.gpu.linears import FEW_ROWS, ONE_ROW, few_rows, one_row
 
     found: dict[str, float] = {}
     torch.manual_seed(3)
@@ -46,7 +46,7 @@ def choice() -> dict[str, Any]:
     """What is chosen where the library is quickest, where a kernel is, where that one is wrong, or breaks."""
     import torch
 
-    from memserve.model import gpu_linears
+    from memserve.model.gpu import linears as gpu_linears
     from memserve.model.linears import JoinedLinear
 
     def layer(dtype: torch.dtype = torch.bfloat16) -> JoinedLinear:

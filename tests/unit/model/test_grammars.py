@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from api_world import EOS, TinyModel, encode
+from memserve.base.types import SamplingParams, StopParams
 from memserve.instance.events import LateDraw, OpenSequence
-from memserve.model import grammar_processes
-from memserve.model.grammar_processes import TOGETHER
-from memserve.model.grammars import Grammars
-from memserve.model.one_grammar import STOPPED
+from memserve.model.grammar import processes as grammar_processes
+from memserve.model.grammar.masks import Grammars
+from memserve.model.grammar.matcher import STOPPED
+from memserve.model.grammar.processes import TOGETHER
 from memserve.model.sampling import sample
 from memserve.model.slots import SlotTable
-from memserve.types import SamplingParams, StopParams
 
 pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
 

@@ -12,10 +12,10 @@ import pytest
 
 from geometries import SHAPES
 from memserve import _core
-from memserve.errors import InvariantError
+from memserve.base.errors import InvariantError
+from memserve.base.types import Tier
 from memserve.instance.events import MovePages, PlaceByLayer
 from memserve.model.copier import Copy, PageCopier
-from memserve.types import Tier
 from tiny_models import FAMILIES, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
 
 LAYERS = 3

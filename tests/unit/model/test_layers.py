@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from memserve.base.types import Tier
 from memserve.model.arena import KvArenas
 from memserve.model.capture.forward import capture_forward
 from memserve.model.forward import EagerForward
-from memserve.types import Tier
 from tiny_models import CONTEXT_TOKENS, Driver, loaded, prompt, sequence, tiny_module
 
 BLOCKS = [9, 2, 30, 4, 11, 6, 7]

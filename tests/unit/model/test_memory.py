@@ -15,7 +15,7 @@ from memserve.model.capture.forward import capture_forward, release_weights
 from memserve.model.forward import EagerForward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows, in_bucket
 from memserve.model.loading.probe import DenseAttention
-from memserve.runtime.process import PRIMITIVES_MAX
+from memserve.system.process import PRIMITIVES_MAX
 
 STEP_TOKENS_MAX = 2048
 LINEARS = (

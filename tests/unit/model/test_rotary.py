@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from memserve import LLM
+from memserve.base.types import NO_REGIMES, PositionRegimes, adapter_of, salt_of
 from memserve.model.rotary import LENGTH_SHIFT, LengthRotary, install_length_rotaries, length_rotaries
-from memserve.types import NO_REGIMES, PositionRegimes, adapter_of, salt_of
 from tiny_models import CONTEXT_TOKENS, prompt, save_folder, tiny_module
 
 FAMILIES = ("longrope", "dynamic")

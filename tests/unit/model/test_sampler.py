@@ -11,11 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memserve import _kernels
+from memserve.base.types import SamplingParams, StopParams
 from memserve.instance.events import OpenSequence
-from memserve.model.drawing import Truncation, draw, draw_native, philox4x32, uniforms
-from memserve.model.sampling import Drawn, best_logits, best_logprobs, log_normalisers, report_logprobs, sample
+from memserve.model.sampling import (
+    Sampled,
+    Truncation,
+    best_logits,
+    best_logprobs,
+    draw,
+    draw_native,
+    log_normalisers,
+    philox4x32,
+    report_logprobs,
+    sample,
+    uniforms,
+)
 from memserve.model.slots import SlotTable
-from memserve.types import SamplingParams, StopParams
 
 
 def words(*values: int) -> tuple[np.ndarray, ...]:
@@ -165,7 +176,7 @@ def table_of(samplings: list[SamplingParams], tokens: list[list[int]], prompt: i
     return table
 
 
-def sample_all(table: SlotTable, logits: torch.Tensor) -> Drawn:
+def sample_all(table: SlotTable, logits: torch.Tensor) -> Sampled:
     slots = np.arange(len(logits))
     return sample(logits.clone(), slots, slots, table)
 

@@ -13,16 +13,16 @@ import torch
 
 from lora_files import save_adapter
 from memserve import _core, _kernels
-from memserve.errors import UserError
-from memserve.model.adapting import Adapters, adapting
+from memserve.base.errors import UserError
+from memserve.base.kv_layout import Parallel, Share, shares
 from memserve.model.attention.context import attending
 from memserve.model.capture.forward import CapturedForward, best_forward
-from memserve.model.crew import Crew, exchanging
 from memserve.model.forward import EagerForward
-from memserve.model.loading.adapter import read_adapters
+from memserve.model.loading.lora import read_adapters
 from memserve.model.loading.probe import DenseAttention, probe_model
-from memserve.model.sharding import shard
-from memserve.parallel import Parallel, Share, shares
+from memserve.model.lora import Adapters, adapting
+from memserve.model.workers.group import WorkerGroup, exchanging
+from memserve.model.workers.sharding import shard
 from tiny_models import VOCAB, tiny_module
 
 SLOT_BYTES = 4096
@@ -36,7 +36,7 @@ def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, torch.arange(tokens), torch.arange(max(0, tokens - 2), tokens)
 
 
-def crews(found: list[Share], vocabularies: tuple[int, ...]) -> tuple[list[Crew], list[_core.SharedArena]]:
+def crews(found: list[Share], vocabularies: tuple[int, ...]) -> tuple[list[WorkerGroup], list[_core.SharedArena]]:
     """Of all workers, as threads of this process; and the memory in which they meet."""
     first = found[0]
     sizes = [*[first.parts] * first.stages, first.ranks]
@@ -45,7 +45,7 @@ def crews(found: list[Share], vocabularies: tuple[int, ...]) -> tuple[list[Crew]
     for share in found:
         stage = _kernels.Collective(regions[share.stage].address, share.part, share.parts, SLOT_BYTES, 30.0)
         whole = _kernels.Collective(regions[-1].address, share.rank, share.ranks, SLOT_BYTES, 30.0)
-        made.append(Crew(share, stage, whole, vocabularies))
+        made.append(WorkerGroup(share, stage, whole, vocabularies))
     return made, regions
 
 
@@ -61,7 +61,7 @@ def computed(module: Any, parallel: Parallel, *, capture: bool, adapter: Path | 
     results: list[list[torch.Tensor]] = [[] for _ in found]
     errors: list[BaseException] = []
 
-    def work(crew: Crew, part: Any) -> None:
+    def work(crew: WorkerGroup, part: Any) -> None:
         try:
             forward = best_forward(part, crew) if capture else EagerForward(part, pack=False)
             assert isinstance(forward, CapturedForward) == capture

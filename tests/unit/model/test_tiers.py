@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from geometries import SHAPES
-from memserve.config import EngineOptions, SchedulerConfig
-from memserve.errors import UserError
+from memserve.base.config import EngineOptions, SchedulerConfig
+from memserve.base.errors import UserError
+from memserve.base.kv_layout import LOWER_DTYPES, lower_block_bytes, lower_page_bytes
+from memserve.base.types import CopyBlocks, KVGeometry, Tier
+from memserve.base.units import MIB
 from memserve.model.arena import KvArenas, lower_pages
-from memserve.tiers import LOWER_DTYPES, lower_block_bytes, lower_page_bytes
-from memserve.types import CopyBlocks, KVGeometry, Tier
-from memserve.units import MIB
 
 GEOMETRIES = [
     KVGeometry(3, 2, 8, 8, "float32", 8),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from memserve.base.types import SamplingParams, StopParams
 from memserve.instance.events import OpenSequence
 from memserve.model import token_lists
 from memserve.model.sampling import sample
 from memserve.model.slots import SlotTable
 from memserve.model.token_lists import TokenLists
-from memserve.types import SamplingParams, StopParams
 
 VOCAB, SLOTS = 1000, 8
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import pytest
 
 from memserve._core import SegmentLog
-from memserve.policy.costs import CopyCurve
-from memserve.sim.timed_disk import DISKS
-from memserve.store.disk_speed import (
+from memserve.base.units import KIB, MIB, NS_PER_MS
+from memserve.kv.costs import CopyCurve
+from memserve.store.disks.speed import (
     MEASURE_BYTES_MAX,
     RECORD_BYTES_MAX,
     RECORD_BYTES_MIN,
     RECORDS_MAX,
     RECORDS_MIN,
-    Arrived,
+    ReadArrived,
     curve_of_disks,
     curve_of_reads,
     spans_to_read,
 )
-from memserve.units import KIB, MIB, NS_PER_MS
+from memserve_lab.sim.timed_disk import DISKS
 
 
-def arrivals(start_ns: float, byte_ns: float, count: int, nbytes: int = MIB) -> list[Arrived]:
-    return [Arrived(n * nbytes, round(start_ns + byte_ns * n * nbytes)) for n in range(1, count + 1)]
+def arrivals(start_ns: float, byte_ns: float, count: int, nbytes: int = MIB) -> list[ReadArrived]:
+    return [ReadArrived(n * nbytes, round(start_ns + byte_ns * n * nbytes)) for n in range(1, count + 1)]
 
 
 @pytest.mark.parametrize("start_ns", [0, 200_000, 20 * NS_PER_MS])
@@ -34,7 +34,7 @@ def test_start_and_bytes_are_found_in_what_arrives(start_ns: int) -> None:
 
 def test_what_comes_late_at_first_and_quickly_then_is_no_disk_without_a_rate() -> None:
     """All that came at once: the bytes carry all of the time, and the whole takes as long as it took."""
-    curve = curve_of_reads([Arrived(n * MIB, 30 * NS_PER_MS) for n in range(1, 9)], 0, 30 * NS_PER_MS)
+    curve = curve_of_reads([ReadArrived(n * MIB, 30 * NS_PER_MS) for n in range(1, 9)], 0, 30 * NS_PER_MS)
     assert curve.start_ns == 0 and curve.byte_ns > 0
     whole_ns = curve.start_ns + curve.byte_ns * 8 * MIB
     assert 25 * NS_PER_MS < whole_ns < 60 * NS_PER_MS

@@ -8,11 +8,11 @@ import pytest
 
 from disks_world import SEGMENT_BYTES, DisksWorld, seal_of, split
 from memserve import _core
-from memserve.sim.fuzz.literal_disk import PAGE_BYTES
-from memserve.store import disk_events as ev
-from memserve.store.disks import Disks, DisksConfig
-from memserve.store.write_budget import DAY_NS, WriteBudget
-from memserve.units import MIB, NS_PER_MS, NS_PER_S
+from memserve.base.units import MIB, NS_PER_MS, NS_PER_S
+from memserve.store.disks import events as ev
+from memserve.store.disks.disks import Disks, DisksConfig
+from memserve.store.disks.jobs import DAY_NS, WriteBudget
+from memserve_lab.sim.reference.disk import PAGE_BYTES
 
 BLOCK = bytes(range(256)) * 32  # two pages
 

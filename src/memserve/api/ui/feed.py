@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 import msgspec
 
-from memserve.api.errors import ApiError, engine_silent
-from memserve.api.hub import Hub
-from memserve.api.metrics import ApiMetrics
-from memserve.api.served import MappedEngine
-from memserve.api.ui.snapshot import EngineReading, Reading, SnapshotBuilder, Viewer
+from memserve.api.http.errors import ApiError, engine_silent
+from memserve.api.metrics.http import ApiMetrics
+from memserve.api.openai.interfaces import MappedEngine
+from memserve.api.openai.streams import Hub
+from memserve.api.ui.snapshot import EngineReading, SnapshotBuilder, SnapshotReading, Viewer
 from memserve.api.ui.timelines import Timelines
-from memserve.cluster.prefix_map import PROMPTS_MAX, PrefixNode
-from memserve.runtime.loop import EngineStopped
-from memserve.units import NS_PER_S
+from memserve.base.units import NS_PER_S
+from memserve.router.placement.prefix_directory import PROMPTS_MAX, PrefixNode
+from memserve.system.loop import EngineStopped
 
 INTERVAL_S = 1.0
 SHARE = 0.01
@@ -34,7 +34,7 @@ def too_many_pages() -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "5"})
 
 
-class Source(Protocol):
+class FeedSource(Protocol):
     """What the pages show, besides the HTTP edge."""
 
     @property
@@ -45,7 +45,7 @@ class Source(Protocol):
     def model(self) -> str:
         """The served name of the model; of several the first."""
 
-    async def read(self) -> Reading:
+    async def read(self) -> SnapshotReading:
         """How it is now."""
 
     async def trees(self, tenant: str | None) -> Mapping[str, Sequence[PrefixNode]]:
@@ -64,7 +64,7 @@ class EngineSource:
         """Whether the server ends."""
         return self._hub.draining
 
-    async def read(self) -> Reading:
+    async def read(self) -> SnapshotReading:
         """One reading of the statistics."""
         try:
             return EngineReading(await asyncio.to_thread(self._hub.engine.stats))
@@ -82,10 +82,10 @@ class EngineSource:
             raise engine_silent() from None
 
 
-class Feed:
+class PageFeed:
     """All open pages of one server."""
 
-    def __init__(self, source: Source, metrics: ApiMetrics, timelines: Timelines) -> None:
+    def __init__(self, source: FeedSource, metrics: ApiMetrics, timelines: Timelines) -> None:
         self._source, self._metrics, self._timelines = source, metrics, timelines
         self._pages = 0
         self._reader: asyncio.Task[None] | None = None

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from prometheus_client.core import Metric
 
 from memserve import __version__
-from memserve.api.cluster_metrics import tenant_ceiling_families
-from memserve.api.metrics import ApiMetrics, Snapshot
+from memserve.api.metrics.cluster import tenant_ceiling_families
+from memserve.api.metrics.http import ApiMetrics, Snapshot
 from memserve.api.ui.timelines import Timelines
-from memserve.units import NS_PER_MS
+from memserve.base.units import NS_PER_MS
 
 LIVE_MAX, RECENT_MAX = 100, 40
 """Requests of one event: in flight, and ended."""
@@ -41,7 +41,7 @@ class Viewer:
     """Whether ``/metrics`` names tenants to this viewer."""
 
 
-class Reading(Protocol):
+class SnapshotReading(Protocol):
     """What serves behind the HTTP edge, at one moment."""
 
     def families(self, names_tenants: bool) -> Iterable[Metric]:
@@ -81,7 +81,7 @@ class EngineReading:
 class SnapshotBuilder:
     """Builds the events of one moment. ``reading``: one for all viewers."""
 
-    def __init__(self, metrics: ApiMetrics, timelines: Timelines, model: str, reading: Reading) -> None:
+    def __init__(self, metrics: ApiMetrics, timelines: Timelines, model: str, reading: SnapshotReading) -> None:
         self._metrics, self._timelines, self._model, self._reading = metrics, timelines, model, reading
         self._time_ms = time.time_ns() // NS_PER_MS
 

@@ -14,13 +14,15 @@ from typing import Any
 from msgspec import Struct
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from memserve.api import fleet_explain, guard
-from memserve.api.edge import TENANT_KEY
-from memserve.api.exchange import REQUEST_ID_KEY
-from memserve.api.fleet_explain import FORWARDED_KEY
-from memserve.api.guard import REPLY_KEY, Answered, is_work, noting, route_of
-from memserve.api.reply import Account, Reply
-from memserve.units import NS_PER_MS
+from memserve.api.http import middleware as guard
+from memserve.api.http.limits import TENANT_KEY
+from memserve.api.http.middleware import REPLY_KEY, Answered, is_work, noting, route_of
+from memserve.api.http.request import REQUEST_ID_KEY
+from memserve.api.openai.response.reply import Account, Reply
+from memserve.base.units import NS_PER_MS
+
+FORWARDED_KEY = "memserve.forwarded"
+"""Of an ASGI scope: a fleet's last decision for its request, as entries of its timeline."""
 
 KEPT = 512
 """Requests that are remembered after their end."""
@@ -106,7 +108,7 @@ class _Open:
             time.monotonic_ns(),
             self.answered.at_ns,
             reply.account() if isinstance(reply, Reply) else None,
-            fleet_explain.told(*forwarded) if forwarded is not None else None,
+            forwarded,
         )
 
 

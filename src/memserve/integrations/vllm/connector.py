@@ -17,22 +17,30 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from memserve.client.arguments import secret_in
-from memserve.errors import UserError
-from memserve.integrations.block_pool import BlockPool
-from memserve.integrations.pool import PoolOptions
-from memserve.integrations.vllm.groups import hash_tokens_of, tails_of, why_not_kept
-from memserve.integrations.vllm.kv_pool import KvNames, KvPool
+from memserve.base.errors import UserError
+from memserve.base.units import NS_PER_S
+from memserve.integrations.block_cache import BlockCache
+from memserve.integrations.store_cache import PoolOptions
 from memserve.integrations.vllm.lookups import GroupOfKv, Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.names import prefix_of
-from memserve.integrations.vllm.orders import Orders
-from memserve.integrations.vllm.scheduler_side import SchedulerSide
-from memserve.integrations.vllm.sharing import Identities, Sharing, check_layout, is_plain, model_of
-from memserve.integrations.vllm.worker_side import HostMover, Mover, WorkerSide
-from memserve.mempool.identity import identity_key
-from memserve.store_messages import KvModel
-from memserve.units import NS_PER_S
+from memserve.integrations.vllm.scheduler import Orders, SchedulerSide
+from memserve.integrations.vllm.shared_kv import (
+    Identities,
+    KvNames,
+    KvPool,
+    Sharing,
+    check_layout,
+    hash_tokens_of,
+    is_plain,
+    model_of,
+    prefix_of,
+    tails_of,
+    why_not_kept,
+)
+from memserve.integrations.vllm.worker import HostMover, Mover, WorkerSide
+from memserve.kv.identity import identity_key
+from memserve.protocol.store import KvModel
+from memserve.store.client.arguments import secret_in
 
 log = logging.getLogger("vllm.memserve")
 
@@ -61,7 +69,7 @@ class MemserveHandshake(KVConnectorHandshakeMetadata):
 class _Part:
     """Blocks under one kind of names: vLLM's own, or those of memserve's instances. One of its sides is here."""
 
-    pool: BlockPool
+    pool: BlockCache
     lookups: Lookups | None = None
     scheduler: SchedulerSide | None = None
     identities: Identities | None = None
@@ -74,7 +82,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
     """KV of vLLM's in a store of memserve. For a model or device that it cannot keep it warns once and does nothing."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raises :class:`memserve.errors.UserError` for options that cannot be, and when the store refuses this
+        """Raises :class:`memserve.base.errors.UserError` for options that cannot be, and when the store refuses this
         client."""
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -91,7 +99,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
         if why_not:
             log.warning("memserve keeps no KV here: %s", why_not)
             return
-        self._parts.append(_Part(BlockPool(self._options)))
+        self._parts.append(_Part(BlockCache(self._options)))
         if self._sharing.is_on:
             self._model = model_of(vllm_config, kv_cache_config)
             self._parts.append(_Part(KvPool(self._options, self._model)))
@@ -141,7 +149,7 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
                     raise
                 log.warning("memserve keeps no KV here: %s", error)
 
-    def _working(self, pool: BlockPool, of_groups: list[dict[str, Any]]) -> tuple[WorkerSide, tuple[RankNames, ...]]:
+    def _working(self, pool: BlockCache, of_groups: list[dict[str, Any]]) -> tuple[WorkerSide, tuple[RankNames, ...]]:
         """The worker's side, and how it names the blocks of each group."""
         blocks, given = self._kv_cache_config.num_blocks, self._options.namespace
         gpu = _gpu_of(of_groups)
@@ -338,7 +346,7 @@ def _gpu_of(of_groups: list[dict[str, Any]]) -> Any:
         return None
     if len(devices) > 1:
         raise UserError("vLLM's KV is spread over several devices", hint="one device for each worker")
-    from memserve.model.gpu import Cuda
+    from memserve.model.gpu.streams import Cuda
 
     return Cuda(torch.device(devices.pop()))
 

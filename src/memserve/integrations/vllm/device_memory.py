@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from memserve.errors import UserError
-from memserve.integrations.values import Piece
+from memserve.base.errors import UserError
+from memserve.base.units import human_bytes
+from memserve.integrations.store_cache import Piece
 from memserve.integrations.vllm.memory import BlockMemory, runs_of
-from memserve.model.gpu import Gpu, Mark
-from memserve.units import human_bytes
+from memserve.model.gpu.streams import Gpu, Mark
 
 
 @dataclass(frozen=True, slots=True)

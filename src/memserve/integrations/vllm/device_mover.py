@@ -7,20 +7,19 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from memserve.integrations.block_pool import BlockPool
-from memserve.integrations.jobs import Jobs
-from memserve.integrations.values import Value
+from memserve.integrations.block_cache import BlockCache, CacheJobs
+from memserve.integrations.store_cache import Value
 from memserve.integrations.vllm.device_memory import DeviceMemory, Landing
 from memserve.integrations.vllm.lookups import RankNames
-from memserve.integrations.vllm.worker_side import Block
-from memserve.model.gpu import Mark
+from memserve.integrations.vllm.worker import Block
+from memserve.model.gpu.streams import Mark
 
 
 class DeviceMover:
-    """See :class:`memserve.integrations.vllm.worker_side.Mover`."""
+    """See :class:`memserve.integrations.vllm.worker.Mover`."""
 
     def __init__(
-        self, pool: BlockPool, memories: Sequence[DeviceMemory], names: Sequence[RankNames], *, by_layer: bool
+        self, pool: BlockCache, memories: Sequence[DeviceMemory], names: Sequence[RankNames], *, by_layer: bool
     ) -> None:
         """``by_layer``: vLLM says in every forward when a layer begins. False: it may replay whole forwards, which wait
         for all layers at once."""
@@ -37,7 +36,7 @@ class DeviceMover:
     # -- saves
 
     def begin_saves(self, blocks: Sequence[Block]) -> _DeviceSaving | None:
-        """See :class:`~memserve.integrations.vllm.worker_side.Mover`. What finds no free slot is not saved."""
+        """See :class:`~memserve.integrations.vllm.worker.Mover`. What finds no free slot is not saved."""
         if not self._pool.is_up:
             return None
         some = list[tuple[DeviceMemory, list[Block], list[int]]]()
@@ -76,12 +75,12 @@ class DeviceMover:
     # -- loads
 
     def before_loads(self) -> None:
-        """See :class:`~memserve.integrations.vllm.worker_side.Mover`. All that vLLM has enqueued so far may concern
+        """See :class:`~memserve.integrations.vllm.worker.Mover`. All that vLLM has enqueued so far may concern
         earlier owners of the blocks."""
         self._behind = self._memories[0].gpu.current().mark()
 
     def load(self, request_id: str, blocks: Sequence[Block], end_s: float, over: Callable[[list[bool]], None]) -> None:
-        """See :class:`~memserve.integrations.vllm.worker_side.Mover`. ``over`` is told when all copies are enqueued:
+        """See :class:`~memserve.integrations.vllm.worker.Mover`. ``over`` is told when all copies are enqueued:
         each layer of the request's first forward waits for its own."""
         behind, found = self._behind, [False] * len(blocks)
         under_way: tuple[DeviceMemory, list[int], Mark] | None = None
@@ -131,7 +130,7 @@ class DeviceMover:
     # -- the order
 
     def before_step(self, begun: Sequence[str]) -> None:
-        """See :class:`~memserve.integrations.vllm.worker_side.Mover`. A request that does not run may have lost its
+        """See :class:`~memserve.integrations.vllm.worker.Mover`. A request that does not run may have lost its
         blocks to one that writes into them at once: what comes for it is waited for as a whole."""
         with self._landing:
             coming, self._coming = self._coming, {}
@@ -148,14 +147,14 @@ class DeviceMover:
                         stream.after(mark)
 
     def wait_for_layer(self, layer: str) -> None:
-        """See :class:`~memserve.integrations.vllm.worker_side.Mover`."""
+        """See :class:`~memserve.integrations.vllm.worker.Mover`."""
         self._seen.add(layer)
         for marks in self._outstanding:
             if layer in marks.layers:
                 self._memories[0].gpu.current().after(marks.layers[layer])
 
     def after_step(self) -> None:
-        """See :class:`~memserve.integrations.vllm.worker_side.Mover`."""
+        """See :class:`~memserve.integrations.vllm.worker.Mover`."""
         for marks in self._outstanding:
             self._memories[0].gpu.current().after(marks.last)
         self._outstanding.clear()
@@ -184,7 +183,7 @@ class _DeviceSaving:
             memory.stage(numbers, slots, [block_id for _, _, block_id in blocks])
             self._left[at] -= set(numbers)
 
-    def finish(self, savers: Jobs) -> None:
+    def finish(self, savers: CacheJobs) -> None:
         for at, left in enumerate(self._left):
             self._stage(at, sorted(left))
         marks = [memory.staged() for memory, _, _ in self._saved]

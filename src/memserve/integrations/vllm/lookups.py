@@ -6,11 +6,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from memserve.client.views import View
-from memserve.integrations.block_pool import BlockPool, drop
-from memserve.integrations.jobs import Jobs
-from memserve.integrations.values import Piece, Value, name_in
+from memserve.integrations.block_cache import BlockCache, CacheJobs, drop
+from memserve.integrations.store_cache import Piece, Value, name_in
 from memserve.integrations.vllm.memory import BlockLayout
+from memserve.store.client.memory import View
 
 _THREADS = 2
 _WAITING_MAX = 256
@@ -61,11 +60,11 @@ class Lookups:
     """Look-ups by request. A block of a group is there when the values of all workers are; a prefix when all blocks are
     that it needs."""
 
-    def __init__(self, pool: BlockPool, groups: Sequence[GroupOfKv] = (GroupOfKv(),)) -> None:
+    def __init__(self, pool: BlockCache, groups: Sequence[GroupOfKv] = (GroupOfKv(),)) -> None:
         self.pool = pool
         self.groups = tuple(groups)
         self._ranks: list[tuple[RankNames, ...]] = []
-        self._jobs = Jobs(_THREADS, _WAITING_MAX)
+        self._jobs = CacheJobs(_THREADS, _WAITING_MAX)
         self._changed = threading.Lock()
         self._open: dict[str, _LookUp] = {}
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from memserve.errors import UserError
-from memserve.integrations.values import Piece
+from memserve.base.errors import UserError
+from memserve.integrations.store_cache import Piece
 
 
 @dataclass(frozen=True, slots=True)

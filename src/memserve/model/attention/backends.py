@@ -14,14 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memserve.errors import UserError
+from memserve.base.errors import UserError
+from memserve.base.types import KVGeometry
 from memserve.model.attention.context import StepAttention
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
-from memserve.model.crew import Crew
-from memserve.types import KVGeometry
+from memserve.model.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
-    from memserve.model.gpu_crew import GpuCrew
+    from memserve.model.workers.gpu_group import GpuWorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class LentHeads:
     What others read is computed first, and announced; what others compute is read last. So no worker waits, as a rule.
     """
 
-    def __init__(self, base: int, geometry: KVGeometry, crew: Crew, *batch: Int32s) -> None:
+    def __init__(self, base: int, geometry: KVGeometry, crew: WorkerGroup, *batch: Int32s) -> None:
         """``base``: address of the arena; ``geometry``: of whole pages; ``batch``: see :data:`AttentionFactory`."""
         whole, stage = geometry.num_kv_heads, crew.stage
         of_a_head = geometry.page_bytes // whole
@@ -235,7 +235,9 @@ class TritonAttention:
         return out[None]
 
 
-def choose_attention(arena: Tensor, geometry: KVGeometry, crew: Crew | GpuCrew | None = None) -> AttentionFactory:
+def choose_attention(
+    arena: Tensor, geometry: KVGeometry, crew: WorkerGroup | GpuWorkerGroup | None = None
+) -> AttentionFactory:
     """The fastest attention for the device of ``arena`` (uint8, blocks) and for the geometry.
 
     ``crew``: only the heads of one worker. On a CPU the others of every page are other workers'; on a GPU ``geometry``
@@ -244,7 +246,7 @@ def choose_attention(arena: Tensor, geometry: KVGeometry, crew: Crew | GpuCrew |
     if flat.device.type == "cpu" and _kernel_supports(geometry):
         whole = geometry.num_kv_heads
         first, own = (0, whole) if share is None else (share.first_head, share.heads[share.part])
-        if isinstance(crew, Crew) and crew.share.lends:
+        if isinstance(crew, WorkerGroup) and crew.share.lends:
             return partial(LentHeads, flat.data_ptr(), geometry, crew)
         base = flat.data_ptr() + first * (geometry.page_bytes // whole)
         return partial(KernelAttention, base, replace(geometry, num_kv_heads=own), whole)

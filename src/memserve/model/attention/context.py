@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memserve.errors import InvariantError, check
+from memserve.base.errors import InvariantError, check
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve import _core
+from memserve.base.types import Tier
 from memserve.instance.events import MovePages, PlaceByLayer
 from memserve.model.attention.backends import AttentionFactory
 from memserve.model.copier import Copy, PageCopier, Pages
-from memserve.types import Tier
 
 Int32s = NDArray[np.int32]
 

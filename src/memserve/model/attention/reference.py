@@ -1,7 +1,7 @@
 """Paged attention in plain torch: the fallback for devices without our kernels, and a test oracle.
 
 It gathers each sequence's pages into dense K and V and computes the softmax in float32 (float64 for float64 queries).
-Clear and slow; the layout is the one of :class:`memserve.types.KVGeometry`.
+Clear and slow; the layout is the one of :class:`memserve.base.types.KVGeometry`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memserve.types import KVGeometry
+from memserve.base.types import KVGeometry
 
 
 class ReferencePages:

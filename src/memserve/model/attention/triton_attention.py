@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memserve.errors import UserError, check
-from memserve.types import KVGeometry
-from memserve.units import ceil_div
+from memserve.base.errors import UserError, check
+from memserve.base.types import KVGeometry
+from memserve.base.units import ceil_div
 
 _DECODE_ROWS = 16  # query rows of a tile: the least that a tensor core takes
 _PREFILL_ROWS = 64

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, fx
 
 from memserve import _kernels
-from memserve.errors import check
-from memserve.model.adapting import adapt
-from memserve.model.capture import fused
+from memserve.base.errors import check
+from memserve.model.capture import operations as fused
 from memserve.model.capture.lower import Lowered
-from memserve.model.capture.passes_simplify import Node
-from memserve.model.capture.places import TOKENS, Buffer, External, Place, Workspace
+from memserve.model.capture.passes import Node
 from memserve.model.capture.record import attend
+from memserve.model.capture.storage import TOKENS, Buffer, External, StoragePlace, Workspace
+from memserve.model.lora import adapt
 
 _LITERALS = (int, float, bool, str, type(None))
 _ALWAYS = 1 << 60  # a value that torch may keep a view of: its room is never reused
@@ -184,7 +184,7 @@ class _Writer:
         self._written = 0  # operations of the program that have been run so far
         self._announced = 0  # externals with an address that the program has
         self._torch_views: set[Node] = set()
-        self.viewed: list[Place] = []
+        self.viewed: list[StoragePlace] = []
 
     def write(self) -> tuple[Callable[..., Tensor], str]:
         """The compiled function ``step(views, *inputs)`` and its text."""
@@ -201,7 +201,7 @@ class _Writer:
         exec(compile(source, "<captured forward>", "exec"), self._names.namespace)
         return self._names.namespace["step"], source
 
-    def _address(self, place: Place | None) -> int:
+    def _address(self, place: StoragePlace | None) -> int:
         if place is None:
             return 0
         if isinstance(place.buffer, Buffer):

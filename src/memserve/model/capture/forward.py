@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import pad
 
-from memserve.model.adapting import RowsOf, adapting, are_adapting
 from memserve.model.attention.context import attending
-from memserve.model.capture import fused
+from memserve.model.capture import operations as fused
 from memserve.model.capture.emit import NativeStep, emit
 from memserve.model.capture.lower import Lowering
-from memserve.model.capture.passes_fuse import (
+from memserve.model.capture.passes import (
     Packs,
+    has_mutation,
     match_gates,
     match_residuals,
     match_rms_norms,
@@ -30,18 +30,19 @@ from memserve.model.capture.passes_fuse import (
     normalise_linears,
     pack_linears,
     share_tied_embedding,
+    simplify,
     widen_logits,
 )
-from memserve.model.capture.passes_simplify import has_mutation, simplify
 from memserve.model.capture.record import CaptureRefused, generalise, record, without_adapters
-from memserve.model.crew import Crew
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
 from memserve.model.loading.pages import NO_PAGES, WeightPages, pages_of
 from memserve.model.loading.probe import DenseAttention
+from memserve.model.lora import RowsOf, adapting, are_adapting
+from memserve.model.workers.group import WorkerGroup
 
 if TYPE_CHECKING:
-    from memserve.model.gpu_crew import GpuCrew
+    from memserve.model.workers.gpu_group import GpuWorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +77,14 @@ class CapturedForward:
         return self._adapted is not None
 
     def choose_kernels(self) -> None:
-        """On a GPU, find out by measuring what computes few rows quickest: see :mod:`memserve.model.gpu_linears`."""
-        from memserve.model.gpu_linears import choose_kernels, graph_seconds  # needs triton
+        """On a GPU, find out by measuring what computes few rows quickest: see :mod:`memserve.model.gpu.linears`."""
+        from memserve.model.gpu.linears import choose_kernels, graph_seconds  # needs triton
 
         began_s = time.monotonic()
         chosen = choose_kernels(list(dict.fromkeys(self._linears)), graph_seconds)
         log.info("%d linears of few rows by kernels of our own, found in %.1f s", chosen, time.monotonic() - began_s)
 
-    def join(self, crew: Crew) -> None:
+    def join(self, crew: WorkerGroup) -> None:
         """Take sums over the workers of ``crew`` from now on."""
         if self.native is not None:
             self.native.join(crew.stage)
@@ -106,7 +107,7 @@ class CapturedForward:
             return self._run(input_ids, positions, logits_rows)
 
 
-def best_forward(module: Any, crew: Crew | GpuCrew | None = None) -> Forward:
+def best_forward(module: Any, crew: WorkerGroup | GpuWorkerGroup | None = None) -> Forward:
     """The captured forward if ``module`` can be captured (its weights are freed then), else the module itself.
 
     ``crew``: the workers of the instance, all of which must compute the same rows, padding included."""
@@ -114,7 +115,7 @@ def best_forward(module: Any, crew: Crew | GpuCrew | None = None) -> Forward:
     agreed = crew is None or crew.agree(0 if captured is None else 1 + captured.fills_up)
     if captured is None or not agreed:
         return EagerForward(module)
-    if isinstance(crew, Crew):
+    if isinstance(crew, WorkerGroup):
         captured.join(crew)
     release_weights(module)
     return captured

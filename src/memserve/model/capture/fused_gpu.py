@@ -1,4 +1,4 @@
-"""The operations of :mod:`memserve.model.capture.fused` on a GPU, in Triton.
+"""The operations of :mod:`memserve.model.capture.operations` on a GPU, in Triton.
 
 A decode step of a large model reads its weights once; every small kernel between two linears adds microseconds to
 that. Importing this module needs the package ``triton``; ``TRITON_INTERPRET=1`` runs its kernels on a CPU.
@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memserve.model.capture import fused
-from memserve.units import ceil_div
+from memserve.base.units import ceil_div
+from memserve.model.capture import operations as fused
 
 _GATE_CODES = {**fused.GATE_CODES, "gelu": 2}
 _COLUMNS = 1024  # of a row, that a program of :func:`gated` computes
@@ -94,12 +94,12 @@ def _warps(width: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, round_first: bool) -> Tensor:
-    """See :func:`memserve.model.capture.fused.rms_norm`."""
+    """See :func:`memserve.model.capture.operations.rms_norm`."""
     return _rms_norm(x, None, weight, eps, round_first)[1]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, round_first: bool) -> tuple[Tensor, Tensor]:
-    """See :func:`memserve.model.capture.fused.add_rms_norm`."""
+    """See :func:`memserve.model.capture.operations.add_rms_norm`."""
     return _rms_norm(x, residual.contiguous(), weight, eps, round_first)
 
 
@@ -119,7 +119,7 @@ def _rms_norm(
 
 
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """See :func:`memserve.model.capture.fused.gated`."""
+    """See :func:`memserve.model.capture.operations.gated`."""
     width, shape = gate.shape[-1], gate.shape
     gate, _, rows, _, stride_gate = fused.one_level(gate)
     up, _, _, _, stride_up = fused.one_level(up)
@@ -132,7 +132,7 @@ def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
 
 
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor, token_dim: int) -> Tensor:
-    """See :func:`memserve.model.capture.fused.rotary`."""
+    """See :func:`memserve.model.capture.operations.rotary`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     cosine, sine = (table if table.stride(-1) == 1 else table.contiguous() for table in (cosine, sine))
     if sine.stride(token_dim) != cosine.stride(token_dim):

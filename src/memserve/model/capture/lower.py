@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from memserve.model import crew
-from memserve.model.capture import fused
-from memserve.model.capture.passes_simplify import Node, constant_of, value_of
-from memserve.model.capture.places import Buffer, Dim, External, Place, dense_place, row_shape
+from memserve.model.capture import operations as fused
+from memserve.model.capture.passes import Node, constant_of, value_of
 from memserve.model.capture.record import attend
+from memserve.model.capture.storage import Buffer, Dim, External, StoragePlace, dense_place, row_shape
+from memserve.model.workers import group as crew
 
 aten = torch.ops.aten
 
@@ -27,9 +27,9 @@ class NativeOp:
     """One operation of the program: what it reads and writes, and how to add it (given the address of each place)."""
 
     node: Node
-    reads: list[Place]
-    writes: list[Place]
-    add: Callable[[Any, Callable[[Place | None], int]], None]
+    reads: list[StoragePlace]
+    writes: list[StoragePlace]
+    add: Callable[[Any, Callable[[StoragePlace | None], int]], None]
 
 
 @dataclass
@@ -39,10 +39,10 @@ class Lowered:
     dtype: torch.dtype
     order: dict[Node, int]
     ops: dict[Node, NativeOp] = field(default_factory=dict)  # in program order
-    places: dict[Node, Place] = field(
+    places: dict[Node, StoragePlace] = field(
         default_factory=dict
     )  # native values, and views of them and of attention's results
-    externals: dict[Node, Place] = field(default_factory=dict)  # foreign values that native operations may read
+    externals: dict[Node, StoragePlace] = field(default_factory=dict)  # foreign values that native operations may read
 
 
 class Lowering:
@@ -51,7 +51,7 @@ class Lowering:
     def __init__(self, graph: fx.Graph, sizes: tuple[int, int], dtype: torch.dtype) -> None:
         self._sizes = sizes
         self._result = Lowered(dtype, {node: i for i, node in enumerate(graph.nodes)})
-        self._views: dict[Any, Callable[[Node, Place], Place | None]] = {
+        self._views: dict[Any, Callable[[Node, StoragePlace], StoragePlace | None]] = {
             fused.columns: self._columns,
             aten.view.default: self._reshaped,
             aten.reshape.default: self._reshaped,
@@ -92,20 +92,20 @@ class Lowering:
         elif node.target is attend:
             self._external(node)
 
-    def _reshaped(self, node: Node, place: Place) -> Place | None:
+    def _reshaped(self, node: Node, place: StoragePlace) -> StoragePlace | None:
         shape = row_shape(value_of(node), self._sizes)
         return place.view(shape[0]) if shape is not None and shape[1] == place.count else None
 
-    def _transposed(self, node: Node, place: Place) -> Place:
+    def _transposed(self, node: Node, place: StoragePlace) -> StoragePlace:
         return place.transposed(*node.args[1:])
 
-    def _columns(self, node: Node, place: Place) -> Place:
+    def _columns(self, node: Node, place: StoragePlace) -> StoragePlace:
         return place.columns(*node.args[1:])
 
-    def _unsqueezed(self, node: Node, place: Place) -> Place:
+    def _unsqueezed(self, node: Node, place: StoragePlace) -> StoragePlace:
         return place.unsqueezed(node.args[1])
 
-    def _external(self, node: Node) -> Place | None:
+    def _external(self, node: Node) -> StoragePlace | None:
         value = value_of(node)
         if not isinstance(value, Tensor) or value.dtype != self._result.dtype:
             return None
@@ -115,20 +115,20 @@ class Lowering:
             self._result.externals[node] = place
         return place
 
-    def _input(self, node: Any) -> Place | None:
+    def _input(self, node: Any) -> StoragePlace | None:
         """Where an argument lies: natively, or in a foreign tensor (then it is made dense before the program runs)."""
         if not isinstance(node, fx.Node) or node.op == "get_attr":
             return None
         return self._result.places.get(node) or self._result.externals.get(node) or self._external(node)
 
-    def _output(self, value: Tensor, like: Place) -> Place | None:
+    def _output(self, value: Tensor, like: StoragePlace) -> StoragePlace | None:
         shape = row_shape(value, self._sizes)
         if shape is None or shape[1] != like.count or value.dtype != self._result.dtype:
             return None
         tail = value.shape[len(value.shape) - (len(shape[0]) - shape[0].index(None)) + 1 :]
         return dense_place(Buffer(int(tail.numel())), *shape)
 
-    def _rows_of(self, place: Place | None, inner: int = 0) -> tuple[Dim, ...] | None:
+    def _rows_of(self, place: StoragePlace | None, inner: int = 0) -> tuple[Dim, ...] | None:
         """``(rows, [inner,] width)`` if rows come first and the last dimension is dense, else None."""
         core = () if place is None else place.core()
         good = len(core) in (2, 2 + inner) and core[0].size is None and core[-1].stride == 1
@@ -141,7 +141,7 @@ class Lowering:
         if x is None or y is None or rows is None or not layer.is_native:
             return None
 
-        def add(program: Any, at: Callable[[Place | None], int]) -> None:
+        def add(program: Any, at: Callable[[StoragePlace | None], int]) -> None:
             program.linear(
                 at(x), rows[0].stride, *layer.native_weights, at(y), *layer.native_sizes, layer.code, x.count
             )
@@ -159,7 +159,9 @@ class Lowering:
             return None
         return self._norm(node, x, residual, value_of(node)[0], node.args[2:])
 
-    def _norm(self, node: Node, x: Place | None, residual: Place | None, value: Tensor, rest: Any) -> NativeOp | None:
+    def _norm(
+        self, node: Node, x: StoragePlace | None, residual: StoragePlace | None, value: Tensor, rest: Any
+    ) -> NativeOp | None:
         rows, (weight, eps, round_first) = self._rows_of(x, inner=1), rest
         y = None if x is None else self._output(value, x)
         total = self._output(value, x) if x is not None and residual is not None else None
@@ -169,7 +171,7 @@ class Lowering:
         inner, stride_inner = (rows[1].size, rows[1].stride) if len(rows) == 3 else (1, 0)
         code = fused.DTYPE_CODES[self._result.dtype]
 
-        def add(program: Any, at: Callable[[Place | None], int]) -> None:
+        def add(program: Any, at: Callable[[StoragePlace | None], int]) -> None:
             program.rms_norm(
                 at(x), at(residual), at(total), at(y), gain.data_ptr(), eps, round_first,
                 inner, rows[0].stride, stride_inner, rows[-1].size, code, x.count,
@@ -186,7 +188,7 @@ class Lowering:
             return None
         code = fused.DTYPE_CODES[self._result.dtype]
 
-        def add(program: Any, at: Callable[[Place | None], int]) -> None:
+        def add(program: Any, at: Callable[[StoragePlace | None], int]) -> None:
             program.gated(
                 at(gate), gate_rows[0].stride, at(up), up_rows[0].stride, at(y), gate_rows[1].size,
                 fused.GATE_CODES[kind], code, gate.count,
@@ -202,7 +204,7 @@ class Lowering:
             return None
         width, code = rows[1].size, fused.DTYPE_CODES[self._result.dtype]
 
-        def add(program: Any, at: Callable[[Place | None], int]) -> None:
+        def add(program: Any, at: Callable[[StoragePlace | None], int]) -> None:
             program.reduce(at(x), at(y), width, code, x.count)
 
         return NativeOp(node, [x], [y], add)
@@ -221,7 +223,7 @@ class Lowering:
             return None
         code = fused.DTYPE_CODES[self._result.dtype]
 
-        def add(program: Any, at: Callable[[Place | None], int]) -> None:
+        def add(program: Any, at: Callable[[StoragePlace | None], int]) -> None:
             program.rotary(
                 at(x), tokens.stride, heads.stride, at(cosine), at(sine), table[0].stride, at(y),
                 heads.size, last.size, code, x.count,

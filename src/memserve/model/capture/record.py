@@ -20,8 +20,9 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memserve.model import adapting, crew
+from memserve.model import lora as adapting
 from memserve.model.attention.context import attending, current_attention
+from memserve.model.workers import group as crew
 
 aten = torch.ops.aten
 

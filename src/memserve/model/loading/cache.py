@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from memserve.errors import UserError
-from memserve.units import NS_PER_S
+from memserve.base.errors import UserError
+from memserve.base.units import NS_PER_S
 
 MARKER = "memserve-cache.json"
 log = logging.getLogger(__name__)

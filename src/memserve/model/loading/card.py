@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from memserve.config import DEFAULT_MAX_TOKENS
-from memserve.errors import UserError
+from memserve.base.config import DEFAULT_MAX_TOKENS
+from memserve.base.errors import UserError
+from memserve.base.kv_layout import AS_COMPUTED
+from memserve.base.types import NO_REGIMES, PositionRegimes
 from memserve.model.loading.sources import ModelFolder
-from memserve.tiers import AS_COMPUTED
-from memserve.types import NO_REGIMES, PositionRegimes
 
 if TYPE_CHECKING:
     from memserve.model.loading.loader import LoadedModel
@@ -40,7 +40,7 @@ class ModelCard:
     context_note: str = ""
     """Why ``max_model_tokens`` is less than the model's own; empty: it is not."""
     kv_lower_dtype: str = AS_COMPUTED
-    """How KV lies in the second tier (:data:`memserve.tiers.LOWER_DTYPES`)."""
+    """How KV lies in the second tier (:data:`memserve.base.kv_layout.LOWER_DTYPES`)."""
     position_regimes: PositionRegimes = NO_REGIMES
 
     @classmethod

@@ -23,7 +23,7 @@ from pathlib import Path
 from struct import unpack
 from typing import TYPE_CHECKING, Any
 
-from memserve.errors import UserError
+from memserve.base.errors import UserError
 from memserve.model.loading.pages import drop_file_pages, remember_pages
 
 if TYPE_CHECKING:

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memserve import __version__
-from memserve.errors import UserError
+from memserve.base.errors import UserError
+from memserve.base.units import MIB
 from memserve.model.attention.context import ATTENTION_NAME, attending
 from memserve.model.attention.reference import attend_dense
 from memserve.model.loading.cache import cache_root, known_fingerprint
 from memserve.model.loading.checkpoint import errors_named
 from memserve.model.loading.pages import WeightPages, pages_of
 from memserve.model.loading.probe import HINT, ProbedLayer
-from memserve.units import MIB
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from memserve.config import DEFAULT_MAX_TOKENS
-from memserve.errors import UserError
-from memserve.model.loading.adapter import Adapter, read_adapters
+from memserve.base.config import DEFAULT_MAX_TOKENS
+from memserve.base.errors import UserError
+from memserve.base.kv_layout import AS_COMPUTED
+from memserve.base.types import NO_REGIMES, KVGeometry, PositionRegimes
 from memserve.model.loading.cache import fingerprint
 from memserve.model.loading.checkpoint import errors_named, load_module, text_weights
+from memserve.model.loading.lora import Adapter, read_adapters
 from memserve.model.loading.sources import (
     DEFAULT_MODEL,
     DEFAULT_MODEL_SAMPLING,
@@ -21,16 +23,14 @@ from memserve.model.loading.sources import (
     gguf_weights,
     resolve_source,
 )
-from memserve.runtime.gpus import device_here
-from memserve.runtime.memory import ModelSizes, check_model_memory
-from memserve.tiers import AS_COMPUTED
-from memserve.types import NO_REGIMES, KVGeometry, PositionRegimes
+from memserve.system.gpus import device_here
+from memserve.system.memory import ModelSizes, check_model_memory
 
 if TYPE_CHECKING:
     import torch
 
-    from memserve.model.adapting import Adapters
     from memserve.model.loading.probe import ProbedLayer
+    from memserve.model.lora import Adapters
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def _compare(module: Any, layers: list[ProbedLayer], folder: ModelFolder, dtype:
 def _adapters(module: Any, adapters: Sequence[Adapter]) -> Adapters | None:
     if not adapters:
         return None
-    from memserve.model.adapting import Adapters
+    from memserve.model.lora import Adapters
 
     return Adapters(module, adapters)
 

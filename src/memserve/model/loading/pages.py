@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memserve.units import MIB
+from memserve.base.units import MIB
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memserve.errors import UserError, check
+from memserve.base.errors import UserError, check
+from memserve.base.types import KVGeometry
 from memserve.model.attention.context import ATTENTION_NAME, attending, register_attention
 from memserve.model.attention.reference import attend_dense
 from memserve.model.loading.checkpoint import errors_named
-from memserve.types import KVGeometry
 
 if TYPE_CHECKING:
     from torch import Tensor

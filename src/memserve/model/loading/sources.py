@@ -16,10 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from memserve.errors import UserError
+from memserve.base.errors import UserError
 from memserve.model.loading.cache import cached_folder, whole_digest
 from memserve.model.loading.checkpoint import errors_named
-from memserve.runtime.module_command import module_command
+from memserve.system.process import module_command
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_SAMPLING = {"temperature": 0.0}

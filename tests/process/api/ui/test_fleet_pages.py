@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from browser import browsers
 from fleet_server import FleetServer, fleet_server, spec_of
 from memserve.api.ui import feed
-from memserve.config import ClusterConfig
+from memserve.base.config import ClusterConfig
 from scripted_engine import scripted_engines
 from waiting import eventually
 

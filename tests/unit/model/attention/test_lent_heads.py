@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from memserve import _core, _kernels
+from memserve.base.kv_layout import Parallel, shares
+from memserve.base.types import KVGeometry
 from memserve.model.attention.backends import KernelAttention, LentHeads, choose_attention
-from memserve.model.crew import Crew
-from memserve.parallel import Parallel, shares
-from memserve.types import KVGeometry
+from memserve.model.workers.group import WorkerGroup
 
 SLOT_BYTES, BLOCKS = 4096, 24
 SHAPES = {"2 of 3": (2, 3, 9), "3 of 8": (3, 8, 32), "2 of 5": (2, 5, 10), "3 of 4": (3, 4, 28)}
 STEPS = (([37, 5], [37, 5]), ([1, 40], [38, 45]), ([1, 1], [39, 46]))  # new tokens and contexts of two rows
 
 
-def attention_of(arena: torch.Tensor, geometry: KVGeometry, crew: Crew | None) -> Any:
+def attention_of(arena: torch.Tensor, geometry: KVGeometry, crew: WorkerGroup | None) -> Any:
     tables = np.arange(BLOCKS, dtype=np.int32).reshape(2, -1)[::-1].copy()
     factory = choose_attention(arena, geometry, crew)
 
@@ -64,7 +64,7 @@ def test_workers_together_attend_as_one(shape: str, options: dict[str, Any]) -> 
     arenas = [torch.zeros(BLOCKS * geometry.block_bytes, dtype=torch.uint8) for _ in range(2)]
     region = _core.SharedArena(_kernels.Collective.region_bytes(parts, SLOT_BYTES))
     crews = [
-        Crew(share, _kernels.Collective(region.address, share.part, parts, SLOT_BYTES, 30.0), None, ())
+        WorkerGroup(share, _kernels.Collective(region.address, share.part, parts, SLOT_BYTES, 30.0), None, ())
         for share in shares(Parallel(parts), geometry, heads)
     ]
     alone = attention_of(arenas[0], geometry, None)
@@ -99,7 +99,7 @@ def test_what_is_lent_is_read_when_it_is_written() -> None:
     arena = torch.full((BLOCKS * geometry.block_bytes,), 0xFF, dtype=torch.uint8)  # numbers that are none
     region = _core.SharedArena(_kernels.Collective.region_bytes(2, SLOT_BYTES))
     found = shares(Parallel(2), geometry, 9)
-    crews = [Crew(s, _kernels.Collective(region.address, s.part, 2, SLOT_BYTES, 30.0), None, ()) for s in found]
+    crews = [WorkerGroup(s, _kernels.Collective(region.address, s.part, 2, SLOT_BYTES, 30.0), None, ()) for s in found]
     own = [attention_of(arena, geometry, crew)([20, 20], [20, 20]) for crew in crews]
     q, k, v, _ = inputs(9, 3, 40, 1)
     entered, got = threading.Event(), [torch.empty(0)] * 2

@@ -54,8 +54,8 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
     """The largest difference between kernel and reference, relative to the largest output."""
     import torch
 
+    from memserve.base.types import KVGeometry
     from memserve.model.attention.triton_attention import TritonBatch, attend
-    from memserve.types import KVGeometry
 
     dtype_name, layers, heads, kv_heads, dk, dv, block, counts, contexts, options = CASES[name]
     dtype = getattr(torch, dtype_name)
@@ -117,7 +117,8 @@ def compile_kernels() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from memserve.model.attention import triton_bytes, triton_kernels
+    from memserve.model.attention import triton_kernels
+    from memserve.system import triton_bytes
 
     shape = {"LAYERS": 30, "KV_HEADS": 3, "DK": 64, "DV": 64, "BLOCK": 32, "DK_PAD": 64, "DV_PAD": 64}
     tile = {
@@ -182,7 +183,7 @@ def test_interpreted_kernel_equals_float64_reference(errors: dict[str, float], n
 
 
 def test_without_triton_the_module_imports_and_the_hint_says_what_to_install(monkeypatch) -> None:
-    from memserve.errors import UserError
+    from memserve.base.errors import UserError
     from memserve.model.attention import triton_attention
 
     monkeypatch.setattr(triton_attention, "available", lambda: False)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from captured_families import FAMILIES, VOCAB, tiny
+from memserve.base.types import KVGeometry
 from memserve.model.attention.backends import choose_attention
 from memserve.model.attention.context import attending
 from memserve.model.capture import forward as capture
-from memserve.model.capture import fused
+from memserve.model.capture import operations as fused
 from memserve.model.capture.forward import capture_forward, release_weights
 from memserve.model.forward import EagerForward
 from memserve.model.loading.probe import DenseAttention
-from memserve.types import KVGeometry
 
 
 class Steps:

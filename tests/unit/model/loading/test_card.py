@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memserve.errors import UserError
+from memserve.base.errors import UserError
 from memserve.model.loading.card import ModelCard, early_tokenizer, remote_model
 from memserve.model.loading.sources import ModelFolder
 from tiny_models import save_folder, tiny_module

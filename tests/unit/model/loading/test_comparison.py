@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from memserve import LLM
-from memserve.errors import UserError
+from memserve.base.errors import UserError
 from memserve.model.loading import comparison
 from memserve.model.loading.comparison import compare_in_pieces, compare_once, read_verdict, verdict_file
 from memserve.model.loading.probe import probe_model

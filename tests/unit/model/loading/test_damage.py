@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from api_world import CONTEXT_TOKENS, EOS, running_server, tiny_tokenizer
 from gguf_files import write_gguf
-from memserve.config import EngineOptions, SchedulerConfig
-from memserve.errors import UserError
+from memserve.base.config import EngineOptions, SchedulerConfig
+from memserve.base.errors import UserError
+from memserve.base.units import KIB
+from memserve.host.build import build_engine
 from memserve.model.loading import cache, sources
 from memserve.model.loading.loader import LoadedModel, fingerprint, load_model
-from memserve.runtime.build import build_engine
-from memserve.units import KIB
 from mutations import mutated
 from tiny_models import tiny_module
 

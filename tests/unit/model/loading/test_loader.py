@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gguf_files import write_gguf
-from memserve.errors import UserError
+from memserve.base.errors import UserError
 from memserve.model.forward import PackedLayer, pack_linears
 from memserve.model.loading import sources
 from memserve.model.loading.cache import MARKER, cached_folder

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from gguf_files import write_gguf
-from memserve.errors import UserError
+from memserve.base.errors import UserError
+from memserve.base.units import GIB
 from memserve.model.attention.context import attending
 from memserve.model.capture import forward as capture
 from memserve.model.forward import EagerForward
 from memserve.model.loading import conversion, loader, sources
 from memserve.model.loading import pages as pages_module
 from memserve.model.loading.checkpoint import load_module
+from memserve.model.loading.conversion import SafetensorsWriter
 from memserve.model.loading.pages import NO_PAGES, pages_of
 from memserve.model.loading.probe import DenseAttention, probe_model
-from memserve.model.loading.stream import SafetensorsWriter
-from memserve.runtime import memory
-from memserve.units import GIB
+from memserve.system import memory
 from tiny_models import VOCAB, save_folder, tiny_module
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512}

@@ -40,7 +40,7 @@ export function connect(root) {
 function totals(figures) {
   const clustered = figures.has("memserve_router_requests_live");
   const alone = figures.isFleet() ? "memserve_fleet_engine_waiting" : "memserve_requests_waiting";
-  const waiting = clustered ? "memserve_gate_waiting" : alone;
+  const waiting = clustered ? "memserve_admission_waiting" : alone;
   const generated = "memserve_generated_tokens_total";
   const [prompts, cached] = figures.promptNames();
   const tile = (label, name, more = {}) => {

@@ -1,0 +1,291 @@
+"""Figure 9: the calls of MemServe's Table 1 by number of blocks and by cached ratio, within a process and between two.
+
+Calls that only do accounting are timed on a pool of many small blocks, because they touch no block's bytes; calls that
+copy (``swap_out``, ``swap_in``) on blocks of the model's own size. Between processes (``alloc_mem`` at a peer,
+``transfer``, ``transfer_with_insert``) a call lasts as long as its caller waits: message, seal, pull, comparison of the
+checksums, answer. All points take turns within a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+from memserve.base.errors import check
+from memserve.base.types import KVGeometry, Tier, TokenArray
+from memserve.host.pool_peer import PoolPeer, TransferFlag
+from memserve.kv.mempool import Addresses, MemPool
+from memserve.kv.pool import BlockPool
+from memserve_lab.experiments.pool_moves import Pair, serve
+from memserve_lab.workloads.statistics import Spread, spread_of
+
+VOCABULARY = 49_152
+TREE_PROMPT_TOKENS = 4096
+RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
+Key = tuple[str, int, float | None]
+"""Call, blocks, cached ratio."""
+SECRET = "a secret of this bench alone"
+TRANSFER, BY_PAGE, WITH_INSERT = "transfer", "transfer, by page", "transfer_with_insert"
+ALLOCATE = "alloc_mem at a peer"
+ANSWER_S = 60.0
+"""For a peer to give blocks: a busy machine delays one of its processes by seconds, and a call that waits is timed."""
+Question = tuple[int, float | None]
+"""Blocks; cached ratio at the receiver. None: raw transfers."""
+
+
+class Prompts:
+    """Random prompts, equal for equal seeds; no two share a prefix except those of :meth:`sharing`."""
+
+    def __init__(self, seed: int = 5) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def fresh(self, tokens: int) -> TokenArray:
+        """``tokens`` ids, int32, never given before."""
+        return self._rng.integers(1, VOCABULARY, tokens, dtype=np.int32)
+
+    def sharing(self, tokens: TokenArray, shared: int) -> TokenArray:
+        """A prompt as long as ``tokens`` that shares exactly its first ``shared`` tokens."""
+        other = self.fresh(len(tokens))
+        other[:shared] = tokens[:shared]
+        if shared < len(tokens):
+            other[shared] = tokens[shared] % (VOCABULARY - 1) + 1
+        return other
+
+
+def plant_tree(pool: BlockPool, prompts: Prompts, count: int, tokens: int = TREE_PROMPT_TOKENS) -> list[TokenArray]:
+    """Put ``count`` other prompts into the index, as in a cache that is in use; returns them."""
+    planted = [prompts.fresh(tokens) for _ in range(count)]
+    for prompt in planted:
+        blocks = pool.allocate_ids(tokens // pool.block_tokens)
+        assert blocks is not None, "the pool was made for them"
+        pool.insert("", prompt, blocks, len(blocks))
+        pool.release(blocks)
+    return planted
+
+
+@dataclass(frozen=True, slots=True)
+class CallPoint:
+    """Times of one call of MemServe's Table 1 with ``blocks`` blocks (figure 9)."""
+
+    call: str
+    blocks: int
+    cached_ratio: float | None
+    """Share of the blocks that the index has already. None: the call uses no index."""
+    spent_ns: Spread
+    link: str = ""
+    """The link between two processes. Empty: a call within one process."""
+
+
+class Times:
+    """Times of calls, by call and arguments."""
+
+    def __init__(self) -> None:
+        self._ns: dict[Key, list[int]] = {}
+
+    def __call__(self, key: Key, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Run ``call`` and return its result; record its duration under ``key``."""
+        begin_ns = time.perf_counter_ns()
+        result = call(*arguments)
+        self.add(key, time.perf_counter_ns() - begin_ns)
+        return result
+
+    def add(self, key: Key, spent_ns: int) -> None:
+        """Record a time that was measured elsewhere."""
+        self._ns.setdefault(key, []).append(spent_ns)
+
+    def forget(self) -> None:
+        """Drop all times: they were a warm-up."""
+        self._ns.clear()
+
+    def points(self, link: str = "") -> list[CallPoint]:
+        """All points, in the order of their first times."""
+        return [CallPoint(call, blocks, ratio, spread_of(ns), link) for (call, blocks, ratio), ns in self._ns.items()]
+
+
+def measure_accounts(
+    block_tokens: int, counts: Sequence[int], ratio_blocks: int, tree_prompts: int, rounds: int
+) -> list[CallPoint]:
+    """Time ``alloc_mem``, ``free_mem``, ``insert``, ``match`` and ``delete``; over cached ratios at
+    ``ratio_blocks``."""
+    per_prompt = TREE_PROMPT_TOKENS // block_tokens
+    blocks = tree_prompts * per_prompt + 4 * max(*counts, ratio_blocks, per_prompt)
+    geometry = KVGeometry(1, 1, 1, 1, "bfloat16", block_tokens)
+    pool, prompts, times = MemPool(geometry, hbm_bytes=blocks * geometry.block_bytes), Prompts(), Times()
+    plant_tree(pool.pool, prompts, tree_prompts)
+    for turn in range(rounds + 1):
+        for count in counts:
+            _account_by_blocks(pool, prompts, times, count)
+        for ratio in RATIOS:
+            _account_by_ratio(pool, prompts, times, ratio_blocks, ratio)
+        if turn == 0:
+            times.forget()
+    pool.check_invariants()
+    return times.points()
+
+
+def _account_by_blocks(pool: MemPool, prompts: Prompts, times: Times, count: int) -> None:
+    tokens = prompts.fresh(count * pool.geometry.block_tokens)
+    times(("free_mem", count, None), pool.free_mem, times(("alloc_mem", count, None), pool.alloc_mem, count))
+    held = _allocated(pool, count)
+    times(("insert", count, 0.0), pool.insert, tokens, held)
+    pool.free_mem(held)
+    found = times(("match", count, 1.0), pool.match, tokens)
+    check(len(found) == count, "all of it was inserted")
+    pool.free_mem(found)
+    gone = times(("delete", count, 0.0), pool.delete, tokens)
+    check(gone == count, "all of it goes")
+
+
+def _account_by_ratio(pool: MemPool, prompts: Prompts, times: Times, count: int, ratio: float) -> None:
+    """The index has ``ratio`` of a prompt; the prompt is looked up, inserted whole, and deleted again."""
+    block_tokens = pool.geometry.block_tokens
+    shared = round(count * ratio)
+    first = prompts.fresh(count * block_tokens)
+    _insert(pool, first[: shared * block_tokens])
+    tokens = prompts.sharing(first, shared * block_tokens)
+    found = times(("match", count, ratio), pool.match, tokens)
+    check(len(found) == shared, "what was planted is found, and no more")
+    pool.free_mem(found)
+    held = _allocated(pool, count)
+    added = times(("insert", count, ratio), pool.insert, tokens, held)
+    check(added == count - shared, "what was there is kept")
+    pool.free_mem(held)
+    if shared < count:  # deleting a prompt that extends to another one deletes that as well
+        _insert(pool, first)
+        gone = times(("delete", count, ratio), pool.delete, tokens)
+        check(gone == count - shared, "what the other prompt needs stays")
+    pool.delete(first)
+
+
+def _allocated(pool: MemPool, count: int) -> Addresses:
+    held = pool.alloc_mem(count)
+    assert held is not None, "the pool was made for it"
+    return held
+
+
+def _insert(pool: MemPool, tokens: TokenArray) -> None:
+    held = _allocated(pool, len(tokens) // pool.geometry.block_tokens)
+    pool.insert(tokens, held)
+    pool.free_mem(held)
+
+
+def measure_swaps(geometry: KVGeometry, counts: Sequence[int], rounds: int) -> list[CallPoint]:
+    """Time ``swap_out`` and ``swap_in`` of blocks that the caller holds, including the copy."""
+    size_bytes = max(counts) * geometry.block_bytes
+    pool, times = MemPool(geometry, hbm_bytes=size_bytes, dram_bytes=size_bytes), Times()
+    for turn in range(rounds + 1):
+        for count in reversed(counts):  # the first round touches all of the memory
+            held = _allocated(pool, count)
+            below = times(("swap_out", count, None), pool.swap_out_blocks, held)
+            above = times(("swap_in", count, None), pool.swap_in, below)
+            check(above is not None and above.tier is Tier.HBM, "there is room for all blocks")
+            pool.free_mem(above)
+        if turn == 0:
+            times.forget()
+    pool.check_invariants()
+    return sorted(times.points(), key=lambda point: (point.call, point.blocks))
+
+
+# -- between two processes
+
+
+def open_peers(geometry: KVGeometry, link: str, blocks_max: int, environment: dict[str, str]) -> Pair:
+    """A sender and a receiver over ``link``. Raises :class:`UserError` if the link does not work here."""
+    return Pair(link, _receive, _send, environment, geometry, link, blocks_max)
+
+
+def measure_peers(pairs: dict[str, Pair], counts: Sequence[int], ratio_blocks: int, rounds: int) -> list[CallPoint]:
+    """Time all calls over every pair, taking turns; ``pairs``: by name of the link."""
+    questions: list[Question] = [(count, None) for count in counts]
+    questions += [(count, 0.0) for count in counts if count != ratio_blocks]
+    questions += [(ratio_blocks, ratio) for ratio in RATIOS]
+    times = {name: Times() for name in pairs}
+    for turn in range(rounds + 1):
+        for question in questions:
+            for name, pair in pairs.items():
+                for key, spent_ns in pair.ask(question):
+                    times[name].add(key, spent_ns)
+        if turn == 0:
+            for one in times.values():
+                one.forget()
+    return [point for name, one in times.items() for point in one.points(name)]
+
+
+def _peer(name: str, geometry: KVGeometry, link: str, blocks: int) -> PoolPeer:
+    return PoolPeer(geometry, name=name, secret=SECRET, hbm_bytes=blocks * geometry.block_bytes, link=link)
+
+
+def _receive(sender: Connection, geometry: KVGeometry, link: str, blocks_max: int) -> None:
+    """The receiver's process: plants and forgets prompts on the sender's request."""
+    with _peer("receiver", geometry, link, 2 * blocks_max) as peer:
+        sender.send(peer.info())
+        while True:
+            what, tokens = sender.recv()
+            if what == "plant":
+                held = peer.alloc_mem(len(tokens) // geometry.block_tokens)
+                assert held is not None, "the pool was made for it"
+                peer.insert(tokens, held)
+                peer.free_mem(held)
+            else:
+                peer.delete(tokens)
+            sender.send("done")
+
+
+def _send(told: Connection, receiver: Connection, geometry: KVGeometry, link: str, blocks_max: int) -> None:
+    """The sender's process: makes the calls."""
+    with _peer("sender", geometry, link, blocks_max) as peer:
+        caller = _Caller(peer, receiver, geometry)
+        peer.connect(receiver.recv())
+        serve(told, caller.answer)
+
+
+class _Caller:
+    def __init__(self, peer: PoolPeer, receiver: Connection, geometry: KVGeometry) -> None:
+        self._peer, self._receiver, self._block_tokens = peer, receiver, geometry.block_tokens
+        self._prompts = Prompts(11)
+
+    def answer(self, question: Question) -> list[tuple[Key, int]]:
+        """Make the calls that ``question`` describes, timed."""
+        count, ratio = question
+        held = self._peer.alloc_mem(count)
+        assert held is not None, "the pool was made for it"
+        try:
+            return self._raw(held) if ratio is None else self._with_insert(held, ratio)
+        finally:
+            self._peer.free_mem(held)
+
+    def _raw(self, held: Addresses) -> list[tuple[Key, int]]:
+        count = len(held)
+        found: list[tuple[Key, int]] = []
+        for name, flags in ((TRANSFER, TransferFlag.NONE), (BY_PAGE, TransferFlag.BY_PAGE)):
+            begin_ns = time.perf_counter_ns()
+            there = self._peer.alloc_mem(count, id="receiver", timeout_s=ANSWER_S)
+            found.append(((ALLOCATE, count, None), time.perf_counter_ns() - begin_ns))
+            check(there is not None, f"the receiver, which has room, gave no blocks in {ANSWER_S:.0f} s")
+            begin_ns = time.perf_counter_ns()
+            done = self._peer.transfer("receiver", held, there, flags)
+            found.append(((name, count, None), time.perf_counter_ns() - begin_ns))
+            check(done, f"the receiver did not take it: {done.reason}")
+            self._peer.free_mem(there or ())
+        return found
+
+    def _with_insert(self, held: Addresses, ratio: float) -> list[tuple[Key, int]]:
+        tokens = self._prompts.fresh(len(held) * self._block_tokens)
+        shared = round(len(held) * ratio)
+        if shared:
+            self._tell("plant", tokens[: shared * self._block_tokens])
+        begin_ns = time.perf_counter_ns()
+        done = self._peer.transfer_with_insert("receiver", tokens, held)
+        spent_ns = time.perf_counter_ns() - begin_ns
+        check(done, f"the receiver did not take it: {done.reason}")
+        self._tell("forget", tokens)
+        return [((WITH_INSERT, len(held), ratio), spent_ns)]
+
+    def _tell(self, what: str, tokens: Any) -> None:
+        self._receiver.send((what, tokens))
+        self._receiver.recv()

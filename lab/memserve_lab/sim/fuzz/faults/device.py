@@ -1,0 +1,75 @@
+"""Knobs of a node: a fault turns one, and its end turns it back. Faults overlap, so both ends are steps, not values.
+
+Devices that fail, hang or are slow, and payloads that are damaged on the way.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from memserve_lab.sim.fuzz.faults.process import Kind, Undo, World
+from memserve_lab.sim.fuzz.instances import FuzzedInstance
+from memserve_lab.sim.fuzz.scenario import MS, Fault
+
+
+def raise_by(node: object, knob: str, step: int = 1) -> Undo:
+    """Add ``step`` to the attribute ``knob``; what is returned takes it away again."""
+    setattr(node, knob, getattr(node, knob) + step)
+
+    def lower() -> None:
+        setattr(node, knob, getattr(node, knob) - step)
+
+    return lower
+
+
+def multiply(node: object, knob: str, factor: int) -> Undo:
+    """Multiply the attribute ``knob``, a whole number, by ``factor``; what is returned divides it again."""
+    setattr(node, knob, getattr(node, knob) * factor)
+
+    def divide() -> None:
+        setattr(node, knob, getattr(node, knob) // factor)
+
+    return divide
+
+
+def _corrupt(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    """Half of the pages that it pulls arrive with a wrong byte."""
+    return raise_by(node, "corrupting")
+
+
+def _device(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    node.fails_next_step = True
+
+
+def _row(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    """In each of the next steps one row fails alone: no other request may notice."""
+    node.rows_to_fail += random.choice([1, 1, 2, 5])
+
+
+def _hang(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> None:
+    """One step takes as long as the fault lasts; the process lives, and sends heartbeats."""
+    node.next_step_hangs_ns = fault.for_ns
+
+
+def _slow_device(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    return multiply(node, "step_slowness", random.choice([5, 40]))
+
+
+def _slow_link(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    return multiply(node, "pull_slowness", random.choice([10, 60]))
+
+
+def _slow_tier(world: World, fault: Fault, node: FuzzedInstance, random: Random) -> Undo:
+    """Each block that moves between the tiers delays the device."""
+    return raise_by(node, "copy_ns", random.choice([2, 20, 150]) * MS)
+
+
+KINDS: dict[str, Kind] = {
+    "corrupt": _corrupt,
+    "device": _device,
+    "row": _row,
+    "hang": _hang,
+    "slow-device": _slow_device,
+    "slow-link": _slow_link,
+    "slow-tier": _slow_tier,
+}

@@ -1,0 +1,543 @@
+"""A device that executes plans literally, without a model: the oracle of the instance machine.
+
+What attention sees is read through the block table, or where layers lie, cell by cell; ``truth`` says what the cells
+hold. A row that reads cells of layers that do not belong together has read a block that was moved by halves. Every
+misuse of the contract between machine and device is a :class:`Violation`.
+
+Literal KV on two tiers: the pages that plans copy and move, and where those of a slot lie by layer.
+
+A literal device whose memory others can read: checksums, pulls, layers that finish one by one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from memserve.base.types import CopyBlocks, Tier, TokenLogprobs
+from memserve.base.units import ceil_div
+from memserve.instance.events import (
+    MovePages,
+    OpenSequence,
+    PlaceByLayer,
+    RowFailed,
+    StepFailed,
+    StepFinished,
+    StepPlan,
+)
+from memserve.kv.transfer.events import PagesSealed, PullPages, SealPages
+from memserve.protocol.messages import Segment
+from memserve_lab.sim.reference.oracle import Violation, candidates, cell, draw, mix, require
+
+Cells = list[list[int | None]]
+"""``[page][position in it]``; ``None`` = never written, or being moved."""
+_CELL_BITS = 58
+"""Of what ``truth.cell`` returns."""
+
+
+def in_layer(value: int, layer: int) -> int:
+    """What a position with the cell ``value`` has in ``layer``: layer 0 has the cell itself."""
+    return value + (layer << _CELL_BITS)
+
+
+class SymbolicPages:
+    """Each block has a page for each layer, with the number ``block * layers + layer``."""
+
+    def __init__(self, block_tokens: int, hbm_blocks: int, dram_blocks: int, layers: int) -> None:
+        self.block_tokens, self.layers = block_tokens, layers
+        self.tiers: dict[Tier, Cells] = {
+            tier: [[None] * block_tokens for _ in range(count * layers)]
+            for tier, count in ((Tier.HBM, hbm_blocks), (Tier.DRAM, dram_blocks))
+        }
+        self.moved_pages = 0
+        self.read_by_layer = 0
+        """Pages that rows have read where they lie by layer."""
+        self._moving: list[tuple[MovePages, Cells]] = []  # with what the sources hold
+
+    def of_block(self, tier: Tier, block: int) -> Cells:
+        """The pages of a block, layer by layer."""
+        return self.tiers[tier][block * self.layers : (block + 1) * self.layers]
+
+    def spoil(self, tier: Tier, pages: Iterable[int], seed: int) -> None:
+        """Leave numbers that belong to no token."""
+        for page in pages:
+            self.tiers[tier][page] = [seed + at for at in range(self.block_tokens)]
+
+    def spoil_block(self, tier: Tier, block: int, seed: int) -> None:
+        """All pages of a block."""
+        self.spoil(tier, range(block * self.layers, (block + 1) * self.layers), seed)
+
+    def copy(self, order: CopyBlocks) -> None:
+        """Whole blocks, one after the other."""
+        for src, dst in zip(order.src, order.dst, strict=True):
+            there = [list(page) for page in self.of_block(order.src_tier, src)]
+            self.tiers[order.dst_tier][dst * self.layers : (dst + 1) * self.layers] = there
+
+    # -- beside the rows
+
+    def begin_moves(self, orders: Sequence[MovePages]) -> None:
+        """From now until :meth:`end_moves` the targets hold nothing."""
+        self._moving = [(order, [list(self.tiers[order.src_tier][page]) for page in order.src]) for order in orders]
+        for order in orders:
+            for page in order.dst:
+                self.tiers[order.dst_tier][page] = [None] * self.block_tokens
+
+    def end_moves(self) -> None:
+        """Everything has arrived, and nothing has changed meanwhile where it came from."""
+        moving, self._moving = self._moving, []
+        for order, contents in moving:
+            for src, dst, content in zip(order.src, order.dst, contents, strict=True):
+                require(self.tiers[order.src_tier][src] == content, f"page {src} was written to while it was moved")
+                may_end = order.src_tier is Tier.DRAM  # the last block of a sequence that comes up need not be full
+                require(may_end or None not in content, f"page {src} was moved, and never written")
+                require(self.tiers[order.dst_tier][dst].count(None) == len(content), f"page {dst} was not free")
+                self.tiers[order.dst_tier][dst] = content
+                self.moved_pages += 1
+
+    # -- by layer
+
+    def empty_staging(self, order: PlaceByLayer) -> None:
+        """What passed through for an earlier row is gone."""
+        for frame in (*order.staging[0], *order.staging[1]):
+            for page in range(frame * self.layers, (frame + 1) * self.layers):
+                self.tiers[Tier.HBM][page] = [None] * self.block_tokens
+
+    def write_by_layer(self, order: PlaceByLayer, place: int, inside: int, value: int) -> None:
+        """A row has computed a position of entry ``order.first + place``: to DRAM, and to the frames of kept layers."""
+        for layer in range(self.layers):
+            page = self.tiers[Tier.DRAM][order.dram_blocks[place] * self.layers + layer]
+            if not inside:
+                page[:] = [None] * self.block_tokens  # what another sequence has left there
+            page[inside] = in_layer(value, layer)
+            if layer in order.kept:
+                frame = order.kept[layer][place // self.layers]
+                self.tiers[Tier.HBM][frame * self.layers + place % self.layers] = list(page)
+
+    def by_layer(self, order: PlaceByLayer, place: int) -> Cells:
+        """The pages of entry ``order.first + place``, layer by layer, where rows read them; those of layers that are
+        not kept have passed through HBM."""
+        pages, passing = [], 0
+        for layer in range(self.layers):
+            frames = order.kept.get(layer)
+            passes = frames is None
+            if frames is None:
+                frames = order.staging[passing % 2]
+                passing += 1
+            number = frames[place // self.layers] * self.layers + place % self.layers
+            if passes:
+                there = self.tiers[Tier.DRAM][order.dram_blocks[place] * self.layers + layer]
+                self.tiers[Tier.HBM][number] = list(there)
+            pages.append(list(self.tiers[Tier.HBM][number]))
+        self.read_by_layer += self.layers
+        return pages
+
+
+Writers = dict[int, dict[int, int]]
+"""Block -> position in it -> the row of the plan that writes there. Blocks of DRAM count from -1 down."""
+
+
+class Slot:
+    """A slot's tokens and block table, and where its layers lie."""
+
+    def __init__(self, opened: OpenSequence) -> None:
+        before = opened.before
+        self.first = len(before.tokens) if before is not None else 0  # position of the first token in the table
+        self.tokens = [int(t) for t in (*(before.tokens if before is not None else ()), *opened.tokens)]
+        self.is_lost = False  # an earlier part was not to be had
+        self.table = list(opened.blocks)
+        self.opened = opened
+        self.late: int | None = None  # what attention has seen where a draw was late
+        self.placed: PlaceByLayer | None = None
+
+    def place_of(self, entry: int) -> int | None:
+        """Its number among the entries that lie by layer. None: it lies whole."""
+        place = -1 if self.placed is None else entry - self.placed.first
+        return place if self.placed is not None and 0 <= place < len(self.placed.dram_blocks) else None
+
+
+def fail_row(plan: StepPlan, event: StepFinished, slot: int, why: RowFailed) -> None:
+    """Let ``slot``, which has a row or a draw in ``plan``, fail alone; ``event``: the plan's result without the
+    failure."""
+    event.failed[slot] = why
+    draws = plan.draws
+    if slot in draws:
+        place = draws.index(slot)
+        event.tokens[place] = 0
+        event.logprobs.pop(place, None)
+        event.candidates.pop(place, None)
+    event.kept.pop(slot, None)
+    if slot in plan.slots:
+        event.prompt_logprobs.pop(plan.slots.index(slot), None)
+
+
+class SymbolicDevice:
+    """Slots, two tiers of pages, and literal execution. Copies beside the rows, and what rows write where layers lie,
+    are over when the plan is, and at any time before: until then the targets of copies hold nothing, and no row may
+    write to their sources."""
+
+    def __init__(
+        self,
+        block_tokens: int,
+        hbm_blocks: int,
+        dram_blocks: int,
+        vocab: int = 50,
+        device_ns: int = 1000,
+        *,
+        layers: int = 1,
+    ) -> None:
+        """``device_ns``: the time that it reports for each step."""
+        self.block_tokens, self.vocab, self.device_ns, self.layers = block_tokens, vocab, device_ns, layers
+        self.kv = SymbolicPages(block_tokens, hbm_blocks, dram_blocks, layers)
+        self.slots: dict[int, Slot] = {}
+        self.computed_tokens = 0
+        self.segment: Callable[[Segment, str], list[int] | None] = lambda segment, name: None
+        """Asks a holder for the cells of its part of a sequence. None: it does not answer."""
+        self.mask_is_late: Callable[[OpenSequence], bool] = lambda opened: False
+        """Whether the mask of a grammar is not there when it is needed."""
+        self._step_id = 0  # of the plan that was begun last
+        self._written_by_layer: list[
+            tuple[PlaceByLayer, int, int, int]
+        ] = []  # by its rows: entry, position in it, cell
+
+    def fail(self, plan: StepPlan, seed: int) -> StepFailed:
+        """Execute part of the plan, wrongly: afterwards the blocks that it touches are garbage."""
+        for copy in plan.copies:
+            for block in copy.dst:
+                self.kv.spoil_block(copy.dst_tier, block, seed + 1000)
+        for move in plan.moves:
+            self.kv.spoil(move.dst_tier, move.dst[: seed % (len(move.dst) + 1)], seed + 1000)
+        for opened in plan.open:
+            if seed % 2:
+                self.slots[opened.slot] = Slot(opened)
+        for slot in plan.slots:
+            if slot in self.slots:
+                for block in self.slots[slot].table[-1:]:
+                    self.kv.spoil_block(Tier.HBM, block, seed)
+        return StepFailed(plan.step_id, "injected")
+
+    def begin(self, plan: StepPlan) -> None:
+        """Everything before the rows, unless it has begun: what comes in order is done, what is moved has left."""
+        if self._step_id == plan.step_id:
+            return
+        self._step_id = plan.step_id
+        self._written_by_layer.clear()
+        self._prepare(plan)
+        self.kv.begin_moves(plan.moves)
+
+    def run(self, plan: StepPlan) -> StepFinished | StepFailed:
+        """Execute ``plan``, or what is left of it."""
+        self.begin(plan)
+        event = self._compute(plan)
+        self._end()
+        return event
+
+    def _end(self) -> None:
+        for order, place, inside, value in self._written_by_layer:
+            self.kv.write_by_layer(order, place, inside, value)
+        self.kv.end_moves()
+
+    def run_void(self, plan: StepPlan) -> StepFinished | StepFailed:
+        """Execute a plan that follows a failed one: it may or may not match the device's state."""
+        try:
+            return self.run(plan)
+        except (Violation, KeyError, IndexError) as wrong:
+            return StepFailed(plan.step_id, str(wrong))
+
+    def _prepare(self, plan: StepPlan) -> None:
+        require(len(plan.slots) == len(plan.starts) == len(plan.counts) == len(plan.sample_slots), "ragged rows")
+        require(len(set(plan.slots)) == len(plan.slots), "a slot has two rows")
+        if plan.reset_slots:
+            self.slots.clear()
+        for slot in plan.close:
+            require(self.slots.pop(slot, None) is not None, f"slot {slot} closed, but not open")
+        for copy in plan.copies:
+            self.kv.copy(copy)
+        for opened in plan.open:
+            require(opened.slot not in self.slots, f"slot {opened.slot} opened twice")
+            self.slots[opened.slot] = Slot(opened)
+        for slot, blocks in plan.grow:
+            self.slots[slot].table.extend(blocks)
+        for slot, place, block in plan.replace:
+            self.slots[slot].table[place] = block
+        for order in plan.place:
+            self._place(order)
+        for late in plan.late_draws:
+            drawing = self.slots[late.slot]
+            del drawing.tokens[drawing.first + late.known :]
+
+    def _place(self, order: PlaceByLayer) -> None:
+        require(order.slot in self.slots, f"slot {order.slot} is placed by layer, but not open")
+        slot, frames = self.slots[order.slot], [*order.staging[0], *order.staging[1]]
+        frames += [frame for kept in order.kept.values() for frame in kept]
+        require(order.first + len(order.dram_blocks) <= len(slot.table), "entries that do not exist lie by layer")
+        require(len(set(frames)) == len(frames), "a frame is used twice")
+        slot.placed = order
+
+    def _compute(self, plan: StepPlan) -> StepFinished:
+        writers: Writers = {}
+        seen_by_row, logprobs = [], {}
+        for row, number in enumerate(plan.slots):
+            slot, drafts = self.slots[number], plan.drafts.get(row, [])
+            known = len(slot.tokens)
+            slot.tokens += drafts
+            behind, entries = self._row(row, slot, slot.first + plan.starts[row], plan.counts[row], writers)
+            del slot.tokens[known:]
+            seen_by_row.append(behind)
+            if row in plan.prompt_logprob_rows:
+                logprobs[row] = entries
+        event = StepFinished(plan.step_id, [], self.device_ns, prompt_logprobs=logprobs)
+        late: set[int] = set()
+        plain = len(plan.sample_slots) - len(plan.drafts)
+        for row, draws in enumerate(plan.sample_slots):
+            if row == plain:
+                self._draw_late(plan, event, late)
+            drafts, seen = plan.drafts.get(row, []), seen_by_row[row]
+            at_end = self.slots[plan.slots[row]].first + plan.starts[row] + plan.counts[row] - len(drafts)
+            for number in draws:
+                self._sample(number, at_end, seen[-1 - len(drafts)], event, late)
+            if drafts:
+                self._verify(plan.slots[row], drafts, seen[-len(drafts) :], event)
+        if not plan.drafts:
+            self._draw_late(plan, event, late)
+        for number in plan.slots:
+            if self.slots[number].is_lost:
+                fail_row(plan, event, number, RowFailed(""))
+        return replace(event, late=frozenset(late))
+
+    def _draw_late(self, plan: StepPlan, event: StepFinished, late: set[int]) -> None:
+        for draw_late in plan.late_draws:
+            slot = self.slots[draw_late.slot]
+            require(slot.late is not None, f"slot {draw_late.slot} draws what was not late")
+            seen, slot.late = slot.late or 0, None
+            self._sample(draw_late.slot, len(slot.tokens), seen, event, late)
+
+    def _verify(self, number: int, drafts: list[int], seen: list[int], event: StepFinished) -> None:
+        """``seen``: by attention, behind each of the ``drafts``."""
+        slot, kept = self.slots[number], list[int]()
+        opened = slot.opened
+        require(not (opened.beam_candidates or opened.sampling.logprobs), "drafts where draws are not plain")
+        for token, behind in zip(drafts, seen, strict=True):
+            if slot.tokens[-1] != token:
+                break
+            kept.append(draw(behind, opened.sampling.seed, opened.index, self.vocab))
+            slot.tokens.append(kept[-1])
+        event.kept[number] = kept
+
+    # -- rows
+
+    def _row(
+        self, row: int, slot: Slot, start: int, count: int, writers: Writers
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Write the row's cells, reading all before them through the table, but none that another row writes now.
+        Returns what attention has seen behind each of its tokens."""
+        require(count >= 1 and start + count <= len(slot.tokens), f"row {row} computes tokens that do not exist")
+        seen = 0
+        for value in self._context(slot, start, writers):
+            seen = mix(seen, value)
+        behind, entries = list[int](), list[TokenLogprobs | None]()
+        for position in range(start, start + count):
+            entry, inside = divmod(position - slot.first, self.block_tokens)
+            order, place, block = slot.placed, slot.place_of(entry), slot.table[entry]
+            if order is not None and place is not None:
+                block = -1 - order.dram_blocks[place]
+            if writers.setdefault(block, {}).setdefault(inside, row) != row:
+                raise Violation("two rows write the same cell")
+            value = cell(slot.tokens[position], position, seen)
+            if order is not None and place is not None:
+                self._written_by_layer.append((order, place, inside, value))
+            else:
+                self._write(block, inside, value)
+            entries.append(None)
+            if position - slot.first + 1 < slot.opened.prompt_tokens:
+                entries[-1] = TokenLogprobs(slot.tokens[position + 1], -float(position + 1))
+            seen = mix(seen, value)
+            behind.append(seen)
+        self.computed_tokens += count
+        return behind, entries
+
+    def _context(self, slot: Slot, end: int, writers: Writers) -> list[int]:
+        """What lies before position ``end``, in each of its layers."""
+        size, order, values = self.block_tokens, slot.placed, self._before(slot)
+        end -= slot.first
+        if order is not None:
+            self.kv.empty_staging(order)
+        for entry in range(ceil_div(end, size)):
+            first, place = entry * size, slot.place_of(entry)
+            count = min(size, end - first)
+            if order is not None and place is not None:
+                pages = self.kv.by_layer(order, place)
+            else:
+                block = slot.table[entry]
+                if min(writers.get(block, (count,))) < count:
+                    raise Violation("a row reads what another row of the plan writes")
+                pages = self.kv.of_block(Tier.HBM, block)
+            values += _belonging_together(pages, count, f"positions {first} to {first + count - 1}")
+        return values
+
+    def _before(self, slot: Slot) -> list[int]:
+        """The cells of earlier parts, as their holders have them."""
+        before, values = slot.opened.before, list[int]()
+        for segment in before.segments if before is not None else ():
+            there = self.segment(segment, before.name) if before is not None and not slot.is_lost else None
+            slot.is_lost |= there is None
+            values += there or []
+        return values
+
+    def cells(self, blocks: Sequence[int], tokens: int) -> list[int]:
+        """What the first ``tokens`` of ``blocks`` hold."""
+        size, values = self.block_tokens, list[int]()
+        for place, block in enumerate(blocks[: ceil_div(tokens, size)]):
+            pages = self.kv.of_block(Tier.HBM, block)
+            values += _belonging_together(pages, min(size, tokens - place * size), f"entry {place} of a segment")
+        return values
+
+    def _write(self, block: int, inside: int, value: int) -> None:
+        for layer, page in enumerate(self.kv.of_block(Tier.HBM, block)):
+            page[inside] = in_layer(value, layer)
+
+    def _sample(self, number: int, at_end: int, seen: int, event: StepFinished, late: set[int]) -> None:
+        slot = self.slots[number]
+        opened = slot.opened
+        require(at_end == len(slot.tokens), "a draw that is not at the end of the slot's tokens")
+        if opened.beam_candidates:
+            event.candidates[len(event.tokens)] = candidates(seen, opened.beam_candidates, self.vocab)
+            event.tokens.append(0)
+            return
+        if slot.late is not None or (opened.sampling.grammar and self.mask_is_late(opened)):
+            slot.late = seen if slot.late is None else slot.late  # what is behind a late draw has no meaning
+            late.add(number)
+            slot.tokens.append(0)
+            event.tokens.append(0)
+            return
+        token = draw(seen, opened.sampling.seed, opened.index, self.vocab)
+        slot.tokens.append(token)
+        if opened.sampling.logprobs is not None:
+            event.logprobs[len(event.tokens)] = TokenLogprobs(token, -1.0)
+        event.tokens.append(token)
+
+
+def _belonging_together(pages: Cells, count: int, where: str) -> list[int]:
+    """The first ``count`` cells of a block, if each layer has its part of them."""
+    there: list[int] = []
+    for layer, page in enumerate(pages):
+        cells = [value for value in page[:count] if value is not None]
+        if len(cells) < count:
+            raise Violation(f"{where}, layer {layer}: never written, or not there yet")
+        if not layer:
+            there = cells
+        elif cells != [in_layer(value, layer) for value in there]:
+            raise Violation(f"{where}: the layers do not belong together")
+    return there
+
+
+LAYERS = 2
+"""Of a device on which nothing lies by layer."""
+
+
+class PageMemory(ABC):
+    """Pages, each of one layer of one block, that others of the world may read."""
+
+    @abstractmethod
+    def page(self, tier: Tier, block: int, layer: int) -> Sequence[int | None]:
+        """The cells of a page. None: never written."""
+
+    @abstractmethod
+    def set_page(self, tier: Tier, block: int, layer: int, cells: Sequence[int | None]) -> None:
+        """Write a page."""
+
+    def checksum(self, tier: Tier, block: int, first_layer: int, end_layer: int) -> int:
+        """Of these layers of a block as they are, unused positions included."""
+        state = 11
+        for layer in range(first_layer, end_layer):
+            for value in self.page(tier, block, layer):
+                state = mix(state, -1 if value is None else value)
+        return state
+
+    def seal(self, job: SealPages) -> PagesSealed:
+        """Checksums of own pages."""
+        sums = [self.checksum(job.tier, block, job.first_layer, job.end_layer) for block in job.blocks]
+        return PagesSealed(job.job_id, tuple(sums))
+
+    def pull(self, job: PullPages, place: int, source: PageMemory, *, corrupt: bool) -> bool:
+        """Copy one block's layers from ``source``; whether what was written has the checksum that was promised."""
+        src, dst = job.src_blocks[place], job.dst_blocks[place]
+        for layer in range(job.first_layer, job.end_layer):
+            cells = list(source.page(job.src_tier, src, layer))
+            if corrupt and layer == job.first_layer:
+                cells[0] = (cells[0] or 0) ^ 1
+            self.set_page(job.dst_tier, dst, layer, cells)
+        return self.checksum(job.dst_tier, dst, job.first_layer, job.end_layer) == job.checksums[place]
+
+
+class OracleDevice(SymbolicDevice, PageMemory):
+    """Literal KV in several layers."""
+
+    def __init__(
+        self, block_tokens: int, hbm_blocks: int, dram_blocks: int, vocab: int, *, layers: int = LAYERS
+    ) -> None:
+        super().__init__(block_tokens, hbm_blocks, dram_blocks, vocab, layers=layers)
+        self._results: dict[int, StepFinished] = {}  # of plans with a first layer that is done
+        #: block, position in it, cell; upper layers are still to be written
+        self._late: list[tuple[int, int, int]] | None = None
+        self.written: set[tuple[int, int]] = set()
+        """Blocks of HBM and positions in them that the present plan writes."""
+        self.behind: set[tuple[int, int]] = set()
+        """Where a worker has still to write its part: others than its own rows find something else there."""
+
+    # -- plans
+
+    def begin(self, plan: StepPlan) -> None:
+        if self._step_id != plan.step_id:
+            self.written.clear()
+        super().begin(plan)
+
+    def run(self, plan: StepPlan) -> StepFinished | StepFailed:
+        """All layers, or those that are not done yet."""
+        result = self._results.pop(plan.step_id, None)
+        if result is None:
+            return super().run(plan)
+        for layer in range(1, self.layers):
+            self._write_layer(layer)
+        self._late = None
+        self._end()
+        return result
+
+    def finish_layer(self, plan: StepPlan, layer: int) -> None:
+        """One layer of a plan with ``report_layers``."""
+        if layer == 0:
+            self._late = []
+            self.begin(plan)
+            self._results[plan.step_id] = self._compute(plan)
+        else:
+            self._write_layer(layer)
+
+    def abandon_layers(self, plan: StepPlan) -> None:
+        """The plan under way fails, perhaps after half of its layers."""
+        self._results.pop(plan.step_id, None)
+        self._late = None
+
+    def _write_layer(self, layer: int) -> None:
+        for block, inside, value in self._late or ():
+            self.kv.of_block(Tier.HBM, block)[layer][inside] = in_layer(value, layer)
+
+    def _write(self, block: int, inside: int, value: int) -> None:
+        self.written.add((block, inside))
+        if self._late is None:
+            super()._write(block, inside, value)
+        else:
+            self.kv.of_block(Tier.HBM, block)[0][inside] = value
+            self._late.append((block, inside, value))
+
+    # -- pages
+
+    def page(self, tier: Tier, block: int, layer: int) -> list[int | None]:
+        cells = self.kv.tiers[tier][block * self.layers + layer]
+        if not self.behind or tier is not Tier.HBM:
+            return cells
+        return [mix(value or 0, 1) if (block, inside) in self.behind else value for inside, value in enumerate(cells)]
+
+    def set_page(self, tier: Tier, block: int, layer: int, cells: Sequence[int | None]) -> None:
+        self.kv.tiers[tier][block * self.layers + layer] = list(cells)
+        if self.behind and tier is Tier.HBM:
+            self.behind -= {(block, inside) for inside in range(len(cells))}

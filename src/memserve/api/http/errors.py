@@ -1,0 +1,165 @@
+"""Errors as OpenAI's clients expect them: a status and ``{"error": {message, type, param, code}}``."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from memserve.base.errors import UserError
+from memserve.host.engine import Refusal, Rejected
+from memserve.instance.events import GRAMMAR_FAILED, NO_TOKEN_LEFT
+
+ECHO_CHARS_MAX = 200
+"""How much of a client's input an error may repeat."""
+
+_MESSAGE_CHARS_MAX = 400
+_PARAM_CHARS_MAX = 100
+_CUT = " ... "
+
+
+def echo(text: str, most: int = ECHO_CHARS_MAX) -> str:
+    """A client's ``text`` as an error may repeat it: the middle of a long one is left out."""
+    if len(text) <= most:
+        return text
+    tail = (most - len(_CUT)) // 3
+    return text[: most - len(_CUT) - tail] + _CUT + text[-tail:]
+
+
+class ApiError(Exception):
+    """An error answer. It repeats at most :data:`ECHO_CHARS_MAX` characters of the client's input."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        if param is not None and len(param) > _PARAM_CHARS_MAX:  # a field that the client invented
+            message = message.replace(param, echo(param, _PARAM_CHARS_MAX))
+            param = echo(param, _PARAM_CHARS_MAX)
+        if len(message) > _MESSAGE_CHARS_MAX:  # only a client's input makes a message this long
+            message = echo(message)
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """400: the request itself is wrong; sending it again will not help."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unsupported(param: str, what: str) -> ApiError:
+    """400: a feature of the protocol that memserve does not have. It is never silently ignored."""
+    return ApiError(
+        400, f"{what} is not supported by this server (in '{param}')", param=param, code="unsupported_parameter"
+    )
+
+
+def from_user_error(error: UserError) -> ApiError:
+    """400 for a :class:`UserError` from below, with its hint."""
+    return bad_request(str(error), param=error.param)
+
+
+def unauthorized() -> ApiError:
+    """401: no key, or a wrong one."""
+    return ApiError(
+        401,
+        "Incorrect or missing API key: send it as 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    )
+
+
+def model_not_found(name: str, served: str) -> ApiError:
+    """404: the client asks for a model that is not the one served."""
+    message = f"The model `{echo(name)}` does not exist; this server serves `{served}`"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def too_large(limit_bytes: int) -> ApiError:
+    """413: the body is longer than the server reads."""
+    return ApiError(413, f"The request body is larger than {limit_bytes} bytes", code="request_too_large")
+
+
+def client_too_slow() -> ApiError:
+    """408, in the middle of a stream: its client reads more slowly than tokens are generated."""
+    message = "The stream ends here: the client read it too slowly, and too much output was waiting"
+    return ApiError(408, message, kind="timeout", code="client_too_slow")
+
+
+def client_bodies_full() -> ApiError:
+    """429: this client's bodies fill the memory that one client may use."""
+    message = "Your request bodies take too much memory together: wait until some of them are answered"
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "1"})
+
+
+def bodies_full() -> ApiError:
+    """503: the bodies of all clients fill the memory for bodies."""
+    message = "The server has no memory for another large request body now"
+    return ApiError(503, message, kind="server_error", code="overloaded", headers={"retry-after": "1"})
+
+
+def rejected(news: Rejected) -> ApiError:
+    """400 when the engine can never run such a request, 429 when it can later, 503 when it is closing or too busy, 422
+    and 409 where requests with one key contradict each other."""
+    match news.refusal:
+        case Refusal.IMPOSSIBLE:
+            return bad_request(news.reason, code="request_rejected")
+        case Refusal.CLOSING:
+            return shutting_down()
+        case Refusal.KEY_REUSED:
+            return ApiError(422, news.reason, param="Idempotency-Key", code="idempotency_key_reused")
+        case Refusal.TAKEN_OVER:
+            return ApiError(409, news.reason, param="Idempotency-Key", code="answer_taken_over")
+    headers = {"retry-after": str(max(1, math.ceil(news.retry_after_s or 0)))}
+    if news.refusal is Refusal.OVERLOADED:
+        return ApiError(503, news.reason, kind="server_error", code="overloaded", headers=headers)
+    return ApiError(429, news.reason, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+
+
+def engine_silent() -> ApiError:
+    """503: the engine does not answer."""
+    headers = {"retry-after": "1"}
+    return ApiError(503, "The engine does not answer now", kind="server_error", code="overloaded", headers=headers)
+
+
+def shutting_down() -> ApiError:
+    """503: the server is shutting down."""
+    return ApiError(
+        503, "The server is shutting down", kind="server_error", code="shutting_down", headers={"retry-after": "5"}
+    )
+
+
+def deadline_passed() -> ApiError:
+    """504: the request's own deadline passed before it was done."""
+    return ApiError(504, "The request's deadline passed before it was done", kind="timeout", code="deadline_exceeded")
+
+
+def row_failed(reason: str) -> ApiError:
+    """500: computing this request failed, and would fail again; other requests are not affected. 400 when its own
+    parameters leave no token to draw, or its grammar cannot be followed."""
+    if reason.startswith(GRAMMAR_FAILED):
+        return ApiError(400, f"The request cannot be answered: {reason}", code="grammar_too_complex")
+    if reason == NO_TOKEN_LEFT:
+        return ApiError(400, f"The request cannot be answered: {reason}", code="no_token_left")
+    return ApiError(500, f"The request failed: {reason}", kind="server_error", code="request_failed")
+
+
+def internal(message: str = "The server failed while working on the request") -> ApiError:
+    """500: our fault; the log has the details, the client gets none."""
+    return ApiError(500, message, kind="server_error", code="internal_error")

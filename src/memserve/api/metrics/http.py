@@ -1,0 +1,256 @@
+"""Prometheus metrics of the HTTP edge and of the engine behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from memserve.api.metrics.cluster import cluster_families
+from memserve.api.metrics.families import (
+    COUNTER,
+    GAUGE,
+    LabelledTally,
+    Spread,
+    Table,
+    Tally,
+    block_bytes_family,
+    families,
+    layer_families,
+    objective_families,
+    preemption_family,
+)
+from memserve.base.units import NS_PER_S
+from memserve.system.memory import resident_bytes
+
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
+_REQUEST_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class ApiMetrics:
+    """Counters and histograms of one server. What requests and tokens change belongs to the event loop alone."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        counter, histogram = self._counter, self._histogram
+        self.requests = LabelledTally(
+            "memserve_http_requests", "HTTP requests by route and status", ["route", "status"], self.registry
+        )
+        self.in_progress = Tally(
+            GAUGE, "memserve_http_requests_in_progress", "HTTP requests that are being answered", self.registry
+        )
+        self.resident = Gauge(
+            "memserve_resident_bytes", "Bytes that the process behind this page has resident", registry=self.registry
+        )
+        self.prompt_tokens = counter("memserve_prompt_tokens", "Prompt tokens of answered requests")
+        self.cached_tokens = counter(
+            "memserve_cached_prompt_tokens", "Prompt tokens of answered requests with KV from the prefix cache"
+        )
+        self.generated_tokens = counter("memserve_generated_tokens", "Tokens generated for clients")
+        self.rejected = counter("memserve_rejected_requests", "Requests of clients that were rejected before they ran")
+        self.disconnected = counter(
+            "memserve_disconnected_requests", "HTTP requests of clients that left before the end of their answer"
+        )
+        self.refused = Counter(
+            "memserve_http_refused", "Requests and connections that the HTTP server ended by one of its limits",
+            ["limit"], registry=self.registry,
+        )  # fmt: skip
+        self.slow_readers = Counter(
+            "memserve_http_slow_readers", "Clients that did not take their answers: their requests were cancelled",
+            ["ending"], registry=self.registry,
+        )  # fmt: skip
+        self.connections = Gauge("memserve_http_connections", "HTTP connections open now", registry=self.registry)
+        self.body_bytes = Gauge(
+            "memserve_http_body_bytes", "Bytes of request bodies that are being read or parsed", registry=self.registry
+        )
+        #: shown to readers that may know the tenants
+        self.by_tenant = CollectorRegistry()
+        self.tenant_requests = self._of_tenants("requests", "Generation requests that were answered, by tenant")
+        self.tenant_prompt_tokens = self._of_tenants("prompt_tokens", "Prompt tokens of answered requests, by tenant")
+        self.tenant_generated_tokens = self._of_tenants("generated_tokens", "Tokens generated for clients, by tenant")
+        self.to_first_token = histogram(
+            "memserve_time_to_first_token_seconds",
+            "Seconds from the request to its first token, at the HTTP edge",
+            _FIRST_TOKEN_S,
+        )
+        self.in_queue = histogram(
+            "memserve_queue_seconds", "Seconds that a request waited until it was first computed", _FIRST_TOKEN_S
+        )
+        self.between_tokens = histogram(
+            "memserve_inter_token_seconds", "Seconds between two tokens of one answer, at the HTTP edge", _TOKEN_S
+        )
+        self.per_token = histogram(
+            "memserve_time_per_output_token_seconds",
+            "Seconds per output token after the first, mean over a request",
+            _TOKEN_S,
+        )
+        self.whole_request = histogram(
+            "memserve_request_seconds", "Seconds from the request to its last token, at the HTTP edge", _REQUEST_S
+        )
+
+    def first_token(self, seconds: float, queue_ns: int | None) -> None:
+        """The first token of a request came after ``seconds``."""
+        self.to_first_token.observe(seconds)
+        if queue_ns is not None:
+            self.in_queue.observe(queue_ns / NS_PER_S)
+
+    def ended(self, route: str, status: int) -> None:
+        """An HTTP request was answered with ``status``."""
+        self.requests.inc((route, str(status)))
+
+    def answered(self, tenant: str, prompt_tokens: int, generated_tokens: int) -> None:
+        """A request of ``tenant`` has its answer."""
+        label = (tenant,)
+        self.tenant_requests.inc(label)
+        self.tenant_prompt_tokens.inc(label, prompt_tokens)
+        self.tenant_generated_tokens.inc(label, generated_tokens)
+
+    def read_process(self) -> None:
+        """Bring the gauges of this process up to date, before they are read."""
+        self.resident.set(resident_bytes())
+
+    def render(self, engine_stats: Any | None, *, names_tenants: bool = False) -> bytes:
+        """The text that Prometheus scrapes; without the engine's metrics when ``engine_stats`` is ``None``.
+
+        ``names_tenants``: the reader may know the names of keys. Else their numbers are summed up.
+        """
+        registry = CollectorRegistry()
+        registry.register(Snapshot(engine_stats, names_tenants))
+        self.read_process()
+        text = generate_latest(self.registry) + generate_latest(registry)
+        return text + generate_latest(self.by_tenant) if names_tenants else text
+
+    def _of_tenants(self, name: str, text: str) -> LabelledTally:
+        return LabelledTally(f"memserve_tenant_{name}", text, ["tenant"], self.by_tenant)
+
+    def _counter(self, name: str, text: str) -> Tally:
+        return Tally(COUNTER, name, text, self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Spread:
+        return Spread(name, text, buckets, self.registry)
+
+
+#: name, kind, help, how to read it from ``EngineStats``
+ENGINE_METRICS: Table = [
+    ("steps", COUNTER, "Steps executed by the device", "steps"),
+    ("scheduler_seconds", COUNTER, "Seconds that the scheduler has computed", lambda s: s.machine_ns / NS_PER_S),
+    ("device_seconds", COUNTER, "Seconds that the device has worked", lambda s: s.device_ns / NS_PER_S),
+    (
+        "scheduler_time_share",
+        GAUGE,
+        "Share of the scheduler's time in the device's time (0.01 is 1 %)",
+        "scheduler_share",
+    ),
+    (
+        "scheduler_step_seconds",
+        GAUGE,
+        "Median seconds of the scheduler for one step, over the last 512 steps",
+        lambda s: s.machine_step_ns / NS_PER_S,
+    ),
+    (
+        "device_step_seconds",
+        GAUGE,
+        "Median seconds of the device for one step, over the last 512 steps",
+        lambda s: s.device_step_ns / NS_PER_S,
+    ),
+]
+
+#: from ``InstanceStats``
+INSTANCE_METRICS: Table = [
+    ("requests_waiting", GAUGE, "Requests in the queues of the engine", "requests_waiting"),
+    ("sequences_running", GAUGE, "Sequences that are computed together now", "sequences_running"),
+    ("sequences_swapped", GAUGE, "Sequences whose KV is swapped out to DRAM now", "sequences_swapped"),
+    ("engine_requests", COUNTER, "Requests that reached the engine", "requests_arrived"),
+    ("engine_requests_finished", COUNTER, "Requests that the engine finished", "requests_finished"),
+    ("engine_requests_rejected", COUNTER, "Requests that the engine refused", "requests_rejected"),
+    ("engine_requests_cancelled", COUNTER, "Requests that were cancelled in the engine", "requests_cancelled"),
+    ("engine_prompt_tokens", COUNTER, "Prompt tokens of requests that the engine admitted", "prompt_tokens"),
+    (
+        "engine_cached_tokens",
+        COUNTER,
+        "Prompt tokens of requests admitted with KV from the prefix cache",
+        "cached_tokens",
+    ),
+    ("engine_computed_tokens", COUNTER, "Tokens that the device computed, in prefill and decode", "computed_tokens"),
+    ("engine_generated_tokens", COUNTER, "Tokens that the engine generated", "generated_tokens"),
+    ("engine_drafts_computed", COUNTER, "Tokens that the device computed as drafts", "drafts_computed"),
+    ("engine_drafts_kept", COUNTER, "Drafts of the engine that were drawn as well", "drafts_kept"),
+    ("steps_failed", COUNTER, "Steps that failed on the device", "steps_failed"),
+    ("rows_failed", COUNTER, "Sequences that ended because their own row of a step failed", "rows_failed"),
+    ("pool_slot_tokens", GAUGE, "Token positions held by running sequences", "running_slots_tokens"),
+    (
+        "pool_state_tokens",
+        GAUGE,
+        "Token positions held by running sequences that hold the state of a token",
+        "running_tokens",
+    ),
+    (
+        "pool_internal_fragmentation_tokens",
+        GAUGE,
+        "Token positions held by running sequences that hold no token yet",
+        "internal_fragmentation_tokens",
+    ),
+    (
+        "pool_external_fragmentation_pages",
+        GAUGE,
+        "Free pages that no request for a block can have",
+        lambda s: s.hbm.pages_stranded + s.dram.pages_stranded,
+    ),
+    (
+        "pool_external_fragmentation_share",
+        GAUGE,
+        "Share of free pages (0 to 1) that no request for a block can have",
+        "external_fragmentation",
+    ),
+    (
+        "pool_token_state_share",
+        GAUGE,
+        "Share of held token positions (0 to 1) that hold the state of a token",
+        lambda s: s.running_tokens / s.running_slots_tokens if s.running_slots_tokens else 1.0,
+    ),
+]
+
+
+class Snapshot:
+    """One reading of the engine, as Prometheus wants it."""
+
+    def __init__(self, stats: Any | None, names_tenants: bool) -> None:
+        self._stats = stats
+        self._names_tenants = names_tenants
+
+    def describe(self) -> list[Metric]:
+        """Empty: the registry calls it when the collector registers, and the values are read later."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, with the values of this reading."""
+        up = GaugeMetricFamily("memserve_engine_up", "1 while the engine answers, 0 while it does not")
+        up.add_metric([], 0.0 if self._stats is None else 1.0)
+        yield up
+        if self._stats is None:
+            return
+        yield from families(ENGINE_METRICS, [((), self._stats)])
+        if self._stats.instance is not None:
+            yield from families(INSTANCE_METRICS, [((), self._stats.instance)])
+            yield from _tiers(self._stats.instance)
+            yield from objective_families("", "the engine", (), [((), self._stats.instance)])
+            yield from layer_families("", "the engine", (), [((), self._stats.instance)])
+        if getattr(self._stats, "cluster", None) is not None:
+            yield from cluster_families(self._stats, self._names_tenants)
+
+
+def _tiers(instance: Any) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily(
+        "memserve_pool_blocks", "KV blocks of the engine by tier and state", labels=["tier", "state"]
+    )
+    for tier in ("hbm", "dram"):
+        report = getattr(instance, tier)
+        used = report.blocks_total - report.blocks_free - report.blocks_cached
+        for state, count in (("free", report.blocks_free), ("cached", report.blocks_cached), ("used", used)):
+            blocks.add_metric([tier, state], count)
+    yield blocks
+    yield block_bytes_family("pool_", "the engine", (), [((), instance)])
+    yield preemption_family("", "the engine", (), [((), instance)])

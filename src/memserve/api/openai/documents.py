@@ -1,0 +1,279 @@
+"""Named prefixes of a tenant: texts and conversations that many requests begin with.
+
+Where the engine keeps records, an acknowledged document is durable: it survives a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from memserve.api.http.errors import ApiError, bad_request
+from memserve.api.openai.interfaces import RememberingEngine, ServedModel, ServingEngine
+from memserve.api.openai.request.messages import Messages, check_messages
+from memserve.api.openai.request.prompts import Prompt, PromptEncoder, context_exceeded
+from memserve.api.openai.request.schema import DocumentBody
+from memserve.base.errors import UserError
+from memserve.base.types import TokenArray
+from memserve.base.units import NS_PER_S, ns_from_s
+from memserve.base.validation import check_tokens
+from memserve.protocol.records import DocumentDropped, DocumentPut
+
+TTL_S = 3600.0
+DOCUMENTS_MAX = 1024
+"""Documents of one tenant."""
+
+REPEATED_TOKENS_MAX = 1 << 20
+"""Tokens that a document may add to all prompts of one request together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document, ready to stand before a prompt or a conversation."""
+
+    document_id: str
+    endpoint: str
+    """``chat`` or ``completions``: the requests that may begin with it. Only its tokens for them are cached."""
+    messages: Messages
+    """What a conversation begins with; a text is a system message."""
+    prompt: Prompt
+    """What a completion's prompt begins with."""
+    tokens: TokenArray
+    """The tokens that all such conversations (or prompts) begin with: those that are pinned."""
+    created_s: int
+    ttl_s: float
+    expires_ns: int = 0
+
+    @property
+    def handle(self) -> str:
+        """Name of the document in the engine, unique within the tenant."""
+        return document_handle(self.document_id)
+
+    def before_prompts(self, prompts: list[Prompt]) -> list[Prompt]:
+        """Each of ``prompts`` behind this document. Raises :class:`ApiError` 400 for too many of them."""
+        if len(prompts) * len(self.prompt.tokens) > REPEATED_TOKENS_MAX:
+            most = REPEATED_TOKENS_MAX // len(self.prompt.tokens)
+            raise bad_request(f"{len(prompts)} prompts behind a document of this length; the limit is {most}", "prompt")
+        return [self.before_prompt(prompt) for prompt in prompts]
+
+    def before_prompt(self, prompt: Prompt) -> Prompt:
+        """``prompt`` behind this document. Tokens are joined, not texts, so the pinned ones match whatever follows."""
+        text = None if prompt.text is None or self.prompt.text is None else self.prompt.text + prompt.text
+        return Prompt(np.concatenate((self.prompt.tokens, prompt.tokens)), text)
+
+    def before_messages(self, messages: Messages) -> Messages:
+        """A conversation behind this document.
+
+        Templates allow one system message, the first: when both sides have one, the conversation's is appended to it.
+        """
+        own, others = list(self.messages), list(messages)
+        if len(own) == 1 and own[0]["role"] == "system" and others and others[0]["role"] == "system":
+            own = [_joined(own[0], others.pop(0)["content"])]
+        return own + others
+
+
+def document_handle(document_id: str) -> str:
+    """A document's name in the engine. Sessions have another prefix: a client's session is never a document."""
+    return f"document:{document_id}"
+
+
+class Documents:
+    """All documents by tenant and name. Lives in the event loop; an access forgets what has expired."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._documents: dict[str, dict[str, Document]] = {}
+
+    def put(self, tenant: str, document: Document, grace_s: float = 0.0) -> Document:
+        """Keep ``document`` for its TTL and ``grace_s``. Raises :class:`ApiError` 400 when there are too many."""
+        owned = self._live(tenant)
+        if document.document_id not in owned and len(owned) >= DOCUMENTS_MAX:
+            raise bad_request(f"There are {len(owned)} documents already; delete one", code="too_many_documents")
+        kept = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s + grace_s))
+        owned[document.document_id] = kept
+        return kept
+
+    def begin_time(self, tenant: str, document: Document) -> None:
+        """Restart the document's TTL now, unless the document was deleted or replaced meanwhile."""
+        owned = self._documents.get(tenant, {})
+        if owned.get(document.document_id) is document:
+            owned[document.document_id] = replace(document, expires_ns=self._clock_ns() + ns_from_s(document.ttl_s))
+
+    def restore(self, tenant: str, document: Document, left_ns: int) -> None:
+        """Keep a document of an earlier server for the ``left_ns`` that remain of its TTL."""
+        kept = replace(document, expires_ns=self._clock_ns() + left_ns)
+        self._documents.setdefault(tenant, {})[document.document_id] = kept
+
+    def get(self, tenant: str, document_id: str) -> Document:
+        """The tenant's document. Raises :class:`ApiError` 404; other tenants' documents do not exist for it."""
+        document = self._live(tenant).get(document_id)
+        if document is None:
+            message = f"There is no document {document_id[:200]!r}: it was never put, was deleted, or has expired"
+            raise ApiError(404, message, param="document", code="document_not_found")
+        return document
+
+    def knows(self, tenant: str, document_id: str) -> bool:
+        """Whether the tenant has such a document."""
+        return document_id in self._live(tenant)
+
+    def delete(self, tenant: str, document_id: str) -> Document:
+        """Forget the tenant's document. Raises :class:`ApiError` 404."""
+        document = self.get(tenant, document_id)
+        del self._documents[tenant][document_id]
+        return document
+
+    def all(self, tenant: str) -> list[Document]:
+        """The tenant's documents, oldest first."""
+        return list(self._live(tenant).values())
+
+    def expires_in_s(self, document: Document) -> float:
+        """Seconds until the document expires."""
+        return max(0.0, (document.expires_ns - self._clock_ns()) / NS_PER_S)
+
+    def _live(self, tenant: str) -> dict[str, Document]:
+        now_ns = self._clock_ns()
+        owned = self._documents.setdefault(tenant, {})  # bounded: one entry for each API key
+        for document_id in [name for name, document in owned.items() if document.expires_ns <= now_ns]:
+            del owned[document_id]
+        return owned
+
+
+def size_of(document: Document | None) -> int:
+    """Roughly, the bytes of text that a request with this document adds to the work."""
+    return 0 if document is None else 4 * len(document.prompt.tokens)
+
+
+def prepare(body: DocumentBody, document_id: str, encoder: PromptEncoder, model: ServedModel) -> Document:
+    """The document that a body describes. Raises :class:`ApiError` 400 for a malformed or too long one."""
+    if (body.text is None) == (body.messages is None):
+        raise bad_request("a document has either 'text' or 'messages'", "text")
+    messages = _messages_of(body)
+    endpoint = body.endpoint or ("chat" if body.messages is not None or encoder.has_chat_template else "completions")
+    if body.text is None:
+        rendered = encoder.messages_prompt(messages, add_generation_prompt=False)
+        prompt = Prompt(rendered.tokens, rendered.text)
+    else:
+        (prompt,) = encoder.completion_prompts(body.text, add_special_tokens=True, echo=True)
+    tokens = _common_prefix(messages, encoder) if endpoint == "chat" else prompt.tokens
+    for known in (tokens, prompt.tokens):
+        _check(known, encoder.vocab_size)
+    if max(len(tokens), len(prompt.tokens)) + 2 > model.max_model_tokens:
+        raise context_exceeded(model, f"{len(tokens)} tokens in the document, a prompt and an answer")
+    ttl_s = TTL_S if body.ttl_s is None else body.ttl_s
+    return Document(document_id, endpoint, messages, prompt, tokens, int(time.time()), ttl_s)
+
+
+def _check(tokens: TokenArray, vocab_size: int) -> None:
+    try:
+        check_tokens(tokens, vocab_size, "text")
+    except UserError as error:
+        raise bad_request(error.message, error.param) from None
+
+
+def _messages_of(body: DocumentBody) -> Messages:
+    if body.messages is not None:
+        return check_messages(body.messages)
+    if not body.text:
+        raise bad_request("'text' must not be empty", "text")
+    return [{"role": "system", "content": body.text}]
+
+
+def _common_prefix(messages: Messages, encoder: PromptEncoder) -> TokenArray:
+    """The tokens that all conversations beginning with ``messages`` share: two that differ right after are compared.
+
+    This assumes nothing about the template, nor about how the tokenizer joins text at the boundary.
+    """
+    ask = {"role": "user", "content": "A"}
+    first = [*messages, ask]
+    second: Messages = [*messages, {**ask, "content": "9"}]
+    if len(messages) == 1 and messages[0]["role"] == "system":  # a system message of the request joins it
+        second = [_joined(messages[0], "9"), ask]
+    one = encoder.messages_prompt(first).tokens
+    other = encoder.messages_prompt(second).tokens
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return one[: int(differs[0])] if len(differs) else one[:length]
+
+
+def _joined(message: dict[str, Any], more: str) -> dict[str, Any]:
+    return {**message, "content": f"{message['content']}\n\n{more}"}
+
+
+class _Kept(msgspec.Struct, frozen=True, array_like=True):
+    """A document's body in the metadata."""
+
+    endpoint: str
+    messages: Messages
+    prompt_tokens: bytes
+    prompt_text: str | None
+    tokens: bytes
+    created_s: int
+    ttl_s: float
+
+
+class DocumentMemory:
+    """Makes documents durable, and restores those of the last router. Without metadata it does nothing."""
+
+    def __init__(self, engine: ServingEngine, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        self._engine = engine if isinstance(engine, RememberingEngine) else None
+        self._clock_ns = clock_ns
+
+    def restore(self, documents: Documents) -> None:
+        """Restore the last router's documents that have not expired. The cluster restores their pins."""
+        if self._engine is None:
+            return
+        now_ns = self._clock_ns()
+        for record in self._engine.documents():
+            left_ns = record.expires_unix_ns - now_ns
+            if left_ns > 0:
+                kept = msgspec.msgpack.decode(record.body, type=_Kept)
+                documents.restore(record.tenant, _document(record.document_id, kept), left_ns)
+            else:  # no need to wait until this is durable
+                self._engine.remember(DocumentDropped(record.tenant, record.document_id))
+
+    async def put(self, tenant: str, document: Document) -> None:
+        """Returns when ``document`` is durable. Raises :class:`ApiError` 503 when it cannot be."""
+        prompt = document.prompt
+        body = _Kept(
+            document.endpoint,
+            document.messages,
+            _bytes_of(prompt),
+            prompt.text,
+            _bytes_of(Prompt(document.tokens)),
+            document.created_s,
+            document.ttl_s,
+        )
+        expires_ns = self._clock_ns() + ns_from_s(document.ttl_s)
+        await self._keep(DocumentPut(tenant, document.document_id, msgspec.msgpack.encode(body), expires_ns))
+
+    async def drop(self, tenant: str, document_id: str) -> None:
+        """Returns when the removal is durable. Raises :class:`ApiError` 503 when it cannot be."""
+        await self._keep(DocumentDropped(tenant, document_id))
+
+    async def _keep(self, record: DocumentPut | DocumentDropped) -> None:
+        if self._engine is not None and not await asyncio.wrap_future(self._engine.remember(record)):
+            message = "The server cannot write its metadata now, so the change is not durable: try again"
+            raise ApiError(503, message, kind="server_error", code="not_durable", headers={"retry-after": "5"})
+
+
+def _bytes_of(prompt: Prompt) -> bytes:
+    return prompt.tokens.astype("<i4", copy=False).tobytes()
+
+
+def _document(document_id: str, kept: _Kept) -> Document:
+    prompt, tokens = (np.frombuffer(data, "<i4").astype(np.int32) for data in (kept.prompt_tokens, kept.tokens))
+    return Document(
+        document_id,
+        kept.endpoint,
+        kept.messages,
+        Prompt(prompt, kept.prompt_text),
+        tokens,
+        kept.created_s,
+        kept.ttl_s,
+    )

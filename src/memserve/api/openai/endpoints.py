@@ -1,0 +1,283 @@
+"""The two generating endpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from msgspec import structs
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from memserve._core import json_cut_ids
+from memserve.api.http.config import ApiConfig
+from memserve.api.http.errors import bad_request, model_not_found
+from memserve.api.http.limits import TENANT_KEY, Edge, header, json_body
+from memserve.api.http.middleware import REPLY_KEY
+from memserve.api.http.request import new_id
+from memserve.api.metrics.http import ApiMetrics
+from memserve.api.openai.documents import Document, Documents, size_of
+from memserve.api.openai.interfaces import ModelNames, PinningEngine, ServedModel, ServingEngine
+from memserve.api.openai.redirect import send_to_owner_if_kept
+from memserve.api.openai.request.messages import check_messages
+from memserve.api.openai.request.plan import Caller, Generation, plan_chat, plan_completion
+from memserve.api.openai.request.prompts import CHECKING, PARSING, Prompt, PromptEncoder, is_token_list
+from memserve.api.openai.request.schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Leniency,
+    parse_leniently,
+    refuse_shape,
+    refuse_unsupported,
+)
+from memserve.api.openai.request.structured_output import work_of
+from memserve.api.openai.request.tool_calls import CallPlan, call_plan, style_of
+from memserve.api.openai.response.formats import AnswerFormat
+from memserve.api.openai.response.idempotency import key_of
+from memserve.api.openai.response.reasoning import thoughts_after
+from memserve.api.openai.response.reply import Reply
+from memserve.api.openai.response.responders import answer, new_envelope
+from memserve.api.openai.streams import Hub
+
+EXPLAIN_HEADER = b"x-memserve-explain"
+
+
+def asks_to_explain(scope: Scope) -> bool:
+    """By its header."""
+    return (header(scope, EXPLAIN_HEADER) or "").lower() in ("1", "true", "yes")
+
+
+class RequestPlanner(Protocol):
+    """What one endpoint does with a body: parse it, tokenize it, plan it."""
+
+    @property
+    def id_prefix(self) -> str:
+        """The beginning of its responses' ids."""
+
+    async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
+        """The engine requests for a body. Raises :class:`ApiError` 400 and 404."""
+
+
+_decode_completion = msgspec.json.Decoder(CompletionBody).decode
+
+
+def parse_completion(data: bytes, leniency: Leniency) -> tuple[CompletionBody, tuple[str, ...]]:
+    """As :func:`parse_leniently`; a prompt of token ids is an int32 array instead of a list of as many objects."""
+    cut = json_cut_ids(data, "prompt")
+    if cut is None:
+        return parse_leniently(data, CompletionBody, leniency)
+    rest, prompt = cut
+    ids = np.frombuffer(prompt, np.int32)
+    refuse_shape(rest, more_values=len(ids), more_containers=1)
+    try:
+        body = _decode_completion(rest)
+    except ValueError:  # of another kind, no JSON, no UTF-8: all of it is read once more, for what it is
+        return parse_leniently(data, CompletionBody, leniency)
+    structs.force_setattr(body, "prompt", ids)  # no other code has seen the body yet
+    refuse_unsupported(body)
+    return body, ()
+
+
+class CompletionPlanner:
+    """``POST /v1/completions``."""
+
+    id_prefix = "cmpl-"
+
+    def __init__(
+        self, model: ServedModel, names: ModelNames, encoder: PromptEncoder, documents: Documents, config: ApiConfig
+    ) -> None:
+        self._model, self._names, self._encoder, self._documents = model, names, encoder, documents
+        self._config, self.leniency = config, Leniency(all_fields=config.lenient)
+
+    async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
+        """The engine requests for a body, one per prompt."""
+        workers = self._encoder.workers
+        await workers.turn(caller.tenant)
+        load = len(data) // PARSING
+        parsed = workers.run(caller.tenant, load, lambda: parse_completion(data, self.leniency))
+        body, ignored = await parsed
+        caller = addressed(body.model, self._names, caller)
+        if not isinstance(body.prompt, (str, list, np.ndarray)):
+            raise bad_request("'prompt' is required: text or token ids", "prompt", "missing_required_parameter")
+        document = _document(body, caller, self._documents, "completions")
+
+        def planned() -> Generation:
+            plan = plan_completion(body, self._prompts(body, document), self._model, caller, response_id)
+            return _as_configured(plan, self._config, ignored)
+
+        text_bytes = len(data) // (CHECKING if is_token_list(body.prompt) and not body.echo else 1)
+        return await workers.run(caller.tenant, work_of(body, text_bytes) + size_of(document), planned)
+
+    def _prompts(self, body: CompletionBody, document: Document | None) -> list[Prompt]:
+        add_special_tokens = body.add_special_tokens is not False and document is None  # the document begins with them
+        echo = bool(body.echo)
+        is_cut = body.truncate_prompt_tokens is not None
+        prompts = self._encoder.completion_prompts(
+            body.prompt, add_special_tokens=add_special_tokens, echo=echo, is_cut=is_cut
+        )
+        return prompts if document is None else document.before_prompts(prompts)
+
+
+class ChatPlanner:
+    """``POST /v1/chat/completions``."""
+
+    id_prefix = "chatcmpl-"
+
+    def __init__(
+        self, model: ServedModel, names: ModelNames, encoder: PromptEncoder, documents: Documents, config: ApiConfig
+    ) -> None:
+        self._model, self._names, self._encoder, self._documents = model, names, encoder, documents
+        self._config, self.leniency = config, Leniency(all_fields=config.lenient)
+
+    async def plan(self, data: bytes, caller: Caller, response_id: str) -> Generation:
+        """The engine request for a body: one prompt, through the chat template."""
+        workers = self._encoder.workers
+        await workers.turn(caller.tenant)
+        load = len(data) // PARSING
+        parsed = workers.run(caller.tenant, load, lambda: parse_leniently(data, ChatBody, self.leniency))
+        body, ignored = await parsed
+        caller = addressed(body.model, self._names, caller)
+        document = _document(body, caller, self._documents, "chat")
+
+        def planned() -> Generation:
+            return self.planned(body, document, caller, response_id, ignored)
+
+        return await workers.run(caller.tenant, work_of(body, len(data)) + size_of(document), planned)
+
+    def planned(
+        self, body: ChatBody, document: Document | None, caller: Caller, response_id: str, ignored: tuple[str, ...]
+    ) -> Generation:
+        """The engine request for a checked body. Raises :class:`ApiError` 400."""
+        calls = self._calls(body)
+        messages = check_messages(body.messages)
+        messages = messages if document is None else document.before_messages(messages)
+        prompt = self._encoder.chat_prompt(body, messages, caller.tenant)
+        plan = plan_chat(body, prompt, self._model, caller, response_id, calls)
+        if not plan.requests[0].sampling.grammar:  # a grammar leaves no place for thoughts
+            thoughts = thoughts_after(prompt.ending, self._config.reasoning_parser, self._template())
+            plan = structs.replace(plan, thoughts=thoughts)
+        return _as_configured(plan, self._config, ignored)
+
+    def _template(self) -> str:
+        return str(getattr(self._model.tokenizer, "chat_template", None) or "")
+
+    def _calls(self, body: ChatBody) -> CallPlan | None:
+        style = self._config.tool_call_parser
+        if style == "auto":
+            style = style_of(self._template())
+        parallel = body.parallel_tool_calls is not False
+        return call_plan(body.tools, body.tool_choice, parallel=parallel, style=style)
+
+
+def _document(body: GenerationBody, caller: Caller, documents: Documents, endpoint: str) -> Document | None:
+    """The document that the request begins with. Raises :class:`ApiError` 404 when the caller has no such document,
+    400 when it was put for another endpoint: no KV of it is cached for ``endpoint``."""
+    if body.document is None:
+        return None
+    if body.cache_salt is not None:
+        raise bad_request("cache_salt and document exclude each other: a salt hides what is cached", "cache_salt")
+    if caller.adapter is not None:
+        message = "documents are computed without an adapter, so none of their KV is of use here: put the text in front"
+        raise bad_request(message, "document")
+    document = documents.get(caller.tenant, body.document)
+    if document.endpoint != endpoint:
+        message = f"The document {document.document_id!r} is for {document.endpoint}: none of its KV is cached for"
+        raise bad_request(f'{message} {endpoint}; put one with "endpoint": "{endpoint}" under another id', "document")
+    return document
+
+
+def _as_configured(plan: Generation, config: ApiConfig, ignored: tuple[str, ...]) -> Generation:
+    forced = config.enable_force_include_usage and plan.stream
+    if not (forced or ignored or config.return_tokens_as_token_ids):
+        return plan
+    return structs.replace(
+        plan,
+        ignored=ignored,
+        include_usage=plan.include_usage or forced,
+        continuous_usage=plan.continuous_usage or forced,
+        names_token_ids=plan.names_token_ids or config.return_tokens_as_token_ids,
+    )
+
+
+def addressed(name: str | None, names: ModelNames, caller: Caller) -> Caller:
+    """``caller`` with the adapter that it asks for by ``name``; None: the served model itself. Raises :class:`ApiError`
+    404 for a name of nothing."""
+    if name is None:
+        return caller
+    if name not in names:
+        raise model_not_found(name, names.served)
+    adapter = names.adapter(name)
+    return caller if adapter is caller.adapter else structs.replace(caller, adapter=adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointParts:
+    """What all generating endpoints of a server share."""
+
+    hub: Hub
+    model: ServedModel
+    encoder: PromptEncoder
+    metrics: ApiMetrics
+    edge: Edge
+
+
+class GenerationEndpoint:
+    """The ASGI application of one generating route."""
+
+    def __init__(self, shared: EndpointParts, planner: RequestPlanner, shape: AnswerFormat) -> None:
+        self._shared, self._planner, self._shape = shared, planner, shape
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        shared = self._shared
+        prefix, own = self._planner.id_prefix, new_id()
+        explain = asks_to_explain(scope)
+        async with json_body(scope, receive, shared.edge) as data:
+            shared.hub.check_busy(scope[TENANT_KEY], data)
+            send_to_owner_if_kept(shared.hub.engine, scope, data)
+            key = key_of(scope, prefix, data)
+            caller = Caller(scope[TENANT_KEY], explain, seed=None if key is None else key.seed)
+            response_id = prefix + (own if key is None else key.response_id)
+            plan = await self._planner.plan(data, caller, response_id if key is None else f"{response_id}~{own[:12]}")
+            plan = plan if key is None else key.on(plan)
+        del data  # the body must not stay in memory while the answer is generated
+        reply = Reply(plan, shared.encoder.tokenizer, shared.metrics)
+        scope[REPLY_KEY] = reply
+        envelope = new_envelope(response_id, plan.model or shared.model.name)
+        await answer(shared.hub, reply, self._shape, envelope, scope, receive, send)
+        keep_session(shared.hub.engine, reply)
+
+
+def keep_session(engine: ServingEngine, reply: Reply) -> None:
+    """Pin what the session's next request will begin with: the prompt, and the answer if there is just one."""
+    plan = reply.plan
+    if plan.session_ttl_ns is None or not isinstance(engine, PinningEngine):
+        return
+    request = plan.requests[-1]
+    tokens = request.prompt
+    if len(reply.sequences) == 1:
+        tokens = np.concatenate((tokens, np.array(reply.sequences[0].stream.tokens, dtype=np.int32)))
+    engine.pin(request.session, request.tenant, tokens, plan.session_ttl_ns, request.salt)
+
+
+class InvocationsEndpoint:
+    """``POST /invocations``: what Amazon SageMaker calls. A chat, or a completion, by the body's fields."""
+
+    def __init__(self, edge: Edge, chat: ASGIApp, completions: ASGIApp) -> None:
+        self._edge, self._chat, self._completions = edge, chat, completions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with json_body(scope, receive, self._edge) as data:
+            is_chat = b'"messages"' in data
+        await (self._chat if is_chat else self._completions)(scope, _again(data, receive), send)
+
+
+def _again(data: bytes, receive: Receive) -> Receive:
+    """A body that was read, to be read once more; what comes after it is ``receive``'s."""
+    left: list[Message] = [{"type": "http.request", "body": data, "more_body": False}]
+
+    async def received() -> Message:
+        return left.pop() if left else await receive()
+
+    return received

@@ -1,0 +1,374 @@
+"""Tables of operations and of errors, from which ``/openapi.json`` and docs/reference/HTTP.md are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from memserve import __version__
+from memserve.api.openai.request.schema import ChatBody, CompletionBody, DocumentBody, StreamOptions
+from memserve.api.openai.responses.body import ResponsesBody
+from memserve.api.openai.tokens import DetokenizeBody, TokenizeBody
+from memserve.base.options import field_docs
+
+Json = dict[str, Any]
+SCHEMA_PLACE = "#/components/schemas/{name}"
+BODIES = (CompletionBody, ChatBody, ResponsesBody, DocumentBody, TokenizeBody, DetokenizeBody, StreamOptions)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A request that succeeds as it stands, in the order of :data:`OPERATIONS`."""
+
+    title: str
+    body: Json | None = None
+    path: str = ""
+    """Where the operation's path has a parameter: the path with its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    about: str
+    answers: str
+    """Description of a successful answer."""
+    body: type[msgspec.Struct] | None = None
+    successes: tuple[int, ...] = (200,)
+    errors: tuple[int, ...] = ()
+    """In addition to those that every operation may answer with."""
+    examples: tuple[Example, ...] = ()
+    parameters: tuple[tuple[str, str], ...] = ()
+    """Parameters of the path: name and meaning."""
+    media_type: str = "application/json"
+
+
+QUESTION = {"role": "user", "content": "What is the capital of France?"}
+MODEL = "MODEL"
+"""Stands for the served model's name in examples."""
+
+
+def _asks(**fields: Any) -> Json:
+    """The body of a chat: the usual fields, and ``fields``."""
+    return {"model": MODEL, "messages": [QUESTION], "max_tokens": 16, **fields}
+
+
+_GENERATES = (400, 404, 408, 413, 415, 429, 500, 503, 504)
+_ANSWER = (
+    "`choices` with `text` or `message`, and `finish_reason` (`stop`, `length`, `tool_calls`); `usage` with "
+    "`prompt_tokens_details.cached_tokens`: prompt tokens with KV from the cache. With `stream`: server-sent "
+    "events, each `data: {...}`, the last `data: [DONE]`; an error after the first token is an event with `error`."
+)
+_DOCUMENT = (
+    "`id`, `endpoint`, `tokens`, `pinned_tokens` (kept from eviction, in whole blocks; `null`: not known yet), "
+    "`ttl_s`, `expires_in_s`"
+)
+_RESPONSE = (
+    "`id`, `status` (`queued`, `in_progress`, `completed`, `incomplete`, `failed`, `cancelled`), `output` (items: "
+    "`message`, `function_call`), `usage`, and what was asked"
+)
+_RESPONSE_ID = (("response_id", "the response's `id`"),)
+_DOCUMENT_ID = (("document_id", "1 to 128 letters, digits, or _ . : -"),)
+
+OPERATIONS = (
+    Operation(
+        "POST", "/v1/chat/completions", "Answer a conversation, through the model's chat template.", _ANSWER,
+        body=ChatBody, errors=_GENERATES,
+        examples=(
+            Example("A question", _asks(temperature=0)),
+            Example(
+                "Streamed, with usage at the end and an explanation of the time to the first token",
+                _asks(stream=True, stream_options={"include_usage": True}, explain=True),
+            ),
+            Example(
+                "A conversation with KV that stays in the cache for ten minutes",
+                _asks(session="support-17", session_ttl_s=600),
+            ),
+        ),
+    ),
+    Operation(
+        "POST", "/v1/completions", "Continue text or token ids.", _ANSWER, body=CompletionBody, errors=_GENERATES,
+        examples=(
+            Example("Two prompts", {"model": MODEL, "prompt": ["Once upon a time", "In 1905"], "max_tokens": 8}),
+            Example(
+                "Log probabilities of the prompt's own tokens",
+                {"model": MODEL, "prompt": "The capital of France", "max_tokens": 0, "echo": True, "logprobs": 2},
+            ),
+        ),
+    ),
+    Operation(
+        "POST", "/v1/responses", "Answer a text or a list of items: OpenAI's Responses API.",
+        f"{_RESPONSE}. With `stream`: server-sent events, each with `type`, from `response.created` to "
+        "`response.completed` or `response.incomplete`.", body=ResponsesBody, errors=_GENERATES,
+        examples=(
+            Example("A question", {"model": MODEL, "input": "What is the capital of France?", "max_output_tokens": 16}),
+        ),
+    ),
+    Operation(
+        "GET", "/v1/responses/{response_id}", "A stored response; one in the background as it is now.", _RESPONSE,
+        errors=(404,), parameters=_RESPONSE_ID,
+    ),
+    Operation(
+        "DELETE", "/v1/responses/{response_id}", "Forget a response.", "`deleted`: true", errors=(404,),
+        parameters=_RESPONSE_ID,
+    ),
+    Operation(
+        "POST", "/v1/responses/{response_id}/cancel", "End a response in the background.", _RESPONSE, errors=(404,),
+        parameters=_RESPONSE_ID,
+    ),
+    Operation(
+        "POST", "/invocations", "A chat or a completion, by the body's fields: what Amazon SageMaker calls.", _ANSWER,
+        body=ChatBody, errors=_GENERATES, examples=(Example("A chat", _asks()),),
+    ),
+    Operation(
+        "POST", "/tokenize", "The token ids of a text, or of a conversation through the chat template.",
+        "`tokens`, `count`, `max_model_len`, `token_strs`", body=TokenizeBody, errors=_GENERATES,
+        examples=(Example("A text", {"model": MODEL, "prompt": "The capital of France", "return_token_strs": True}),),
+    ),
+    Operation(
+        "POST", "/detokenize", "The text of token ids.", "`prompt`", body=DetokenizeBody, errors=_GENERATES,
+        examples=(Example("Three tokens", {"model": MODEL, "tokens": [5, 6, 7]}),),
+    ),
+    Operation(
+        "PUT", "/v1/documents/{document_id}",
+        "Compute a text or the beginning of a conversation once, and keep its KV; 201 when it is new.", _DOCUMENT,
+        body=DocumentBody, successes=(200, 201), errors=_GENERATES, parameters=_DOCUMENT_ID,
+        examples=(
+            Example(
+                "A handbook that chats begin with",
+                {"text": "Handbook. Holidays: 30 days. Office hours: 9 to 17.", "ttl_s": 3600, "endpoint": "chat"},
+                "/v1/documents/handbook",
+            ),
+        ),
+    ),
+    Operation("GET", "/v1/documents", "The documents of this key, oldest first.", "`data`: a list of documents"),
+    Operation(
+        "GET", "/v1/documents/{document_id}", "One document.", _DOCUMENT, errors=(404,), parameters=_DOCUMENT_ID,
+        examples=(Example("The handbook", path="/v1/documents/handbook"),),
+    ),
+    Operation(
+        "DELETE", "/v1/documents/{document_id}", "Forget a document; its KV may be evicted from now on.",
+        "`deleted`: true", errors=(404,), parameters=_DOCUMENT_ID,
+        examples=(Example("The handbook", path="/v1/documents/handbook"),),
+    ),
+    Operation(
+        "GET", "/v1/sessions",
+        "The sessions of this key with kept KV (`session_ttl_s`), least recently used first. Sessions of one name "
+        "with different `cache_salt` are listed each.",
+        "`data`: a list with `id`, `pinned_tokens` (kept from eviction, in whole blocks; `null`: not known yet), "
+        "`expires_in_s`",
+        errors=(503,), examples=(Example("What is kept"),),
+    ),
+    Operation(
+        "DELETE", "/v1/sessions/{name}",
+        "End a session: its KV may be evicted from now on. New requests may reuse its name.", "`deleted`: true",
+        errors=(404, 503), parameters=(("name", "the session's name; slashes need no escape"),),
+    ),
+    Operation(
+        "GET", "/v1/models", "The served model.",
+        "`data`: one entry with `id` and `max_model_len`, the longest prompt and answer together, in tokens",
+        examples=(Example("What is served"),),
+    ),
+    Operation(
+        "GET", "/v1/models/{name}", "The served model by name; names may contain slashes.", "`id`, `max_model_len`",
+        errors=(404,), parameters=(("name", "the model's name or an alias"),),
+    ),
+    Operation(
+        "GET", "/health", "Whether a request could be run now. Needs no key.", "`status`: ok", errors=(503,),
+        examples=(Example("Is it up"),),
+    ),
+    Operation(
+        "GET", "/ping", "As `/health`: what Amazon SageMaker asks.", "`status`: ok", errors=(503,),
+        examples=(Example("Is it up"),),
+    ),
+    Operation("POST", "/ping", "As `GET /ping`.", "`status`: ok", errors=(503,)),
+    Operation(
+        "GET", "/version", "The version of memserve. Needs no key.", "`version`", examples=(Example("Which one"),)
+    ),
+    Operation(
+        "GET", "/load", "How many requests are being answered. Needs the key of `/metrics`, if there is one.",
+        "`server_load`", examples=(Example("How busy it is"),),
+    ),
+    Operation("GET", "/metrics", "Counters and gauges in Prometheus' text form.", "text", media_type="text/plain"),
+    Operation(
+        "GET", "/ui", "The dashboard, for a browser. Needs no key: the page asks for one.", "a page",
+        media_type="text/html",
+    ),
+    Operation(
+        "GET", "/", "Leads a browser (`Accept: text/html`) to the dashboard; others find nothing here.", "a redirect",
+        successes=(307,), errors=(404,), media_type="text/html",
+    ),
+    Operation("GET", "/ui/", "Leads to `/ui`.", "a redirect", successes=(307,), media_type="text/html"),
+    Operation(
+        "GET", "/ui/{name}", "A file of the dashboard. Needs no key.", "a script, a style or a picture", errors=(404,),
+        parameters=(("name", "the file's name"),), media_type="text/javascript",
+    ),
+    Operation(
+        "GET", "/ui/events",
+        "What the dashboard shows, about once a second. With the key of `/metrics`: what that page shows, and requests "
+        "of all tenants; with an API key: this tenant's requests.",
+        "server-sent events, each like the answer of `/ui/snapshot`", errors=(429,), media_type="text/event-stream",
+    ),
+    Operation(
+        "GET", "/ui/snapshot", "One such event.",
+        "`metrics` (the samples of `/metrics` by name), `members`, `live` and `recent` (requests with `stages` and "
+        "`story`; no text), `viewer`",
+    ),
+    Operation(
+        "GET", "/ui/trees", "The prefixes of the last prompts as trees, and which members hold them.",
+        "`tenants`: each with `prefixes`; a prefix has `blocks`, `uses`, `holders` (blocks on the upper, and on the "
+        "lower tier alone) and `children`; empty with `--in-process`", errors=(503,),
+    ),
+    Operation(
+        "GET", "/ui/requests/{request_id}", "The timeline of one request, in flight or ended lately.",
+        "`stages` in milliseconds, `story`: what was decided and why, counts and times", errors=(404,),
+        parameters=(("request_id", "the request's `x-request-id`, or the `id` of its answer"),),
+    ),
+    Operation("GET", "/openapi.json", "This description, as OpenAPI 3.1. Needs no key.", "an OpenAPI document"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """One kind of error. The body is ``{"error": {"message", "type", "param", "code"}}``."""
+
+    status: int
+    code: str | None
+    when: str
+
+
+ERRORS = (
+    Error(400, "invalid_value", "a field has the wrong type, or is out of range; `param` names it"),
+    Error(400, "unknown_field", "a field that is not in the tables below; the message suggests a near name"),
+    Error(400, "missing_required_parameter", "a required field is missing"),
+    Error(400, "unsupported_parameter", "the field asks for something that memserve does not do"),
+    Error(400, "context_length_exceeded", "prompt and answer do not fit into the context; the message names the flag"),
+    Error(400, "request_rejected", "the request could never run here"),
+    Error(400, "too_many_documents", "this key has as many documents as it may; delete some"),
+    Error(400, "malformed", "not a valid HTTP request"),
+    Error(400, "grammar_too_complex", "a grammar beyond the engine's limits, or too large or slow to follow"),
+    Error(400, "no_token_left", "penalties, biases and `min_tokens` exclude every token that could come next"),
+    Error(400, None, "anything else that is wrong with the request itself"),
+    Error(401, "invalid_api_key", "no key, or a wrong one"),
+    Error(403, "engines_are_fixed", "with `--engine`: servers join and leave with `--engine-admin-key-file` only"),
+    Error(404, "model_not_found", "another model is served"),
+    Error(
+        404, "response_not_found", "never stored (`store`: false), deleted, forgotten for newer ones, or another key's"
+    ),
+    Error(404, "document_not_found", "never put, deleted, expired, or another key's"),
+    Error(404, "request_not_found", "not in flight, not among the last that have ended, or another key's"),
+    Error(404, "session_not_found", "kept no KV, was ended, has expired, or is another key's"),
+    Error(404, "unknown_url", "no such path"),
+    Error(
+        404,
+        "not_served",
+        "a path of OpenAI's that no model here answers, such as `/v1/embeddings`; the message says why",
+    ),
+    Error(405, "method_not_allowed", "the path does not support this method"),
+    Error(408, "header_timeout", "the headers did not arrive in time"),
+    Error(408, "body_timeout", "the body did not arrive in time"),
+    Error(408, "client_too_slow", "an event at the end of a stream: the client read it too slowly"),
+    Error(409, "answer_taken_over", "another connection with the same `Idempotency-Key` reads this answer now"),
+    Error(413, "request_too_large", "the body is longer than the limit"),
+    Error(415, None, "the body is compressed, or its `Content-Type` is not `application/json`"),
+    Error(422, "idempotency_key_reused", "this `Idempotency-Key` was used with another body"),
+    Error(429, "rate_limit_exceeded", "too much is waiting already; retry after `Retry-After` seconds"),
+    Error(500, "internal_error", "a fault of the server; its log has the details"),
+    Error(500, "request_failed", "computing this request failed; sending it again may not help"),
+    Error(502, "engine_failed", "with `--engine`: no engine gave an answer; the message names each with its reason"),
+    Error(503, "no_engine", "with `--engine`: no engine has answered yet, or none is up; retry"),
+    Error(503, "overloaded", "the request waited for too long, or there is no room; retry after `Retry-After` seconds"),
+    Error(503, "shutting_down", "the server is shutting down"),
+    Error(503, "not_durable", "the document could not be made durable; retry"),
+    Error(503, "owner_only", "another router answers this, and this one was not told where; ask it there"),
+    Error(504, "deadline_exceeded", "`timeout_s` has passed"),
+)
+_ALWAYS = (400, 401, 405, 500)
+
+
+@lru_cache(maxsize=1)
+def openapi() -> Json:
+    """The OpenAPI 3.1 document."""
+    _, schemas = msgspec.json.schema_components(BODIES, ref_template=SCHEMA_PLACE)
+    for body in BODIES:
+        _describe(schemas, body)
+    schemas["Error"] = _error_schema()
+    paths: dict[str, Json] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "memserve", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def described_fields(body: type) -> dict[str, str]:
+    """The text of each field, those of its bases first."""
+    return {
+        name: text
+        for cls in reversed(body.__mro__)
+        if cls.__module__ == body.__module__
+        for name, text in field_docs(cls).items()
+    }
+
+
+def _describe(schemas: dict[str, Json], body: type[msgspec.Struct]) -> None:
+    """Put the fields' texts into the schema, and mark as required what the parser checks after decoding."""
+    schema = schemas[body.__name__]
+    for name, text in described_fields(body).items():
+        schema["properties"][name]["description"] = text
+    checked_later = {CompletionBody: "prompt", ChatBody: "messages"}
+    if body in checked_later:
+        schema["required"] = [*schema["required"], checked_later[body]]
+
+
+def _error_schema() -> Json:
+    text = {"type": ["string", "null"]}
+    fields = {"message": {"type": "string"}, "type": {"type": "string"}, "param": text, "code": text}
+    error = {"type": "object", "properties": fields, "required": list(fields)}
+    return {"type": "object", "properties": {"error": error}, "required": ["error"]}
+
+
+def _operation(operation: Operation) -> Json:
+    answers: Json = {
+        str(status): {"description": operation.answers, "content": _success_content(operation)}
+        for status in operation.successes
+    }
+    for status in sorted({*_ALWAYS, *operation.errors}):
+        when = "; ".join(error.when for error in ERRORS if error.status == status)
+        content = {"application/json": {"schema": _reference("Error")}}
+        answers[str(status)] = {"description": when, "content": content}
+    described: Json = {"summary": operation.about, "responses": answers}
+    if operation.parameters:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "description": about, "schema": {"type": "string"}}
+            for name, about in operation.parameters
+        ]
+    if operation.body is not None:
+        json_form: Json = {"schema": _reference(operation.body.__name__)}
+        json_form["examples"] = {example.title: {"value": example.body} for example in operation.examples}
+        described["requestBody"] = {"required": True, "content": {"application/json": json_form}}
+    return described
+
+
+def _reference(name: str) -> Json:
+    return {"$ref": SCHEMA_PLACE.format(name=name)}
+
+
+def _success_content(operation: Operation) -> Json:
+    kind = "object" if operation.media_type == "application/json" else "string"
+    content: Json = {operation.media_type: {"schema": {"type": kind}}}
+    if operation.body in (ChatBody, CompletionBody):
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    return content

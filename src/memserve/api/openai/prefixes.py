@@ -1,0 +1,217 @@
+"""Routes of named prefixes: ``/v1/documents``, computed once for many requests, and ``/v1/sessions``,
+conversations whose KV is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive
+
+from memserve.api.http.errors import ApiError, bad_request, echo, engine_silent, rejected
+from memserve.api.http.limits import TENANT_KEY, json_body
+from memserve.api.openai.documents import Document, DocumentMemory, Documents, prepare
+from memserve.api.openai.endpoints import EndpointParts
+from memserve.api.openai.interfaces import PinningEngine, ServingEngine
+from memserve.api.openai.request.plan import session_of
+from memserve.api.openai.request.schema import DocumentBody, parse_body
+from memserve.api.openai.response.reply import failure
+from memserve.api.openai.response.responders import abandon_on_disconnect
+from memserve.base.types import NamedPrefix, Request, SamplingParams, StopParams, salt_of
+from memserve.base.units import NS_PER_S, ns_from_s
+from memserve.host.engine import Rejected
+from memserve.system.loop import EngineStopped
+
+PIN_ANSWER_S = 2.0
+"""How long ``PUT`` waits to learn how much is pinned; the document is pinned in any case. Its TTL counts from the
+answer, so the pin lasts this much longer."""
+_POLL_S = 0.02
+
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+
+
+class DocumentRoutes:
+    """The handlers. A document, like its KV, is visible to its tenant alone."""
+
+    def __init__(self, shared: EndpointParts, documents: Documents) -> None:
+        self._shared, self._documents = shared, documents
+        self._memory = DocumentMemory(shared.hub.engine)
+        self._memory.restore(documents)
+
+    async def put(self, request: HttpRequest) -> Response:
+        """``PUT /v1/documents/{id}``: 201 when it is new, 200 when it existed; its TTL starts again."""
+        document_id, tenant = request.path_params["document_id"], request.scope[TENANT_KEY]
+        if not _ID.fullmatch(document_id):
+            raise bad_request("a document's id has 1 to 128 letters, digits, or _ . : -", "id")
+        model = self._shared.model
+        encoder = self._shared.encoder
+        async with json_body(request.scope, request.receive, self._shared.edge) as data:
+
+            def prepared(data: bytes = data) -> Document:
+                return prepare(parse_body(data, DocumentBody), document_id, encoder, model)
+
+            document = await encoder.workers.run(tenant, len(data), prepared)
+        del data, prepared
+        known = self._documents.knows(tenant, document_id)
+        cached_tokens = await self._compute(document, tenant, request.receive)
+        kept = self._documents.put(tenant, document, PIN_ANSWER_S)
+        await self._memory.put(tenant, kept)
+        self._pin(kept, tenant)
+        pinned = await self._pinned_soon(kept, tenant)
+        self._documents.begin_time(tenant, kept)
+        return _json(_document_card(kept, pinned, kept.ttl_s) | {"cached_tokens": cached_tokens}, 200 if known else 201)
+
+    async def list(self, request: HttpRequest) -> Response:
+        """``GET /v1/documents``: the tenant's own, oldest first."""
+        tenant = request.scope[TENANT_KEY]
+        documents = self._documents.all(tenant)
+        pinned = await self._pinned(documents, tenant)
+        cards = [
+            _document_card(kept, tokens, self._left_s(kept)) for kept, tokens in zip(documents, pinned, strict=True)
+        ]
+        return _json({"object": "list", "data": cards})
+
+    async def get(self, request: HttpRequest) -> Response:
+        """``GET /v1/documents/{id}``."""
+        tenant = request.scope[TENANT_KEY]
+        kept = self._documents.get(tenant, request.path_params["document_id"])
+        (pinned,) = await self._pinned([kept], tenant)
+        return _json(_document_card(kept, pinned, self._left_s(kept)))
+
+    async def delete(self, request: HttpRequest) -> Response:
+        """``DELETE /v1/documents/{id}``: its KV may be evicted from now on."""
+        tenant = request.scope[TENANT_KEY]
+        kept = self._documents.delete(tenant, request.path_params["document_id"])
+        engine = self._shared.hub.engine
+        if isinstance(engine, PinningEngine):
+            engine.unpin(kept.handle, tenant)
+        await self._memory.drop(tenant, kept.document_id)
+        return _json({"id": kept.document_id, "object": "document.deleted", "deleted": True})
+
+    async def _compute(self, document: Document, tenant: str, receive: Receive) -> int:
+        """Run the document through the model: its KV stays in the cache. Returns the tokens that were cached before."""
+        request = Request(
+            request_id=f"doc-{uuid.uuid4().hex}",
+            prompt=document.tokens,
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopParams(max_tokens=1),
+            tenant=tenant,
+            session=document.handle,
+            salt=self._salt(document),
+        )
+        call = self._shared.hub.open([request])
+        watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
+        cached_tokens, ended = 0, False
+        try:
+            while not ended:
+                for _, news in await call.news():
+                    if isinstance(news, Rejected):
+                        raise rejected(news)
+                    if error := failure(news):
+                        raise error
+                    cached_tokens = max(cached_tokens, news.cached_tokens)
+                    ended = ended or news.finish_reason is not None
+        finally:
+            watcher.cancel()
+            self._shared.hub.close(call)
+        return cached_tokens
+
+    def _pin(self, document: Document, tenant: str) -> None:
+        engine = self._shared.hub.engine
+        if isinstance(engine, PinningEngine):
+            ttl_ns = ns_from_s(document.ttl_s + PIN_ANSWER_S)
+            engine.pin(document.handle, tenant, document.tokens, ttl_ns, self._salt(document))
+
+    def _salt(self, document: Document) -> str:
+        """A document's KV serves prompts of its own regime of positions."""
+        return salt_of("", "", self._shared.model.position_regimes.of(len(document.tokens)))
+
+    async def _pinned_soon(self, document: Document, tenant: str) -> int | None:
+        """As :meth:`_pinned`, but waits up to ``PIN_ANSWER_S`` for an engine that does not know yet."""
+        if not isinstance(self._shared.hub.engine, PinningEngine):
+            return None
+        deadline_s = time.monotonic() + PIN_ANSWER_S
+        while True:
+            (pinned,) = await self._pinned([document], tenant)
+            if pinned is not None or time.monotonic() >= deadline_s:
+                return pinned
+            await asyncio.sleep(_POLL_S)
+
+    async def _pinned(self, documents: Sequence[Document], tenant: str) -> Sequence[int | None]:
+        """Pinned tokens of each document, from one query to the engine; ``None``: unknown."""
+        engine, unknown = self._shared.hub.engine, [None] * len(documents)
+        if not isinstance(engine, PinningEngine):
+            return unknown
+        try:
+            handles = [document.handle for document in documents]
+            return await asyncio.to_thread(engine.pinned_tokens, handles, tenant)
+        except (TimeoutError, EngineStopped):
+            return unknown
+
+    def _left_s(self, document: Document) -> float:
+        return min(document.ttl_s, self._documents.expires_in_s(document))
+
+
+def _document_card(document: Document, pinned_tokens: int | None, left_s: float) -> dict[str, Any]:
+    return {
+        "id": document.document_id,
+        "object": "document",
+        "created": document.created_s,
+        "endpoint": document.endpoint,
+        "tokens": len(document.tokens),
+        "pinned_tokens": pinned_tokens,
+        "ttl_s": document.ttl_s,
+        "expires_in_s": round(left_s, 3),
+    }
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class SessionRoutes:
+    """The handlers. A session is visible to its tenant alone. Sessions of one name with different ``cache_salt`` are
+    listed separately and end together, because salts are never shown."""
+
+    def __init__(self, engine: ServingEngine) -> None:
+        self._engine = engine
+
+    async def list(self, request: HttpRequest) -> Response:
+        """``GET /v1/sessions``: the sessions with pinned KV, least recently used first."""
+        sessions, now_ns = await self._sessions(request), time.monotonic_ns()
+        cards = [_session_card(name, kept, now_ns) for name, kept in sessions]
+        return _json({"object": "list", "data": cards})
+
+    async def delete(self, request: HttpRequest) -> Response:
+        """``DELETE /v1/sessions/{name}``: its KV may be evicted from now on."""
+        name = request.path_params["name"]
+        handles = [kept.handle for session, kept in await self._sessions(request) if session == name]
+        if not handles:
+            message = f"There is no session {echo(name)!r}: it kept no KV, was deleted, or has expired"
+            raise ApiError(404, message, param="name", code="session_not_found")
+        if isinstance(self._engine, PinningEngine):
+            for handle in handles:
+                self._engine.unpin(handle, request.scope[TENANT_KEY])
+        return _json({"id": name, "object": "session.deleted", "deleted": True})
+
+    async def _sessions(self, request: HttpRequest) -> Sequence[tuple[str, NamedPrefix]]:
+        """The tenant's sessions by name."""
+        if not isinstance(self._engine, PinningEngine):
+            return []
+        try:
+            prefixes = await asyncio.to_thread(self._engine.named_prefixes, request.scope[TENANT_KEY])
+        except (TimeoutError, EngineStopped):
+            raise engine_silent() from None
+        return [(name, kept) for kept in prefixes if (name := session_of(kept.handle)) is not None]
+
+
+def _session_card(name: str, kept: NamedPrefix, now_ns: int) -> dict[str, Any]:
+    left_s = max(0.0, (kept.expires_ns - now_ns) / NS_PER_S)
+    return {"id": name, "object": "session", "pinned_tokens": kept.pinned_tokens, "expires_in_s": round(left_s, 3)}

@@ -1,0 +1,517 @@
+"""From prompts and messages to token ids. Long texts are processed in threads beside the event loop.
+
+Token ids of texts that clients send again: a chat's next turn begins with all earlier ones.
+
+A tokenizer cuts a text at its added tokens (``<|im_end|>``) before it does anything else. Where nothing else looks
+across such a cut, the ids of a text are those of its pieces in a row, each up to an added token and with it; a piece
+that was tokenized before need not be tokenized again. What lies behind the last added token is not kept: it is an
+answer's beginning.
+
+Each owner (a tenant, and the salt of its request) has pieces of its own, so the time that tokenizing takes tells no
+client what another one has sent.
+
+How long a text may be that becomes tokens: bounds from before a tokenizer takes memory for each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from tokenizers import Encoding, Tokenizer, pre_tokenizers
+
+from memserve.api.http.errors import bad_request
+from memserve.api.openai.interfaces import ServedModel
+from memserve.api.openai.request.messages import Messages, check_messages, check_rendered, for_template
+from memserve.api.openai.request.schema import ChatBody
+from memserve.base.errors import UserError
+from memserve.base.types import TokenArray
+from memserve.base.units import MIB
+from memserve.base.validation import token_array
+
+BYTES_MAX = 32 * MIB
+"""Of all pieces with their ids: about 3 million tokens of English text."""
+_ENTRY_BYTES = 400
+"""Of a piece, beside its text and its ids."""
+
+Owner = tuple[str, str]
+"""Tenant and salt."""
+
+
+class KnownTexts:
+    """Tokenizes texts piece by piece, and keeps the pieces used last. Thread-safe."""
+
+    def __init__(self, tokenizer: Tokenizer, bytes_max: int = BYTES_MAX) -> None:
+        self._tokenizer, self._bytes_max = tokenizer, bytes_max
+        self._cuts = cuts_of(tokenizer)
+        self._pieces: OrderedDict[tuple[Owner, str], TokenArray] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()
+        self.held_bytes = 0
+
+    def tokenize(self, text: str, owner: Owner) -> list[TokenArray] | None:
+        """The ids of ``text`` without those that a tokenizer puts around it, as int32 arrays to be joined. ``None``:
+        the text has no piece that could be known, or the tokenizer looks across pieces."""
+        ends = [found.end() for found in self._cuts.finditer(text)] if self._cuts is not None else []
+        if not ends:
+            return None
+        texts = [text[first:end] for first, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+        found: list[TokenArray | None]
+        with self._lock:
+            found = [self._known((owner, piece)) for piece in texts[:-1]]
+        missing = [at for at, ids in enumerate((*found, None)) if ids is None]
+        encoded = self._tokenizer.encode_batch_fast([texts[at] for at in missing], add_special_tokens=False)  # no GIL
+        fresh = {at: np.array(encoding.ids, np.int32) for at, encoding in zip(missing, encoded, strict=True)}
+        with self._lock:
+            for at, ids in fresh.items():
+                if at < len(ends):
+                    self._keep((owner, texts[at]), ids)
+        return [fresh[at] if ids is None else ids for at, ids in enumerate((*found, None))]
+
+    def _known(self, key: tuple[Owner, str]) -> TokenArray | None:
+        ids = self._pieces.get(key)
+        if ids is not None:
+            self._pieces.move_to_end(key)
+        return ids
+
+    def _keep(self, key: tuple[Owner, str], ids: TokenArray) -> None:
+        if key in self._pieces or _bytes_of(key, ids) > self._bytes_max:
+            return
+        self._pieces[key] = ids
+        self.held_bytes += _bytes_of(key, ids)
+        while self.held_bytes > self._bytes_max:
+            self.held_bytes -= _bytes_of(*self._pieces.popitem(last=False))
+
+
+def _bytes_of(key: tuple[Owner, str], ids: TokenArray) -> int:
+    (tenant, salt), text = key
+    return _ENTRY_BYTES + 4 * (len(tenant) + len(salt) + len(text)) + ids.nbytes  # four bytes a character at most
+
+
+def cuts_of(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Finds the added tokens in a text, as ``tokenizer`` does: the leftmost, and the longest of those. ``None``: the
+    ids of a text might depend on what stands across such a token."""
+    spec = json.loads(tokenizer.to_str())
+    added = spec["added_tokens"]
+    takes_more = any(
+        token["normalized"] or token["lstrip"] or token["rstrip"] or token["single_word"] or not token["content"]
+        for token in added
+    )
+    model = spec["model"]
+    is_plain = model["type"] == "BPE" and not model.get("dropout") and spec["normalizer"] is None
+    if not added or takes_more or not is_plain or tokenizer.encode_special_tokens:
+        return None
+    if not _cuts_alone(spec["pre_tokenizer"]):
+        return None
+    contents = sorted((token["content"] for token in added), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, contents)))
+
+
+def _cuts_alone(step: dict[str, Any] | None) -> bool:
+    """Whether this step treats each piece as if it were all of the text."""
+    match step:
+        case {"type": "Sequence", "pretokenizers": steps}:
+            return bool(steps) and all(map(_cuts_alone, steps))
+        case {"type": "ByteLevel", "add_prefix_space": False} | {"type": "Split" | "Digits"}:
+            return True
+    return False
+
+
+TEXT_BYTES_MAX = 1 << 20
+
+
+def text_bytes_max(model: ServedModel) -> int:
+    """Of a text that is tokenized without a look at how many tokens it has: a token may be one byte."""
+    return max(TEXT_BYTES_MAX, 8 * model.max_model_tokens)
+
+
+def longest_token_bytes(tokenizer: Tokenizer) -> int | None:
+    """Bytes of text in the longest token. None: unbounded, or some text becomes no token."""
+    parts = repr(tokenizer.pre_tokenizer) + repr(tokenizer.decoder)
+    if tokenizer.normalizer is not None or "ByteLevel" not in repr(tokenizer.decoder) or "Removed" in parts:
+        return None
+    added = tokenizer.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):  # these take all whitespace beside them
+        return None
+    pieces = tokenizer.get_vocab(with_added_tokens=False)  # a character stands for a byte
+    if not all(char in pieces for char in pre_tokenizers.ByteLevel.alphabet()):
+        return None
+    return max(*map(len, pieces), *(len(token.content.encode()) for token in added))
+
+
+Result = TypeVar("Result")
+
+SHORT_PROMPT_CHARS = 2048
+"""Up to this length ``encode`` is used, which holds the GIL and needs no thread of the library."""
+
+TEMPLATE_CALLS_MAX = 2_000_000
+"""Function calls of a chat template: about a second. Common templates make 300,000 for 10,000 messages."""
+
+PROMPTS_MAX = 2048
+ENDING_CHARS = 32
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One prompt, ready for the engine. ``text`` is kept for ``echo``."""
+
+    tokens: TokenArray
+    text: str | None = None
+    ending: str = ""
+    """Of a chat: the last characters of the prompt, which may begin the answer's thoughts."""
+
+
+class PromptEncoder:
+    """Tokenizes clients' texts for one model; tenants take turns."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self.tokenizer: Tokenizer = model.tokenizer.backend_tokenizer
+        self.tokenizer.no_truncation()  # a tokenizer.json may ask for it, and prompts must never be cut silently
+        self.tokenizer.no_padding()
+        self.vocab_size = model.vocab_size
+        self._token_bytes_max = longest_token_bytes(self.tokenizer)
+        self._known = KnownTexts(self.tokenizer)
+        self.workers = TextWorkers()
+        # One text gains nothing from the library's own threads, and must not wait for them behind another one.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self.workers.close()
+
+    def decode(self, tokens: TokenArray) -> str:
+        """The text of a prompt that came as token ids."""
+        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+    def completion_prompts(
+        self, prompt: Any, *, add_special_tokens: bool, echo: bool, is_cut: bool = False
+    ) -> list[Prompt]:
+        """The prompts of a completion: a string, strings, token ids, or lists of token ids; with texts for ``echo``.
+        ``is_cut``: they will be cut, and may be longer than the context."""
+        return [self._completion_prompt(item, add_special_tokens, echo, is_cut) for item in self._split(prompt)]
+
+    def _completion_prompt(
+        self, item: str | list[int] | TokenArray, add_special_tokens: bool, echo: bool, is_cut: bool
+    ) -> Prompt:
+        prompt = self._encode(item, add_special_tokens, is_cut)
+        if not echo:
+            return Prompt(prompt.tokens)
+        return prompt if prompt.text is not None else Prompt(prompt.tokens, self.decode(prompt.tokens))
+
+    def chat_prompt(self, body: ChatBody, messages: Messages, tenant: str = "") -> Prompt:
+        """Checked messages of ``tenant`` through the model's chat template, with the options of ``body``."""
+        if body.continue_final_message and body.add_generation_prompt:
+            raise bad_request("continue_final_message and add_generation_prompt exclude each other")
+        echoed = messages[-1]["content"] if body.echo and messages[-1]["role"] == "assistant" else None
+        is_cut = body.truncate_prompt_tokens is not None
+        text = self._render(messages, body)
+        tokens = self._encode(text, False, is_cut, (tenant, body.cache_salt or "")).tokens
+        return Prompt(tokens, echoed, text[-ENDING_CHARS:])
+
+    def chat_text(self, body: ChatBody, messages: Messages) -> str:
+        """Checked messages through the model's chat template, as text."""
+        return self._render(messages, body)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model can answer chats."""
+        return bool(getattr(self._model.tokenizer, "chat_template", None))
+
+    def messages_prompt(self, messages: Messages, *, add_generation_prompt: bool = True) -> Prompt:
+        """Checked messages through the chat template."""
+        body = ChatBody(model=self._model.name, add_generation_prompt=add_generation_prompt)
+        return self._encode(self._render(messages, body), False)
+
+    def render_chat(self, messages: Messages) -> Prompt:
+        """The prompt of a plain conversation, for callers without an event loop. Raises :class:`ApiError`."""
+        return self._encode(self._render(check_messages(messages), ChatBody(model=self._model.name)), False)
+
+    def _split(self, prompt: Any) -> list[str | list[int] | TokenArray]:
+        if isinstance(prompt, str) or is_token_list(prompt):
+            return [prompt]
+        if not isinstance(prompt, list) or not prompt:
+            raise bad_request("'prompt' must be a string, a list of strings, token ids, or lists of ids", "prompt")
+        if len(prompt) > PROMPTS_MAX:
+            raise bad_request(f"{len(prompt)} prompts in one request; the limit is {PROMPTS_MAX}", "prompt")
+        all_text = all(isinstance(item, str) for item in prompt)
+        if not all_text and not all(is_token_list(item) for item in prompt):
+            raise bad_request("'prompt' must be either all texts or all lists of token ids", "prompt")
+        return prompt
+
+    def token_ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """However many they are. Raises :class:`ApiError` 400 for a text of which no part could be a prompt."""
+        return list(self._encoding(text, add_special_tokens).ids)
+
+    def _encode(
+        self,
+        prompt: str | list[int] | TokenArray,
+        add_special_tokens: bool,
+        is_cut: bool = False,
+        owner: Owner | None = None,
+    ) -> Prompt:
+        """``owner``: whose earlier texts may save time; only without special tokens around the text."""
+        if isinstance(prompt, str):
+            pieces = None if owner is None else self._of_known(prompt, is_cut, owner)
+            tokens = self._tokenized(prompt, add_special_tokens, is_cut) if pieces is None else np.concatenate(pieces)
+            encoded = Prompt(tokens, prompt)
+        else:
+            if not is_cut:
+                self._refuse_more_than_fit(len(prompt))
+            encoded = Prompt(self._checked(prompt))
+        if not len(encoded.tokens):
+            raise bad_request("The prompt is empty", "prompt")
+        return encoded
+
+    def _of_known(self, text: str, is_cut: bool, owner: Owner) -> list[TokenArray] | None:
+        self._refuse_hopeless(text)
+        pieces = self._known.tokenize(text, owner)
+        if pieces is not None and not is_cut:
+            self._refuse_more_than_fit(sum(map(len, pieces)))
+        return pieces
+
+    def _tokenized(self, text: str, add_special_tokens: bool, is_cut: bool) -> TokenArray:
+        encoding = self._encoding(text, add_special_tokens)
+        if not is_cut and len(text) > SHORT_PROMPT_CHARS:
+            self._refuse_more_than_fit(len(encoding))  # before each id becomes a Python object
+        return np.array(encoding.ids, dtype=np.int32)
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
+        self._refuse_hopeless(text)
+        if len(text) > text_bytes_max(self._model):
+            self._refuse_many_tokens(text)
+        if len(text) <= SHORT_PROMPT_CHARS:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)  # no GIL
+        return encoding
+
+    def _checked(self, prompt: list[int] | TokenArray) -> TokenArray:
+        try:
+            return token_array(prompt, self.vocab_size)
+        except UserError as error:
+            raise bad_request(error.message, error.param) from None
+
+    def _render(self, messages: Messages, body: ChatBody) -> str:
+        final = bool(body.continue_final_message)
+        start_answer = body.add_generation_prompt if body.add_generation_prompt is not None else not final
+        tokenizer = self._model.tokenizer
+        variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+        prepared, tools = for_template(messages, body, str(tokenizer.chat_template or ""))
+        try:
+            text = calls_bounded(
+                TEMPLATE_CALLS_MAX,
+                lambda: tokenizer.apply_chat_template(
+                    prepared,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=start_answer,
+                    continue_final_message=final,
+                    **{**variables, **(body.chat_template_kwargs or {}), "chat_template": None},
+                ),
+            )
+        except Exception as error:  # templates raise to refuse messages that they do not support
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise bad_request(f"The chat template refuses these messages: {reason[:200]}", "messages") from None
+        check_rendered(prepared, str(text))
+        return str(text)
+
+    def _refuse_hopeless(self, text: str) -> None:
+        """Refuse a text that cannot fit the context however it is tokenized: tokenizing it would take seconds."""
+        most_bytes = self._model.max_model_tokens * (self._token_bytes_max or sys.maxsize)
+        if len(text) > most_bytes or len(text.encode()) > most_bytes:
+            raise context_exceeded(self._model, f"a prompt of {len(text)} characters")
+
+    def _refuse_many_tokens(self, text: str) -> None:
+        """Refuse a long text of far too many tokens, counted piece by piece: a tokenizer takes over a hundred bytes for
+        each. A cut adds or saves a few tokens of thousands."""
+        most = 2 * max(self._model.max_model_tokens, _COUNTED_CHARS)
+        count = 0
+        for begin in range(0, len(text), _COUNTED_CHARS):
+            (piece,) = self.tokenizer.encode_batch_fast(
+                [text[begin : begin + _COUNTED_CHARS]], add_special_tokens=False
+            )
+            count += len(piece)
+            if count > most:
+                raise context_exceeded(self._model, f"a prompt of {len(text)} characters, more than {most} tokens")
+
+    def _refuse_more_than_fit(self, tokens: int) -> None:
+        if tokens > self._model.max_model_tokens:
+            raise context_exceeded(self._model, f"{tokens} tokens in the prompt")
+
+
+def calls_bounded(most: int, work: Callable[[], Result]) -> Result:
+    """``work()``, or ``ValueError`` when it has made more than ``most`` calls in this thread."""
+    left, before = most, sys.getprofile()
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal left
+        left -= event in ("call", "c_call")
+        if left < 0:
+            raise ValueError("rendering them takes too long")
+
+    sys.setprofile(count)
+    try:
+        return work()
+    finally:
+        sys.setprofile(before)
+
+
+def context_exceeded(model: ServedModel, asked: str) -> Exception:
+    """400: prompt and answer do not fit into the served context."""
+    note = f" (of this server: {model.context_note})" if model.context_note else ""
+    limit = f"This model's maximum context length is {model.max_model_tokens} tokens{note}."
+    message = f"{limit} However, your request has {asked}."
+    return bad_request(message, code="context_length_exceeded")
+
+
+def is_token_list(value: Any) -> bool:
+    """Whether ``value`` is one prompt of token ids: a list, or an array."""
+    return isinstance(value, np.ndarray) or (isinstance(value, list) and set(map(type, value)) == {int})
+
+
+_COUNTED_CHARS = 1 << 18
+
+INLINE_BYTES_MAX = 2048
+"""Tokenizing this much (0.5 ms) costs less than handing it to a thread and back."""
+
+PARSING, CHECKING = 8, 8
+"""How many times quicker than tokenizing text it is to parse the same bytes as JSON, and to check token ids in them."""
+
+SHORT_BYTES_MAX = 16 * 1024
+"""Tokenizing this much takes less than ten milliseconds: less than a step of the engine."""
+
+
+TURNS_A_ROUND = 2
+"""Requests that the event loop begins before it looks for what else has arrived: to look costs it a call of the system,
+and a chance to lose the interpreter to another thread."""
+
+
+class TextWorkers:
+    """Runs work on clients' texts in threads where it would stall the event loop. Lives in the event loop.
+
+    Parsing, chat templates and tokenizing take milliseconds to seconds for long texts. Tiny texts are processed in the
+    event loop; short ones and long ones have one thread each, so that no short text waits for a long one. In each queue
+    tenants take turns. The bodies that the server reads at a time bound what may wait.
+    """
+
+    def __init__(self) -> None:
+        self._short, self._long = _Line("short"), _Line("long")
+        self._turns = _Turns()
+
+    async def turn(self, tenant: str) -> None:
+        """Wait until the event loop may begin a request of ``tenant``: at once, unless many arrive together."""
+        await self._turns.wait(tenant)
+
+    async def run(self, tenant: str, text_bytes: int, work: Callable[[], Result]) -> Result:
+        """The result of ``work`` on ``text_bytes`` of a tenant's text."""
+        if text_bytes <= INLINE_BYTES_MAX:
+            return work()
+        line = self._short if text_bytes <= SHORT_BYTES_MAX else self._long
+        return await line.run(tenant, work)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._short.close()
+        self._long.close()
+
+
+class _Waiting:
+    """Waiting futures, one line per tenant; the lines take turns."""
+
+    def __init__(self) -> None:
+        #: the first tenant has the next turn
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+
+    def add(self, tenant: str) -> asyncio.Future[None]:
+        """Append a future to the tenant's line."""
+        turn = asyncio.get_running_loop().create_future()
+        self._lines.setdefault(tenant, deque()).append(turn)
+        return turn
+
+    def step_back(self, tenant: str) -> None:
+        """``tenant`` has just had a turn without waiting: all others are before it."""
+        if tenant in self._lines:
+            self._lines[tenant] = self._lines.pop(tenant)
+
+    def pass_on(self) -> bool:
+        """Give the next future its turn; False: none waits."""
+        while self._lines:
+            tenant = next(iter(self._lines))
+            turns = self._lines.pop(tenant)
+            turn = turns.popleft()
+            if turns:
+                self._lines[tenant] = turns
+            if not turn.done():  # else its client has left
+                turn.set_result(None)
+                return True
+        return False
+
+
+class _Turns:
+    """Of requests that arrive together, :data:`TURNS_A_ROUND` begin in each round of the event loop, and tenants take
+    turns. So a burst of one tenant delays no other: between its requests the loop reads what else has arrived."""
+
+    def __init__(self) -> None:
+        self._waiting = _Waiting()
+        self._taken = 0  # in this round
+        self._last: str | None = None  # the tenant that has begun without waiting, in this round
+
+    async def wait(self, tenant: str) -> None:
+        if self._taken >= TURNS_A_ROUND:
+            await self._waiting.add(tenant)
+        else:
+            self._taken, self._last = self._taken + 1, tenant
+            if self._taken == 1:
+                asyncio.get_running_loop().call_soon(self._next_round)
+
+    def _next_round(self) -> None:
+        if self._last is not None:
+            self._waiting.step_back(self._last)
+        self._taken, self._last = 0, None
+        while self._taken < TURNS_A_ROUND and self._waiting.pass_on():
+            self._taken += 1
+        if self._taken:
+            asyncio.get_running_loop().call_soon(self._next_round)
+
+
+class _Line:
+    """One thread, and the work that waits for it."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"memserve-{name}-texts")
+        self._taken = False
+        self._waiting = _Waiting()
+
+    async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        if self._taken:
+            await self._turn(tenant)
+        self._taken = True
+        try:
+            return await loop.run_in_executor(self._executor, work)
+        finally:
+            self._pass_on()
+
+    async def _turn(self, tenant: str) -> None:
+        turn = self._waiting.add(tenant)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # the turn came as its client left
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        self._taken = self._waiting.pass_on()
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)

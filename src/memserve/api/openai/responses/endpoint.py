@@ -1,0 +1,391 @@
+"""``/v1/responses``: created, read again, cancelled, deleted.
+
+Responses that are kept for their clients: to be read again, continued, or cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from memserve.api.http.errors import ApiError, bad_request
+from memserve.api.http.limits import TENANT_KEY, ClientGone, json_body
+from memserve.api.http.middleware import REPLY_KEY
+from memserve.api.http.request import new_id
+from memserve.api.openai.endpoints import ChatPlanner, EndpointParts, addressed, keep_session
+from memserve.api.openai.interfaces import ModelNames
+from memserve.api.openai.request.plan import Caller, Generation
+from memserve.api.openai.request.schema import parse_leniently
+from memserve.api.openai.request.structured_output import work_of
+from memserve.api.openai.response.formats import ChatShape
+from memserve.api.openai.response.reply import Delta, Reply
+from memserve.api.openai.response.responders import (
+    AnswerEnvelope,
+    Streamer,
+    abandon_on_disconnect,
+    ignored_header,
+    send_json,
+)
+from memserve.api.openai.responses.body import Items, Messages, ResponsesBody, chat_of, messages_of
+from memserve.api.openai.streams import StreamCall
+from memserve.base.types import FinishReason
+from memserve.base.units import ns_from_s
+
+KEPT_MAX, KEPT_BYTES_MAX = 1000, 64 << 20
+"""Of one tenant; the oldest are forgotten first."""
+BACKGROUND_MAX = 64
+"""Of one tenant, at a time."""
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Kept:
+    """One response, and what continues it."""
+
+    response: Json
+    messages: list[Json]
+    """Input and output as messages of a chat, without instructions."""
+    session: str
+    nbytes: int
+    task: asyncio.Task[None] | None = None
+    """Computes a response in the background."""
+
+
+@dataclass(slots=True)
+class _Tenant:
+    kept: OrderedDict[str, Kept] = field(default_factory=OrderedDict)
+    nbytes: int = 0
+
+
+class ResponseStore:
+    """By tenant. Lives in the event loop, and as long as the server."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}
+
+    def put(self, tenant: str, kept: Kept) -> None:
+        """Keep a response, in place of an earlier state of it."""
+        own = self._tenants.setdefault(tenant, _Tenant())
+        self._drop(own, kept.response["id"])
+        own.kept[kept.response["id"]] = kept
+        own.nbytes += kept.nbytes
+        while len(own.kept) > 1 and (len(own.kept) > KEPT_MAX or own.nbytes > KEPT_BYTES_MAX):
+            self._drop(own, next(iter(own.kept)))
+
+    def get(self, tenant: str, response_id: str) -> Kept:
+        """Raises :class:`ApiError` 404 for one that was never stored, or is forgotten, or another tenant's."""
+        own = self._tenants.get(tenant)
+        if own is None or response_id not in own.kept:
+            shown = response_id[:100]
+            raise ApiError(
+                404, f"Response with id {shown!r} not found.", param="response_id", code="response_not_found"
+            )
+        return own.kept[response_id]
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        """Raises :class:`ApiError` 404, as :meth:`get`."""
+        kept = self.get(tenant, response_id)
+        if kept.task is not None:
+            kept.task.cancel()
+        self._drop(self._tenants[tenant], response_id)
+
+    def cancel(self, tenant: str, response_id: str) -> Json:
+        """End a response in the background; one that has ended stays as it is. Returns its state."""
+        kept = self.get(tenant, response_id)
+        if kept.task is None:
+            raise bad_request("Cannot cancel a synchronous response.", "response_id")
+        if kept.response["status"] in ("queued", "in_progress"):
+            kept.response = {**kept.response, "status": "cancelled"}
+            kept.task.cancel()
+        return kept.response
+
+    def running(self, tenant: str) -> int:
+        """Responses in the background that have not ended."""
+        own = self._tenants.get(tenant)
+        tasks = [kept.task for kept in own.kept.values()] if own is not None else []
+        return sum(task is not None and not task.done() for task in tasks)
+
+    @staticmethod
+    def _drop(own: _Tenant, response_id: str) -> None:
+        if (kept := own.kept.pop(response_id, None)) is not None:
+            own.nbytes -= kept.nbytes
+
+
+SESSION_TTL_S = 600.0
+"""How long the KV of a continued response is kept from eviction."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One request, ready to run."""
+
+    body: ResponsesBody
+    plan: Generation
+    messages: Messages
+    """Before the answer, without instructions."""
+    session: str
+    response: Json
+    """As it begins."""
+
+
+class ResponsesRoutes:
+    """All routes below ``/v1/responses``."""
+
+    def __init__(self, shared: EndpointParts, planner: ChatPlanner, names: ModelNames, shape: ChatShape) -> None:
+        self._shared, self._planner, self._names, self._shape = shared, planner, names, shape
+        self._store = ResponseStore()
+
+    def routes(self) -> list[Route]:
+        """As the application has them."""
+        return [
+            Route("/v1/responses", _Create(self), methods=["POST"]),
+            Route("/v1/responses/{response_id}", self._read),
+            Route("/v1/responses/{response_id}", self._delete, methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/cancel", self._cancel, methods=["POST"]),
+        ]
+
+    async def _read(self, request: Request) -> Response:
+        return _json(self._store.get(request.scope[TENANT_KEY], request.path_params["response_id"]).response)
+
+    async def _cancel(self, request: Request) -> Response:
+        return _json(self._store.cancel(request.scope[TENANT_KEY], request.path_params["response_id"]))
+
+    async def _delete(self, request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        self._store.delete(request.scope[TENANT_KEY], response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """``POST /v1/responses``."""
+        shared, tenant = self._shared, scope[TENANT_KEY]
+        async with json_body(scope, receive, shared.edge) as data:
+            shared.hub.check_busy(tenant, data)
+            asked = await self._asked(data, tenant)
+        del data
+        reply = Reply(asked.plan, shared.encoder.tokenizer, shared.metrics)
+        scope[REPLY_KEY] = reply
+        items = Items(asked.plan, self._shape)
+        if asked.body.background:
+            queued = self._begin(asked, reply, items, tenant)
+            await send_json(send, 200, _encode(queued), ignored_header(reply))
+            return
+        call = shared.hub.open(asked.plan.requests)
+        watcher = asyncio.create_task(abandon_on_disconnect(call, receive))
+        try:
+            if asked.plan.stream:
+                streamer = _Events(self, asked, reply, items, call, send)
+                await streamer.run()
+                ended = streamer.response
+            else:
+                await _run(call, reply, items)
+                ended = self.ended(asked, reply, items)
+            reply.finished()
+        finally:
+            watcher.cancel()
+            shared.hub.close(call)
+        if ended is not None:
+            self._keep(asked, reply, items, ended, tenant)
+            if not asked.plan.stream:
+                await send_json(send, 200, _encode(ended), ignored_header(reply))
+
+    async def _asked(self, data: bytes, tenant: str) -> _Asked:
+        workers = self._shared.encoder.workers
+        await workers.turn(tenant)
+        leniency = self._planner.leniency
+        body, ignored = await workers.run(tenant, len(data), lambda: parse_leniently(data, ResponsesBody, leniency))
+        caller = addressed(body.model, self._names, Caller(tenant))
+        if body.background and body.store is False:
+            raise bad_request("background can only be used when `store` is true", "background")
+        if body.background and body.stream:
+            raise bad_request(
+                "background and stream exclude each other: read the response when it is done", "background"
+            )
+        if body.background and self._store.running(tenant) >= BACKGROUND_MAX:
+            raise bad_request(f"{BACKGROUND_MAX} responses of this key run in the background: wait", "background")
+        before = self._store.get(tenant, body.previous_response_id) if body.previous_response_id is not None else None
+        response_id = f"resp_{new_id()}"
+        messages = [*(before.messages if before is not None else []), *messages_of(body.input)]
+        told = [{"role": "system", "content": body.instructions}] if body.instructions is not None else []
+        session = before.session if before is not None else response_id
+        chat = chat_of(body, self._names.served, [*told, *messages], session if body.store is not False else None)
+
+        def planned() -> Generation:
+            return self._planner.planned(chat, None, caller, response_id, ignored)
+
+        nbytes = work_of(chat, len(data)) + (before.nbytes if before is not None else 0)
+        plan = await workers.run(tenant, nbytes, planned)
+        if before is not None and body.store is not False:
+            plan = structs.replace(plan, session_ttl_ns=ns_from_s(SESSION_TTL_S))
+        return _Asked(body, plan, messages, session, _begun(body, plan, response_id, plan.model or self._names.served))
+
+    def _begin(self, asked: _Asked, reply: Reply, items: Items, tenant: str) -> Json:
+        """A response in the background: a task that outlives its request."""
+        queued = {**asked.response, "status": "queued"}
+        kept = Kept(queued, asked.messages, asked.session, len(_encode(asked.messages)))
+
+        async def work() -> None:
+            call = self._shared.hub.open(asked.plan.requests)
+            try:
+                kept.response = {**queued, "status": "in_progress"}
+                await _run(call, reply, items)
+                self._keep(asked, reply, items, self.ended(asked, reply, items), tenant, kept)
+                reply.finished()
+            except (ApiError, ClientGone) as error:
+                message = error.message if isinstance(error, ApiError) else "the server has ended"
+                failed = {"code": "server_error", "message": message}
+                kept.response = {**queued, "status": "failed", "error": failed}
+            finally:
+                self._shared.hub.close(call)
+
+        kept.task = asyncio.create_task(work())
+        self._store.put(tenant, kept)
+        return queued
+
+    def ended(self, asked: _Asked, reply: Reply, items: Items) -> Json:
+        """The response with its output."""
+        (sequence,) = reply.best()
+        complete = sequence.stream.finish_reason is not FinishReason.LENGTH
+        for _ in items.finish(complete=complete):
+            pass
+        return self.with_output(asked, reply, items, complete=complete)
+
+    def with_output(self, asked: _Asked, reply: Reply, items: Items, *, complete: bool) -> Json:
+        """The response with the items that are done."""
+        usage, prompt = reply.usage(), asked.plan.prompts[0]
+        response = {
+            **asked.response,
+            "status": "completed" if complete else "incomplete",
+            "incomplete_details": None if complete else {"reason": "max_output_tokens"},
+            "output": items.done,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": reply.reasoning_tokens or 0},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+        if asked.body.enable_response_messages:
+            drawn = reply.sequences[0].stream.tokens
+            decode = self._shared.encoder.tokenizer.decode
+            for name, tokens in (("input_messages", prompt.tokens.tolist()), ("output_messages", drawn)):
+                text = decode(tokens, skip_special_tokens=False)
+                response[name] = [{"type": "raw_message_tokens", "message": text, "tokens": tokens}]
+        return response
+
+    def _keep(
+        self, asked: _Asked, reply: Reply, items: Items, ended: Json, tenant: str, kept: Kept | None = None
+    ) -> None:
+        keep_session(self._shared.hub.engine, reply)
+        if asked.body.store is False:
+            return
+        messages = [*asked.messages, *messages_of(items.done)]
+        if kept is not None:
+            kept.response, kept.messages = ended, messages
+            return
+        self._store.put(tenant, Kept(ended, messages, asked.session, len(_encode(messages)) + len(_encode(ended))))
+
+
+class _Create:
+    """The ASGI application of ``POST /v1/responses``."""
+
+    def __init__(self, routes: ResponsesRoutes) -> None:
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._routes.create(scope, receive, send)
+
+
+async def _run(call: StreamCall, reply: Reply, items: Items) -> None:
+    while not reply.done:
+        for at, news in await call.news():
+            if (delta := reply.absorb(call, at, news)) is not None:
+                for _ in items.push(delta):
+                    pass
+
+
+class _Events(Streamer):
+    """The stream of one response."""
+
+    def __init__(
+        self, routes: ResponsesRoutes, asked: _Asked, reply: Reply, items: Items, call: StreamCall, send: Send
+    ) -> None:
+        envelope = AnswerEnvelope(asked.response["id"], asked.response["model"], asked.response["created_at"])
+        super().__init__(reply, routes._shape, envelope, call, send)
+        self._routes, self._asked, self._items = routes, asked, items
+        self._number = 0
+        self.response: Json | None = None
+        """When all is said."""
+
+    def _chunks(self, delta: Delta) -> Iterator[bytes]:
+        if not self._number:
+            for kind in ("response.created", "response.in_progress"):
+                yield self._event({"type": kind, "response": self._asked.response})
+        for event in self._items.push(delta):
+            yield self._event(event)
+
+    def _last_chunks(self) -> bytes:
+        (sequence,) = self._reply.sequences
+        complete = sequence.stream.finish_reason is not FinishReason.LENGTH
+        last = [self._event(event) for event in self._items.finish(complete=complete)]
+        self.response = self._routes.with_output(self._asked, self._reply, self._items, complete=complete)
+        kind = "response.completed" if complete else "response.incomplete"
+        return b"".join([*last, self._event({"type": kind, "response": self.response})])
+
+    def _error(self, error: ApiError) -> bytes:
+        return self._event({"type": "error", "code": error.code, "message": error.message, "param": error.param})
+
+    def _event(self, event: Json) -> bytes:
+        numbered = {**event, "sequence_number": self._number}
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), _encode(numbered))
+
+
+def _begun(body: ResponsesBody, plan: Generation, response_id: str, model: str) -> Json:
+    sampling, stop = plan.requests[0].sampling, plan.requests[0].stop
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": bool(body.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens or stop.max_tokens,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": body.reasoning,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": sampling.temperature,
+        "text": body.text or {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _json(value: Any) -> Response:
+    return Response(_encode(value), media_type="application/json")

@@ -1,0 +1,232 @@
+"""How KV lies in the tiers of an instance: sizes of blocks, and what is refused.
+
+Instances of several workers: the options, and which part of the model and of every page a worker has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+from memserve.base.errors import UserError
+from memserve.base.options import check_ranges, option
+from memserve.base.types import KVGeometry, Role
+from memserve.base.units import flag_bytes, human_bytes
+
+AS_COMPUTED = "auto"
+LOWER_DTYPES = (AS_COMPUTED, "int8", "fp8")
+"""Of values in the second tier. ``auto``: as they were computed; the others take a byte, and are not lossless."""
+
+_ALIGN = 64
+_SCALE_BYTES = 4
+
+
+def lower_page_bytes(geometry: KVGeometry, lower_dtype: str) -> int:
+    """Bytes of a page in the second tier: a byte a value, and a scale for each K and V of a head
+    (``_core.LowerPages``). With ``auto`` as in the first."""
+    if lower_dtype == AS_COMPUTED:
+        return geometry.page_bytes
+    run_bytes = geometry.block_tokens * (geometry.head_dim_k + geometry.head_dim_v) + 2 * _SCALE_BYTES
+    return -(-geometry.num_kv_heads * run_bytes // _ALIGN) * _ALIGN
+
+
+def lower_block_bytes(geometry: KVGeometry, lower_dtype: str) -> int:
+    """Bytes of a block in the second tier, over all layers."""
+    return lower_page_bytes(geometry, lower_dtype) * geometry.num_layers
+
+
+def hbm_blocks(geometry: KVGeometry, kv_memory_bytes: int) -> int:
+    """Blocks of the first tier. Raises :class:`UserError` when it holds fewer than two."""
+    blocks = kv_memory_bytes // geometry.block_bytes
+    if blocks < 2:
+        need = flag_bytes(2 * geometry.block_bytes)
+        raise UserError(
+            f"kv memory of {human_bytes(kv_memory_bytes)} holds {blocks} blocks of this model",
+            hint=f"give at least --kv-memory {need}",
+            param="kv_memory",
+        )
+    return blocks
+
+
+def check_lower_dtype(lower_dtype: str, dram_memory_bytes: int) -> None:
+    """Raises :class:`UserError` for a dtype that there is not, and for one of a tier that there is not."""
+    if lower_dtype not in LOWER_DTYPES:
+        hint = f"use one of {', '.join(LOWER_DTYPES)}"
+        raise UserError(f"unknown lower dtype {lower_dtype!r}", hint=hint, param="kv_lower_dtype")
+    if lower_dtype != AS_COMPUTED and not dram_memory_bytes:
+        hint = "for example --dram-memory 2GiB, or leave out --kv-lower-dtype"
+        raise UserError("there is no lower tier to keep KV in", hint=hint, param="kv_lower_dtype")
+
+
+def check_tiers(layerwise: str, lower_dtype: str, dram_memory_bytes: int, *, on_gpu: bool) -> None:
+    """Raises :class:`UserError` for what needs a second tier, or a CPU."""
+    if layerwise != "off" and not dram_memory_bytes:
+        hint = "for example --dram-memory 2GiB, or --layerwise off"
+        raise UserError("KV by layer lies in DRAM, and there is none", hint=hint, param="layerwise")
+    if lower_dtype != AS_COMPUTED and on_gpu:
+        hint = "leave out --kv-lower-dtype, or use --device cpu"
+        raise UserError("a lower tier with a dtype of its own is for CPUs so far", hint=hint, param="kv_lower_dtype")
+
+
+COLUMN_UNIT = 64
+"""Columns and vocabularies are cut at multiples of this: packed weights lie in blocks of 32 or 64 outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Into how many workers an instance is divided."""
+
+    tensor: int = option(1, "--tensor-parallel", least=1, most=64, vllm="tensor_parallel_size")
+    """Workers of an instance that share each layer: heads, columns of the MLP and the vocabulary. On GPUs each worker
+    has one of its own."""
+    pipeline: int = option(1, "--pipeline-parallel", least=1, most=64, vllm="pipeline_parallel_size")
+    """Stages of an instance that share the layers. Each has ``--tensor-parallel`` workers."""
+    prefill_tensor: int | None = option(None, "--prefill-tensor-parallel", least=1, most=64)
+    """``--tensor-parallel`` of prefill instances. None: that of all."""
+    decode_tensor: int | None = option(None, "--decode-tensor-parallel", least=1, most=64)
+    """``--tensor-parallel`` of decode instances. None: that of all."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def of(self, role: Role) -> Parallel:
+        """Of an instance with ``role``."""
+        own = {Role.PREFILL: self.prefill_tensor, Role.DECODE: self.decode_tensor}.get(role)
+        return Parallel(self.tensor if own is None else own, self.pipeline)
+
+    @property
+    def workers(self) -> int:
+        """Of one instance."""
+        return self.tensor * self.pipeline
+
+    def threads_each(self, threads: int) -> int:
+        """Of ``threads`` of an instance, those of one worker."""
+        return max(1, threads // self.workers)
+
+    @property
+    def text(self) -> str:
+        """For names and logs; empty: one worker."""
+        return "" if self.workers == 1 else f"tp{self.tensor}pp{self.pipeline}"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one worker has. Rank ``stage * parts + part``; rank 0 leads."""
+
+    part: int
+    parts: int
+    stage: int
+    stages: int
+    heads: tuple[int, ...]
+    """KV heads of each part."""
+    layers: tuple[int, ...]
+    """Layers of each stage."""
+    queries: tuple[int, ...] = ()
+    """Query heads of each part. Empty: those of its KV heads."""
+
+    @property
+    def rank(self) -> int:
+        """Of this worker."""
+        return self.stage * self.parts + self.part
+
+    @property
+    def ranks(self) -> int:
+        """Workers of the instance."""
+        return self.parts * self.stages
+
+    @property
+    def first_head(self) -> int:
+        """The first KV head of this part."""
+        return sum(self.heads[: self.part])
+
+    @property
+    def lends(self) -> bool:
+        """Whether queries of a part may read KV heads of another one."""
+        return bool(self.queries)
+
+    def ranges(self) -> list[HeadRange]:
+        """The KV heads that this part's queries read, in the order in which they are to be computed: those that other
+        parts read too, other own ones, those of other parts."""
+        group = sum(self.queries) // sum(self.heads)
+        cuts = list(itertools.accumulate(self.queries, initial=0))
+        owners = [part for part, count in enumerate(self.heads) for _ in range(count)]
+        first, end = cuts[self.part], cuts[self.part + 1]
+        found: list[HeadRange] = []
+        for head in range(first // group, -(-end // group)):
+            begin, stop = max(first, head * group), min(end, (head + 1) * group)
+            is_whole = stop - begin == group
+            last = found[-1] if found else None
+            if last and is_whole and last.is_whole and last.owner == owners[head]:
+                found[-1] = replace(last, heads=last.heads + 1, queries=last.queries + group)
+            else:
+                found.append(HeadRange(owners[head], head, 1, begin - first, stop - begin, is_whole))
+        return sorted(found, key=lambda one: 2 if one.owner != self.part else int(one.is_whole))
+
+    @property
+    def own_layers(self) -> range:
+        """Of this stage."""
+        first = sum(self.layers[: self.stage])
+        return range(first, first + self.layers[self.stage])
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it computes logits."""
+        return self.stage == self.stages - 1
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRange:
+    """KV heads that some of a part's queries read."""
+
+    owner: int
+    """The part that computes and writes their keys and values."""
+    first: int
+    heads: int
+    first_query: int
+    """Among the part's own."""
+    queries: int
+    is_whole: bool
+    """Whether all queries of these heads are the part's."""
+
+
+def shares(parallel: Parallel, geometry: KVGeometry, query_heads: int = 0) -> list[Share]:
+    """One for each worker, by rank. ``query_heads`` of the model; 0: each part has those of its KV heads. Raises
+    :class:`UserError` for a model with too few heads or layers."""
+    if parallel.tensor > geometry.num_kv_heads:
+        hint = f"use --tensor-parallel 1 to {geometry.num_kv_heads}; more workers by --pipeline-parallel"
+        text = f"{parallel.tensor} workers cannot share the {geometry.num_kv_heads} KV heads of this model"
+        raise UserError(text, hint=hint, param="tensor")
+    if parallel.pipeline > geometry.num_layers:
+        hint = f"use --pipeline-parallel 1 to {geometry.num_layers}"
+        text = f"{parallel.pipeline} stages cannot share the {geometry.num_layers} layers of this model"
+        raise UserError(text, hint=hint, param="pipeline")
+    heads = even(geometry.num_kv_heads, parallel.tensor)
+    layers = even(geometry.num_layers, parallel.pipeline)
+    sizes, queries = (parallel.tensor, parallel.pipeline), query_parts(heads, query_heads)
+    return [
+        Share(part, sizes[0], stage, sizes[1], heads, layers, queries)
+        for stage in range(sizes[1])
+        for part in range(sizes[0])
+    ]
+
+
+def query_parts(heads: tuple[int, ...], query_heads: int) -> tuple[int, ...]:
+    """Query heads of each part, so that parts with fewer KV ``heads`` have more of them, and all have as much to
+    compute: a query head costs two products (queries, output), and a KV head two (keys, values). Each part has at least
+    one query of each of its KV heads. Empty: KV heads divide evenly, or have one query each."""
+    group, rest = divmod(query_heads, sum(heads))
+    if group < 2 or rest or min(heads) == max(heads):
+        return ()
+    parts, whole, before = len(heads), query_heads + sum(heads), list(itertools.accumulate(heads))
+    cuts = [0]
+    for part, count in enumerate(before[:-1], 1):
+        wanted = (2 * part * whole + parts) // (2 * parts) - count
+        cuts.append(min(max(wanted, (count - 1) * group + 1), (count + 1) * group - 1))
+    return tuple(end - start for start, end in itertools.pairwise([*cuts, query_heads]))
+
+
+def even(count: int, parts: int, unit: int = 1) -> tuple[int, ...]:
+    """``count`` in ``parts``, at multiples of ``unit`` and as alike as can be, the larger ones first."""
+    units = -(-count // unit)
+    cuts = [min(count, (units * part + parts - 1) // parts * unit) for part in range(parts + 1)]
+    return tuple(end - start for start, end in itertools.pairwise(cuts))

@@ -1,0 +1,322 @@
+"""Options: each is declared once, as a field of a config dataclass.
+
+::
+
+    max_running: int = option(64, least=1, vllm="max_num_seqs")
+    \"\"\"Sequences computed together.\"\"\"
+
+is the flag ``--max-running`` of every command that takes the config, a keyword of :class:`memserve.LLM`, a word in the
+command lines that :func:`command_line_of` writes, and a row of the reference. The string below the field is the help
+text. What vLLM calls the option is understood everywhere too.
+
+What options say of single tenants: how it is written on a command line, and read.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from memserve.base.errors import UserError
+from memserve.base.units import GIB, MIB, NS_PER_MS, NS_PER_S, flag_bytes, ns_from_s, parse_bytes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a value is written on a command line, where that differs from the field's own type."""
+
+    kind: Any
+    read: Callable[[Any], Any]
+    show: Callable[[Any], Any]
+    """The field's value as a default of the flag; a value of ``kind``, or None."""
+
+
+SIZE = Form(str, parse_bytes, flag_bytes)
+SECONDS = Form(float, ns_from_s, lambda ns: ns / NS_PER_S)
+MILLISECONDS = Form(float, lambda ms: ns_from_s(ms / 1000), lambda ns: ns / NS_PER_MS)
+GBIT_S = Form(float, lambda gigabits: gigabits * 1e9 / 8, lambda rate: rate * 8 / 1e9)
+MEBIBYTES = Form(int, lambda count: count * MIB, lambda size: size // MIB)
+GIBIBYTES = Form(float, lambda count: round(count * GIB), lambda size: size / GIB)
+NEGATED = Form(bool, lambda given: not given, lambda value: not value)
+"""A flag that switches the field off; its help text is what follows ``False:`` in the field's text."""
+MANY = Form(
+    list[str], lambda given: (given,) if isinstance(given, str) else tuple(given), lambda value: list(value) or None
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """What :func:`option` says about a field."""
+
+    flag: str
+    form: Form | None
+    least: float | None
+    most: float | None
+    vllm: str
+    vllm_form: Form | None
+
+
+def option(
+    default: Any,
+    flag: str = "",
+    *,
+    form: Form | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    vllm: str = "",
+    vllm_form: Form | None = None,
+) -> Any:
+    """A field that people set. ``flag``: its spelling, where it is not the field's name.
+
+    ``least`` and ``most`` bound the flag's value. ``vllm``: vLLM's name for the option, as a keyword; ``vllm_form``:
+    how vLLM writes its value, where that differs.
+    """
+    marks = _Marks(flag, form, least, most, vllm, vllm_form)
+    return dataclasses.field(default=default, metadata={"option": marks})
+
+
+def option_of(config: type, name: str) -> Any:
+    """A field that people set, declared as field ``name`` of another config: with its flag, default and text."""
+    field = next(field for field in dataclasses.fields(config) if field.name == name)
+    said = {"option": field.metadata["option"], "doc": field_docs(config)[name]}
+    return dataclasses.field(default=field.default, metadata=said)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a config."""
+
+    path: tuple[str, ...]
+    """Names of fields, from the config down to the option."""
+    flag: str
+    kind: Any
+    """Type of the flag's value."""
+    form: Form | None
+    default: Any
+    """The field's default."""
+    least: float | None
+    most: float | None
+    vllm: str
+    vllm_form: Form | None
+    doc: str
+
+    @property
+    def name(self) -> str:
+        """Name of the field."""
+        return self.path[-1]
+
+    @property
+    def flag_default(self) -> Any:
+        """The default as the flag shows it."""
+        return self.default if self.form is None or self.default is None else self.form.show(self.default)
+
+    @property
+    def help(self) -> str:
+        """One text for ``--help``."""
+        text = self.doc.replace("``", "")
+        if self.form is NEGATED:
+            return text.partition("False: ")[2]
+        return text.replace("None: ", "Default: ", 1) if self.default is None else text
+
+    @property
+    def vllm_flag(self) -> str:
+        """vLLM's flag; empty: vLLM has no such option."""
+        return "--" + self.vllm.replace("_", "-") if self.vllm else ""
+
+    def read(self, given: Any) -> Any:
+        """The field's value for ``given``, the flag's value. Raises :class:`UserError` for one that cannot be read."""
+        return _read(self.form, given)
+
+    def read_vllm(self, given: Any) -> Any:
+        """The field's value for ``given``, the value of vLLM's flag."""
+        return _read(self.vllm_form, given)
+
+
+def _read(form: Form | None, given: Any) -> Any:
+    return given if form is None or given is None else form.read(given)
+
+
+def options_of(config: Any) -> list[Option]:
+    """The options of ``config`` with their values as defaults, in order, those of nested configs included.
+
+    A class stands for an object with its defaults.
+    """
+    return list(_walk(config() if isinstance(config, type) else config, ()))
+
+
+def _walk(config: Any, path: tuple[str, ...]) -> Iterator[Option]:
+    cls = type(config)
+    docs, hints = field_docs(cls), get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        value, marks, here = getattr(config, field.name), field.metadata.get("option"), (*path, field.name)
+        if marks is None:
+            if dataclasses.is_dataclass(value):
+                yield from _walk(value, here)
+            continue
+        kind = hints[field.name] if marks.form is None else marks.form.kind
+        if marks.form is not None and value is None:
+            kind = kind | None
+        flag = marks.flag or "--" + field.name.replace("_", "-")
+        doc = docs[field.name] or field.metadata.get("doc", "")
+        yield Option(here, flag, kind, marks.form, value, marks.least, marks.most, marks.vllm, marks.vllm_form, doc)
+
+
+def with_values(config: T, values: Mapping[tuple[str, ...], Any]) -> T:
+    """``config`` with other values of fields, each named by its path."""
+    own = {path[0]: value for path, value in values.items() if len(path) == 1}
+    nested: dict[str, dict[tuple[str, ...], Any]] = {}
+    for path, value in values.items():
+        if len(path) > 1:
+            nested.setdefault(path[0], {})[path[1:]] = value
+    own |= {name: with_values(getattr(config, name), below) for name, below in nested.items()}
+    return dataclasses.replace(config, **own)  # type: ignore[type-var]  # every T here is a config, a dataclass
+
+
+def from_keywords(config: T, given: Mapping[str, Any]) -> T:
+    """``config`` with the options that keywords name: by field, by flag, or by vLLM's name.
+
+    None leaves an option as it is. Raises :class:`UserError` for an unknown name, and for two names of one option with
+    different values.
+    """
+    readers: dict[str, tuple[Option, Callable[[Any], Any]]] = {}
+    for one in options_of(config):
+        if one.vllm:
+            readers[one.vllm] = (one, one.read_vllm)
+        readers[one.flag.removeprefix("--").replace("-", "_")] = (one, one.read)
+        readers[one.name] = (one, one.read if one.form is MANY else lambda value: value)
+    values: dict[tuple[str, ...], Any] = {}
+    said: dict[tuple[str, ...], str] = {}
+    for name, value in given.items():
+        if name not in readers:
+            raise unknown_name(name, readers)
+        if value is None:
+            continue
+        one, read = readers[name]
+        asked = read(value)
+        if one.path in values and values[one.path] != asked:
+            raise contradiction(said[one.path], name)
+        values[one.path], said[one.path] = asked, name
+    return with_values(config, values)
+
+
+def contradiction(one: str, other: str) -> UserError:
+    """Two names of one option have different values."""
+    return UserError(f"{one} and {other} name one option and have different values", hint="leave one of them out")
+
+
+def unknown_name(name: str, known: Iterable[str]) -> UserError:
+    """No option has this name; the hint suggests the nearest."""
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(sorted(known))}"
+    return UserError(f"unknown option {name!r}", hint=hint, param=name)
+
+
+def command_line_of(config: Any) -> tuple[str, ...]:
+    """Flags that pass ``config`` to another process: all options whose values are not the defaults."""
+    words: list[str] = []
+    for one, default in zip(options_of(config), options_of(type(config)), strict=True):
+        if one.default == default.default:
+            continue
+        if one.form is MANY:
+            words += [word for value in one.default for word in (one.flag, value)]
+            continue
+        words.append(one.flag)
+        if one.form is not NEGATED:
+            words.append(str(one.default if one.form is SIZE else one.flag_default))  # a size is written exactly
+    return tuple(words)
+
+
+def check_ranges(config: Any) -> None:
+    """Raise :class:`UserError` for an option of ``config`` itself that is out of its range."""
+    for field in dataclasses.fields(config):
+        marks, value = field.metadata.get("option"), getattr(config, field.name)
+        if marks is None or value is None or (marks.least is None and marks.most is None):
+            continue
+        shown = value if marks.form is None else marks.form.show(value)
+        flag = marks.flag or "--" + field.name.replace("_", "-")
+        if marks.least is not None and shown < marks.least:
+            raise UserError(
+                f"{field.name} must be at least {marks.least:g}, got {shown}",
+                hint=f"for example {flag} {max(marks.least, 1):g}",
+                param=field.name,
+            )
+        if marks.most is not None and shown > marks.most:
+            raise UserError(f"{field.name} must be at most {marks.most:g}, got {shown}", param=field.name)
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The text of each field: the string below it, or the comment beside it; empty where there is none."""
+    module = sys.modules.get(cls.__module__)
+    known = _class_definitions(module) if module is not None and "." not in cls.__qualname__ else {}
+    if cls.__name__ in known:
+        definition, lines = known[cls.__name__]
+    else:
+        source = textwrap.dedent(inspect.getsource(cls))
+        (node,), lines = ast.parse(source).body, source.splitlines()
+        if not isinstance(node, ast.ClassDef):
+            return {}
+        definition = node
+    found = {}
+    for node, after in zip(definition.body, [*definition.body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        comment = re.search(r"  # (.*)$", lines[(node.end_lineno or node.lineno) - 1])
+        found[node.target.id] = comment.group(1) if comment else ""
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
+            found[node.target.id] = " ".join(after.value.value.split())
+    return found
+
+
+@functools.cache
+def _class_definitions(module: Any) -> dict[str, tuple[ast.ClassDef, list[str]]]:
+    """Classes of a module by name: its source is parsed once, not once per class."""
+    source = inspect.getsource(module)
+    lines = source.splitlines()
+    return {node.name: (node, lines) for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
+def _read_weights(texts: list[str]) -> tuple[tuple[str, int], ...]:
+    """Tenants and weights from texts like ``NAME=2``. Raises :class:`UserError` for anything else."""
+    weights = []
+    for text in texts:
+        name, _, weight = text.rpartition("=")
+        if not name or not weight.isdecimal():
+            raise UserError(f"cannot read {text!r} as a tenant's weight", hint="for example --tenant-weight team-a=3")
+        weights.append((name, int(weight)))
+    return tuple(weights)
+
+
+WEIGHTS = Form(list[str], _read_weights, lambda weights: [f"{name}={weight}" for name, weight in weights] or None)
+
+
+def _read_objectives(texts: list[str]) -> tuple[tuple[str, int, int], ...]:
+    """Tenants and objectives (ns; 0: none) from texts like ``NAME=3000:200``. Raises :class:`UserError`."""
+    objectives = []
+    for text in texts:
+        name, _, times = text.rpartition("=")
+        match = re.fullmatch(r"(\d{0,8}):(\d{0,8})", times)
+        if not name or match is None or not any(map(int, filter(None, match.groups()))):
+            hint = "milliseconds for the first and each further token, for example --tenant-slo team-a=3000:200"
+            raise UserError(f"cannot read {text!r} as a tenant's objectives", hint=hint)
+        ttft_ms, tpot_ms = (int(group or 0) for group in match.groups())
+        objectives.append((name, ttft_ms * NS_PER_MS, tpot_ms * NS_PER_MS))
+    return tuple(objectives)
+
+
+def _tell_objectives(objectives: tuple[tuple[str, int, int], ...]) -> list[str] | None:
+    ms = [(name, ttft_ns // NS_PER_MS or "", tpot_ns // NS_PER_MS or "") for name, ttft_ns, tpot_ns in objectives]
+    return [f"{name}={ttft}:{tpot}" for name, ttft, tpot in ms] or None
+
+
+OBJECTIVES = Form(list[str], _read_objectives, _tell_objectives)

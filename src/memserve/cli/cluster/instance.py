@@ -1,0 +1,197 @@
+"""``memserve instance``: one member of a cluster, on this host or another.
+
+A command as a child of ``memserve serve``: what it is told at the start, and how it tells its last error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memserve.base.config import DRAIN_S, EngineOptions
+from memserve.base.errors import UserError
+from memserve.base.types import Role
+from memserve.cli import credentials
+from memserve.cli import flags as opt
+from memserve.cli.output import say, shown
+from memserve.system.process import die_with, ignore_terminal
+from memserve.system.secrets import Secret, follow_secret
+from memserve.transport.network_devices import address_towards, own_address, with_port
+
+if TYPE_CHECKING:
+    from memserve.host.instance import MemberOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """What the parent has said."""
+
+    secret: Secret
+    host: str
+    """The router's, which is this one."""
+    outlive: Path | None
+    """The parent's state folder, by which the next router finds this process. None: it dies with its parent."""
+    greeting: Mapping[str, Any]
+    """All of it."""
+
+
+@contextmanager
+def child_of_serve(join: str, name: str, log_level: str) -> Iterator[Child]:
+    """The secret comes through stdin; a :class:`UserError` inside goes to stdout, and ends the process."""
+    last_words = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of a library must not be taken for that error
+    line = sys.stdin.readline()
+    if not line:
+        raise typer.Exit(1)  # the parent has ended: nothing reads a last error
+    greeting = json.loads(line)
+    try:
+        ignore_terminal()
+        outlive = Path(greeting["folder"]) if "folder" in greeting else None
+        if outlive is None:
+            die_with(greeting["parent_pid"])
+        opt.set_up_logging(log_level, name)
+        host, _ = opt.split_address(join, "--join")
+        yield Child(_secret(greeting), host, outlive, greeting)
+    except UserError as error:
+        print(json.dumps({"error": error.message, "hint": error.hint}), file=last_words, flush=True)
+        raise typer.Exit(1) from None
+
+
+def _secret(greeting: Mapping[str, Any]) -> Secret:
+    """Where the parent has it from a file, the child follows that."""
+    file = greeting.get("secret_file")
+    return follow_secret(Path(file)) if file else str(greeting["secret"])
+
+
+SECRET_HINT = "use the same file as `memserve serve --cluster-secret-file`"
+
+
+@opt.grouped
+def instance(
+    *,
+    join: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of the router, as opened by `memserve serve --cluster-port`. With standby routers: all of"
+            " them, separated by commas; they are tried in turn."
+        ),
+    ],
+    role: Annotated[Role, typer.Option(help="Role of the instance.")] = Role.COLOCATED,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the instance, unique in the cluster. Default: role, host and process.")
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT by which other hosts reach the instance. Default: the address that reaches the router."
+        ),
+    ] = None,
+    cluster_secret_file: credentials.ClusterSecretFile = None,
+    link: opt.Link = opt.DEFAULT_LINK,
+    engine: EngineOptions,
+    drain_s: opt.DrainS = DRAIN_S,
+    health_file: opt.HealthFile = None,
+    log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
+    supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
+) -> None:
+    """Run one instance of a cluster: it joins a router, serves it, and leaves on SIGTERM, SIGHUP or Ctrl-C."""
+    if supervised:
+        _run_supervised(engine, join, role, name or role.value, link, log_level)
+        return
+    opt.set_up_logging(log_level)
+    opt.check_name(name or "")
+    place = _place(join, role, name, advertise, cluster_secret_file, link, drain_s, health_file)
+    started = time.perf_counter()
+    say(f"loading {engine.model} ...")
+    from memserve.host.instance import run_instance
+
+    with ExitStack() as loading:
+        loading.enter_context(shown("loading"))
+
+        def ready() -> None:
+            loading.close()
+            _say_ready(place, started)
+
+        run_instance(engine, place, ready, say=say)
+    _end_at_once()
+
+
+def _run_supervised(engine: EngineOptions, join: str, role: Role, name: str, link: str, log_level: str) -> None:
+    """Run as a child of ``memserve serve``: the secret comes through stdin, a final error goes to stdout."""
+    with child_of_serve(join, name, log_level) as child:
+        from memserve.host.instance import MemberOptions, run_instance
+
+        drain_s = child.greeting.get("drain_s", 0.0)
+        place = MemberOptions(role, name, (join,), child.secret, drain_s, child.host, link=link, is_supervised=True)
+        run_instance(engine, place, lambda: None, outlive=child.outlive)
+        _end_at_once()
+
+
+def _end_at_once() -> None:
+    """End without destroying torch's and transformers' objects, which would take seconds and free nothing."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _place(
+    join: str,
+    role: Role,
+    name: str | None,
+    advertise: str | None,
+    secret_file: Path | None,
+    link: str,
+    drain_s: float,
+    health_file: Path | None,
+) -> MemberOptions:
+    from memserve.host.instance import MemberOptions
+
+    if secret_file is None:
+        raise UserError("an instance needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
+    routers = [opt.split_address(address, "--join") for address in join.split(",")]
+    here, port = opt.split_address(advertise, "--advertise") if advertise else (own_address_to(routers[0][0]), 0)
+    return MemberOptions(
+        role=role,
+        name=name or f"{role.value}-{socket.gethostname()}-{os.getpid()}",
+        join=tuple(f"tcp://{with_port(*router)}" for router in routers),
+        secret=follow_secret(secret_file),
+        drain_s=drain_s,
+        host=listens_at(here),
+        port=port,
+        advertise=here,
+        link=link,
+        health_file=health_file,
+    )
+
+
+def listens_at(advertised: str) -> str:
+    """Where to listen: at the advertised address if it is this host's; else (behind NAT) at all addresses."""
+    return own_address(advertised) or ("::" if ":" in advertised else "0.0.0.0")
+
+
+def own_address_to(router_host: str) -> str:
+    """The address of this host on the way to the router, found without sending anything."""
+    try:
+        return address_towards(router_host)
+    except OSError as error:
+        hint = "check --join, or name this host with --advertise HOST:PORT"
+        raise UserError(f"there is no route to {router_host}: {error.strerror or error}", hint=hint) from None
+
+
+def _say_ready(place: MemberOptions, started: float) -> None:
+    seconds = time.perf_counter() - started
+    say(
+        f"ready in {seconds:.1f} s: {place.name} ({place.role.value}) is a member of {', '.join(place.join)}",
+        result=True,
+    )

@@ -1,0 +1,476 @@
+"""The cluster behind ``memserve serve``: a router in this process, instances in processes of their own.
+
+The store that ``memserve serve --store HOST:PORT`` names: it runs already, and is asked to join.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memserve.base.config import ClusterConfig, EngineOptions
+from memserve.base.deployment import Followers, PlacementOptions, StoreOptions
+from memserve.base.errors import StoreUnavailable, UserError
+from memserve.base.options import command_line_of
+from memserve.base.types import Admission, Caching, Role, check_link
+from memserve.base.units import human_bytes
+from memserve.cli.cluster.topology import follow_context, model_of, room_text, with_models
+from memserve.cli.flags import split_address
+from memserve.cli.output import shown
+from memserve.journal.keeper import Metadata, MetadataPlace, open_metadata
+from memserve.model.gpu.setup import check_gpu_shares, on_gpus, refuse_on_gpu
+from memserve.protocol.peers import ROUTER, PeerInfo
+from memserve.store.host.files import store_secret, stored_secret
+from memserve.system.gpus import DeviceChoice, device_here
+from memserve.system.memory import objects_that_stay
+from memserve.system.secrets import Followed, Secret, followed
+from memserve.transport.network_devices import own_address, with_port
+
+if TYPE_CHECKING:
+    from memserve.cli.flags import HttpOptions
+    from memserve.host.autoscaling import Perform
+    from memserve.host.router import RouterEngine
+    from memserve.host.supervisor import ChildOrder, Supervisor
+    from memserve.model.loading.card import RemoteModel
+
+
+START_TIMEOUT_S = 600.0
+_LOOK_S = 0.1
+STORE_NAME = "s1"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """The instances that this host runs, how they work together, and whether others may join."""
+
+    prefill: int = 1
+    decode: int = 1
+    colocated: int = 0
+    config: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    link: str = "auto"
+    host: str = "127.0.0.1"
+    """Address at which the router and this host's instances listen, and by which other hosts reach them."""
+    port: int | None = None
+    """Port at which instances of other hosts may join. None: they may not."""
+    secret: Secret | None = None
+    """Secret of all members. None: the instances of this host are given a fresh one."""
+    metadata: MetadataPlace = dataclasses.field(default_factory=MetadataPlace)
+    """Where the router keeps its records; default: nowhere."""
+    why: str = ""
+    """A line about the shape, where it was chosen to suit the machine. Empty: the options set it."""
+    store: StoreOptions = dataclasses.field(default_factory=StoreOptions)
+    """The store of this host; default: none."""
+    placement: PlacementOptions = dataclasses.field(default_factory=PlacementOptions)
+    routers: int = 1
+    """Router processes on this host, the owner included."""
+    followers: Followers = dataclasses.field(default_factory=Followers)
+
+    def __post_init__(self) -> None:
+        if self.store.is_used and self.config.caching is Caching.OFF:
+            hint = "leave out --caching off and --no-cache, or the options of the store"
+            raise UserError("a store keeps what instances cache, and none of them caches", hint=hint, param="ssd")
+        check_link(self.link)
+        if not self.instances and self.port is None:
+            hint = "name some, e.g. --colocated 1, or let others join with --cluster-port"
+            raise UserError("a cluster without instances cannot serve", hint=hint)
+        if self.host in ("0.0.0.0", "::", "*"):
+            hint = "give the address by which others reach this host, e.g. --cluster-host 10.0.0.1"
+            raise UserError(f"no instance can be reached at {self.host}", hint=hint, param="cluster_host")
+        if self.metadata.etcd and self.secret is None:
+            hint = "add --cluster-port PORT --cluster-secret-file FILE, the same file wherever a router may run"
+            raise UserError("a router and its standbys need a shared secret", hint=hint, param="metadata")
+        if self.port is not None and self.secret is None:
+            hint = "make one: head -c 32 /dev/urandom | base64 > secret; then --cluster-secret-file secret"
+            raise UserError("--cluster-port needs the cluster's secret", hint=hint, param="cluster_secret_file")
+        if self.store.at is not None and self.secret is None:
+            hint = "give the file that the store was started with: --cluster-secret-file FILE"
+            raise UserError("--store needs the secret of that store", hint=hint, param="cluster_secret_file")
+
+    @property
+    def may_span_hosts(self) -> bool:
+        """Whether there may be members on other hosts."""
+        others = self.port is not None or self.store.at is not None
+        return others and own_address(self.host) not in ("127.0.0.1", "::1")
+
+    @property
+    def instances(self) -> int:
+        """Instances that this host runs."""
+        return self.prefill + self.decode + self.colocated
+
+    @property
+    def at_most(self) -> ClusterOptions:
+        """With as many instances as the load may ask for here."""
+        scaling = self.placement.scaling
+        most = {} if scaling.told_in else {role: allowed.most for role, allowed in scaling.by_role().items()}
+        return dataclasses.replace(
+            self,
+            prefill=most.get(Role.PREFILL, self.prefill),
+            decode=most.get(Role.DECODE, self.decode),
+            colocated=most.get(Role.COLOCATED, self.colocated),
+        )
+
+    def begins_with(self, order: ChildOrder) -> bool:
+        """Whether ``order`` is one of those that are started at once."""
+        counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
+        return order.role not in counts or int(order.name[1:]) <= counts[order.role]
+
+    def caches(self, role: Role) -> bool:
+        """Whether instances of ``role`` cache KV at this caching level (MemServe 5.1)."""
+        caching = self.config.caching
+        return caching is not Caching.OFF and not (role is Role.DECODE and caching is Caching.PD_CACHING_1)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command line of ``memserve serve`` asks for."""
+
+    engine: EngineOptions
+    http: HttpOptions
+    cluster: ClusterOptions | None
+    """None: one engine in its process."""
+
+
+READS: ContextVar[Callable[[Asked], None] | None] = ContextVar("READS", default=None)
+"""Called instead of running anything, where a command line is only read."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """A router with ready instances."""
+
+    engine: RouterEngine
+    model: RemoteModel
+    text: str
+    """One line that names the instances, and one that says what they hold."""
+    on_end: Callable[[], None]
+    """To be called when the server begins to shut down: instances that end later are not started again."""
+
+
+@contextmanager
+def running_cluster(
+    engine_options: EngineOptions,
+    options: ClusterOptions,
+    log_level: str,
+    say: Callable[[str], None],
+    elsewhere: Perform | None = None,
+) -> Iterator[RunningCluster]:
+    """Start everything, wait until it is ready, and end it all on exit. ``say`` gets lines about the progress.
+    ``elsewhere``: carries out the decisions of ``--scale``, where this host does not run the instances.
+
+    Raises :class:`UserError` when an instance cannot start.
+    """
+    from memserve.host.autoscaling import LocalInstances
+    from memserve.host.supervisor import Supervisor
+    from memserve.journal.survivors import ChildrenFile
+    from memserve.model.loading.card import early_tokenizer, import_tokenizers
+    from memserve.model.loading.sources import resolve_source
+
+    named, most = _find_store(options, say), options.at_most if elsewhere is None else options
+    with shown("preparing the model"):  # converts a GGUF file once, before several processes need it
+        folder = resolve_source(engine_options.model, "float32")
+    if options.metadata.etcd:
+        import_tokenizers()  # a standby router has the time now
+    with open_metadata(options.metadata, say, stored_secret(options.store)) as kept:
+        secret = followed(options.secret or kept.secret or stored_secret(options.store) or secrets.token_urlsafe(32))
+        if options.secret is None:
+            store_secret(options.store, secret.first, say)
+        if kept.folder is not None:
+            orders = _orders(engine_options, most, "", log_level)  # wherever the router will be
+            ChildrenFile(kept.folder).end_useless({order.name: order.command for order in orders})
+        engine = _open_router(options, secret, kept)
+        orders = _orders(engine_options, most, engine.address, log_level)
+        first = [order for order in orders if options.begins_with(order)]
+        supervisor = Supervisor(
+            first, secret, engine.bury, kept.folder, offers=options.store.is_used, keys=options.followers.keys,
+            spare=[order for order in orders if order not in first],
+        )  # fmt: skip
+        engine.children = supervisor.stats
+        try:
+            _check_memory(engine_options, most, orders, supervisor.living)
+            if named is not None:
+                engine.call_store(f"tcp://{named.address}")
+            supervisor.start()
+            with objects_that_stay():
+                tokenizer = early_tokenizer(folder)
+                import memserve.api.app  # noqa: F401  # imported while the instances load: later, clients would wait
+
+            with shown("loading" if supervisor.names else "waiting"):
+                infos = _wait_until_ready(engine, supervisor, named, options, say)
+            model = model_of(infos, folder, options.config.sequence_instances_max, tokenizer)
+            follow_context(engine, model, options.config.sequence_instances_max)
+            supervisor.settle()
+            text = _describe(infos, options, engine_options, model)
+            with _scaled(engine, options, engine_options, elsewhere or LocalInstances(supervisor, engine).scale):
+                yield RunningCluster(engine, model, text, supervisor.retire)
+        finally:
+            supervisor.close()
+            engine.close()
+
+
+def _scaled(
+    engine: RouterEngine, options: ClusterOptions, engine_options: EngineOptions, perform: Perform
+) -> AbstractContextManager[None]:
+    from memserve.host.autoscaling import scaled
+
+    by_memory = options.config.admission.mode in (Admission.MEMORY, Admission.CACHE)
+    aim_ns = engine_options.scheduler.slo_ttft_ns
+    return scaled(engine, options.placement.scaling, aim_ns, perform, counts_gate=by_memory)
+
+
+def devices_for(engine_options: EngineOptions, options: ClusterOptions) -> DeviceChoice:
+    """What the instances of this host compute with; nothing is asked for where there are none."""
+    return device_here(engine_options.device if options.instances else "cpu")
+
+
+def _find_store(options: ClusterOptions, say: Callable[[str], None]) -> NamedStore | None:
+    if options.store.at is None or options.secret is None:
+        return None
+
+    return find_store(options.store.at, options.secret, options.host, say)
+
+
+def _check_memory(
+    engine_options: EngineOptions, options: ClusterOptions, orders: list[ChildOrder], living: list[str]
+) -> None:
+    """Check the memory of all processes together: each checks its own, but all at once they see one free memory."""
+    from memserve.system.memory import check_host_memory
+
+    gpus = len(devices_for(engine_options, options).gpus)
+    check_gpu_shares(engine_options.gpu_memory_share, _workers(engine_options, options), gpus)
+    hbm_bytes = 0 if gpus else engine_options.kv_memory_bytes
+    needed_bytes = 0
+    for order in orders:
+        if order.name not in living:
+            if order.role is Role.ROUTER:
+                continue
+            is_store = order.role is Role.STORE
+            needed_bytes += options.store.memory_bytes if is_store else hbm_bytes + engine_options.dram_memory_bytes
+    check_host_memory(needed_bytes)
+
+
+def _open_router(options: ClusterOptions, secret: Followed[str], kept: Metadata) -> RouterEngine:
+    """Open the router where the last one listened, if that port is free: its instances ask there first."""
+    last_host, _, last_port = kept.recovered.address.removeprefix("tcp://").rpartition(":")
+    if options.port is None and last_host.strip("[]") == options.host:
+        try:
+            return _router_at(options, secret, kept, int(last_port))
+        except UserError:  # another process has taken the port: members are told the new one
+            return _router_at(options, secret, kept, 0)
+    return _router_at(options, secret, kept, options.port or 0)
+
+
+def _router_at(options: ClusterOptions, secret: Followed[str], kept: Metadata, port: int) -> RouterEngine:
+    from memserve.host.router import RouterEngine
+    from memserve.kv.identity import identity_key
+    from memserve.router.machine import Cluster
+    from memserve.system.process import new_generation
+    from memserve.transport.mailbox import ZmqMailbox
+
+    me = kept.router(ROUTER, new_generation())
+    return RouterEngine(
+        Cluster(options.config, remembers=kept.keeper is not None, identity_key=identity_key(secret.first)),
+        lambda on_message: ZmqMailbox(
+            me, secret, options.host, port, on_message, gives_way=not options.at_most.instances
+        ),
+        keeper=kept.keeper,
+        me=me,
+    )
+
+
+def _counts(options: ClusterOptions) -> dict[Role, int]:
+    """Instances of each role, in the order in which they start."""
+    return {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.COLOCATED: options.colocated}
+
+
+def _workers(engine_options: EngineOptions, options: ClusterOptions) -> list[int]:
+    """Of each instance."""
+    counts = _counts(options)
+    return [engine_options.parallel.of(role).workers for role, count in counts.items() for _ in range(count)]
+
+
+def _orders(engine_options: EngineOptions, options: ClusterOptions, address: str, log_level: str) -> list[ChildOrder]:
+    from memserve.host.supervisor import ChildOrder
+
+    link = "shm" if options.link == "auto" and not options.may_span_hosts else options.link
+    counts, workers = _counts(options), _workers(engine_options, options)
+    orders: list[ChildOrder] = []
+    gpus = len(devices_for(engine_options, options).gpus)
+    for role, count in counts.items():
+        cached = dataclasses.replace(engine_options, caching=engine_options.caching and options.caches(role))
+        if count and gpus:
+            refuse_on_gpu(engine_options)
+        for number in range(1, count + 1):
+            own = on_gpus(cached, len(orders), workers, gpus)
+            flags = ("--join", address, "--link", link, "--log-level", log_level, *command_line_of(own))
+            orders.append(ChildOrder(f"{role.value[0]}{number}", role, flags))
+    if options.store.is_wanted:
+        flags = ("--join", address, "--link", link, "--log-level", log_level, *options.store.flags)
+        orders.append(ChildOrder(STORE_NAME, Role.STORE, flags))
+    flags = ("--join", address, *options.followers.flags)
+    orders += [ChildOrder(f"router-{number}", Role.ROUTER, flags) for number in range(2, options.routers + 1)]
+    return orders
+
+
+def _wait_until_ready(
+    engine: RouterEngine,
+    supervisor: Supervisor,
+    named: NamedStore | None,
+    options: ClusterOptions,
+    say: Callable[[str], None],
+) -> list[PeerInfo]:
+    """Wait for the instances of this host and for the store; without instances, for the first one that joins. Returns
+    the instances that were waited for."""
+    started = joined = time.monotonic()
+    names = supervisor.names
+    if set(names) <= {STORE_NAME}:
+        say(f"waiting for instances to join at {engine.address} ...")
+    if named is not None:
+        names = [*names, named.name]
+    told: set[str] = set()
+    while not _are_ready(members := engine.members(), names):
+        if engine.wait_for(names, _LOOK_S):
+            time.sleep(_LOOK_S)  # all are members: a store begins anew
+        supervisor.check()
+        seconds = time.monotonic() - started
+        if named is not None and named.name in members:
+            joined, engine.declined = time.monotonic(), None
+        elif named is not None:
+            try:
+                named.check_joins(engine, time.monotonic() - joined)
+            except UserError as error:
+                if not options.metadata.etcd:
+                    raise
+                say(f"{error.message}: taking over without it")
+                names, named = supervisor.names, None
+        for name in members.keys() - told:
+            say(f"{name} ({members[name].role.value}) is ready after {seconds:.1f} s")
+        told |= members.keys()
+        if names and seconds > START_TIMEOUT_S:
+            missing = ", ".join(name for name in names if name not in members)
+            raise UserError(
+                f"{missing} not ready after {seconds:.0f} s", hint="look for the reason with --log-level info"
+            )
+    members = with_models(engine.members())
+    return [members[name] for name in names if name in members] or list(members.values())
+
+
+def _are_ready(members: dict[str, PeerInfo], names: list[str]) -> bool:
+    """Whether all of ``names`` are ``members``, instances are, and each store keeps their KV: one that does not begins
+    anew when it has seen the first instance, and is no member for a moment."""
+    namespaces = {info.namespace for info in with_models(members).values()}
+    stores = [info for info in members.values() if info.role is Role.STORE]
+    return bool(namespaces) and members.keys() >= set(names) and all(one.namespace in namespaces for one in stores)
+
+
+def _describe(infos: list[PeerInfo], options: ClusterOptions, engine_options: EngineOptions, model: RemoteModel) -> str:
+    """One line that names the instances, and one that says what they hold."""
+    names = ", ".join(f"{info.peer.name} ({info.role.value})" for info in sorted(infos, key=lambda i: i.peer.name))
+    config = options.config
+    text = f"instances: {names}; {config.caching.value}, policy {config.policy}, transfer {config.transfer.value}"
+    gate = config.admission
+    if gate.mode is not Admission.NONE:
+        most = f", at most {gate.active_max} at once" if gate.active_max is not None else ""
+        text += f"; admission {gate.mode.value}{most}, {gate.waiting_max} may wait"
+    text += f"; store: {_store_text(options.store)}" if options.store.is_used else ""
+    text += f"; others may join at port {options.port}" if options.port is not None else ""
+    return f"{text}\n{_room(infos, model.max_model_tokens, engine_options.scheduler.max_running)}"
+
+
+def _store_text(store: StoreOptions) -> str:
+    if store.at is not None:
+        return f"that at {store.at}"
+    disks = [f"{human_bytes(size)} in {folder}" for folder, size in store.folders]
+    at = f", at {store.address}" if store.address is not None else ""
+    return ", ".join([f"{human_bytes(store.memory_bytes)} of memory", *disks]) + at
+
+
+def _room(infos: list[PeerInfo], context_tokens: int, running_max: int) -> str:
+    """The memory of instances that decode: a prompt's KV leaves its prefill instance."""
+    able = [info for info in infos if info.role is not Role.PREFILL] or infos
+    tokens = sum(info.hbm_blocks * info.geometry.block_tokens for info in able)
+    return room_text(tokens, context_tokens, len(able) * running_max)
+
+
+FIND_S = 30.0
+"""How long the start waits until the store answers at all."""
+JOIN_S = 60.0
+"""How long the store may take to join, once it has answered; it may begin another life meanwhile."""
+DECLINED_S = 12.0
+"""A store that belongs to another router finds out within so many seconds that this router is gone."""
+_ANSWER_POLL_S = 2.0
+_KNOCK_S = 1.0
+_LOOPBACK = ("127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedStore:
+    """A store that has answered."""
+
+    name: str
+    """Under which it joins."""
+    address: str
+    """``HOST:PORT``."""
+
+    def check_joins(self, engine: RouterEngine, seconds: float) -> None:
+        """Raise :class:`UserError` when it has not joined for ``seconds`` and will not."""
+        declined = engine.declined
+        if declined is not None and declined.peer.name == self.name and seconds > DECLINED_S:
+            hint = "end `memserve serve` there, or start a store of its own for this one: a store has one router"
+            raise UserError(f"the store at {self.address} does not join: {declined.why}", hint=hint)
+        if seconds > JOIN_S:
+            here = engine.address.removeprefix("tcp://")
+            hint = f"can its host reach this router at {here} (--cluster-host)? The log of the store has more"
+            raise UserError(f"the store at {self.address} answers, and has not joined for {seconds:.0f} s", hint=hint)
+
+
+def find_store(address: str, secret: Secret, cluster_host: str, say: Callable[[str], None]) -> NamedStore:
+    """Wait until the store at ``address`` (``HOST:PORT``) answers, for ``FIND_S`` at most.
+
+    Raises :class:`UserError` when nothing answers there by then; at once for another secret, and where the store could
+    not reach a router at ``cluster_host``."""
+    from memserve.store.client.arguments import own_host
+    from memserve.store.client.connection import StoreConnection
+
+    host, port = split_address(address, "--store")
+    address = with_port(host, port)
+    if own_address(cluster_host) in _LOOPBACK and own_address(host) is None:
+        hint = "name the address by which other hosts reach this one: --cluster-host HOST"
+        raise UserError(f"the store at {address} cannot reach a router at {cluster_host}", hint=hint, param="store")
+    deadline, is_told = time.monotonic() + FIND_S, False
+    line = StoreConnection(address, "default", secret, 1, own_host(address))
+    try:
+        while True:
+            try:
+                session = line.session(time.monotonic() + _ANSWER_POLL_S)
+                return NamedStore(session.peer.name, address)
+            except StoreUnavailable:
+                _complain(address, secret, is_late=time.monotonic() >= deadline)
+            if not is_told:
+                say(f"waiting for the store at {address}, for up to {FIND_S:.0f} s ...")
+            is_told = True
+    finally:
+        line.close()
+
+
+def _complain(address: str, secret: Secret, *, is_late: bool) -> None:
+    """Raise :class:`UserError` where it is of no use to wait for a store."""
+    from memserve.transport.probe import ProbeResult, knock
+
+    match knock(f"tcp://{address}", secret, _KNOCK_S):
+        case ProbeResult.TURNED_AWAY:
+            hint = "give the file that this store was started with: --cluster-secret-file FILE"
+            raise UserError(f"the store at {address} has another secret", hint=hint, param="cluster_secret_file")
+        case ProbeResult.SILENT:
+            what = "nothing answers there"
+            hint = f"start it: memserve store --listen {address} --cluster-secret-file FILE; or correct the address"
+        case ProbeResult.LET_IN:
+            what = "it takes the secret, and does not answer as a store"
+            hint = "give the address that `memserve store --listen` has"
+    if is_late:
+        raise UserError(f"no store at {address}: {what}", hint=hint, param="store")

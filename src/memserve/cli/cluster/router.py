@@ -1,0 +1,269 @@
+"""``memserve router``: a router beside the owner, which ``memserve serve`` runs; on this host or another."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from memserve.api.http.config import ApiConfig, EdgeConfig
+from memserve.base.config import DEFAULT_MAX_TOKENS, DRAIN_S, ClusterConfig, EngineOptions, MemberConfig
+from memserve.base.errors import UserError
+from memserve.base.types import Role
+from memserve.cli import credentials
+from memserve.cli import flags as opt
+from memserve.cli.cluster.instance import SECRET_HINT, child_of_serve, listens_at, own_address_to
+from memserve.cli.cluster.serve import ChatTokens, GenerationDefaults, ServedNames, serve_until_signal
+from memserve.cli.cluster.topology import follow_context, model_of, with_models
+from memserve.cli.output import say
+from memserve.model.loading.lora import read_adapters
+from memserve.system.process import EndRequested, signals_raise
+from memserve.system.secrets import GivenKeys, Secret, follow_secret, followed
+from memserve.transport.network_devices import with_port
+
+if TYPE_CHECKING:
+    from memserve.host.router import RouterEngine
+
+log = logging.getLogger(__name__)
+
+Join = Annotated[
+    str,
+    typer.Option(
+        help="HOST:PORT of the owner, as opened by `memserve serve --cluster-port`. With standby routers: all of"
+        " them, separated by commas."
+    ),
+]
+Port = Annotated[
+    int,
+    typer.Option(min=0, max=65535, help="Port to listen on; routers of one host may share it. 0: a free one."),
+]
+OwnerUrl = Annotated[
+    str,
+    typer.Option(help="Where clients find the owner, http://HOST:PORT: those that name documents are sent there."),
+]
+Name = Annotated[str | None, typer.Option(help="Name of the router, unique in the cluster. Default: host and process.")]
+Advertise = Annotated[
+    str | None,
+    typer.Option(help="Host by which instances reach it. Default: that on the way to the owner."),
+]
+
+JOIN_TIMEOUT_S = 60.0
+"""How long the owner may take to answer; the children of a ``memserve serve`` wait for their instances as well."""
+_LOOK_S = 0.1
+_TOLD_EVERY_S = 2.0
+"""Until it is said again what it waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerOptions:
+    """A router's place in a cluster."""
+
+    name: str
+    join: tuple[str, ...]
+    """Where the owner may be, ``tcp://host:port`` each."""
+    secret: Secret
+    config: ClusterConfig
+    host: str
+    """Where its mailbox listens."""
+    owner_url: str = ""
+    """Where clients find the owner; empty: not known."""
+    advertise: str | None = None
+    outlive: Path | None = None
+    """The state folder of the owner that has started it. None: no ``memserve serve`` on this host has."""
+
+
+@opt.grouped
+def router(
+    *,
+    join: Join,
+    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = opt.DEFAULT_HOST,
+    port: Port = opt.DEFAULT_PORT,
+    owner_url: OwnerUrl = "",
+    name: Name = None,
+    advertise: Advertise = None,
+    cluster_secret_file: credentials.ClusterSecretFile = None,
+    engine: Annotated[EngineOptions, opt.Only("model", "lora")],
+    served_model_name: ServedNames = None,
+    api: ApiConfig,
+    generation_config: GenerationDefaults = True,
+    default_max_tokens: ChatTokens = DEFAULT_MAX_TOKENS,
+    api_key: credentials.ApiKeys = None,
+    api_key_file: credentials.ApiKeyFile = None,
+    metrics_key: credentials.MetricsKey = None,
+    metrics_key_file: credentials.MetricsKeyFile = None,
+    tls_cert: credentials.TlsCert = None,
+    tls_key: credentials.TlsKey = None,
+    drain_s: opt.DrainS = DRAIN_S,
+    edge: EdgeConfig,
+    cluster: ClusterConfig,
+    log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
+    supervised: Annotated[bool, typer.Option(hidden=True, help="Run as a child of `memserve serve`.")] = False,
+) -> None:
+    """Serve the API of a cluster beside its `memserve serve`: this router places requests by itself.
+
+    Give it the options of that command which requests depend on: model, --lora, --policy, --caching, --admission,
+    --sequence-parallel, keys.
+    """
+    cluster.admission.refuse_idle()
+    tls = credentials.tls_of(tls_cert, tls_key)
+    names = tuple(served_model_name or ())
+
+    def http(keys: GivenKeys, of_metrics: GivenKeys) -> opt.HttpOptions:
+        answers = (names, generation_config, default_max_tokens)
+        return opt.HttpOptions(host, port, keys, of_metrics, tls, *answers, drain_s, edge, log_level, api)
+
+    if supervised:
+        _run_supervised(engine, join, name or "", cluster, http, log_level, owner_url)
+        return
+    opt.set_up_logging(log_level)
+    opt.check_name(name or "")
+    if cluster_secret_file is None:
+        raise UserError("a router needs the cluster's secret: --cluster-secret-file", hint=SECRET_HINT)
+    owners = [opt.split_address(address, "--join") for address in join.split(",")]
+    here = advertise or own_address_to(owners[0][0])
+    place = FollowerOptions(
+        name=name or f"router-{socket.gethostname()}-{os.getpid()}",
+        join=tuple(f"tcp://{with_port(*owner)}" for owner in owners),
+        secret=follow_secret(cluster_secret_file),
+        config=cluster,
+        host=listens_at(here),
+        owner_url=owner_url.rstrip("/"),
+        advertise=here,
+    )
+    keys = http(credentials.api_keys(api_key, api_key_file), credentials.metrics_keys(metrics_key, metrics_key_file))
+    run_follower(engine, place, keys, say)
+
+
+def _run_supervised(
+    engine: EngineOptions,
+    join: str,
+    name: str,
+    cluster: ClusterConfig,
+    http: Callable[[GivenKeys, GivenKeys], opt.HttpOptions],
+    log_level: str,
+    owner_url: str,
+) -> None:
+    """Run as a child of ``memserve serve``: secret and keys come through stdin, a final error goes to stdout."""
+    with child_of_serve(join, name, log_level) as child:
+        place = FollowerOptions(name, (join,), child.secret, cluster, child.host, owner_url, outlive=child.outlive)
+        keys = http(*(GivenKeys.read_told(child.greeting[name]) for name in ("api_keys", "metrics_keys")))
+        run_follower(engine, place, keys, lambda line: None)
+
+
+def run_follower(
+    engine: EngineOptions, place: FollowerOptions, http: opt.HttpOptions, say: Callable[[str], None]
+) -> None:
+    """Join, serve, leave. Raises :class:`UserError` when the owner does not answer, or refuses this router."""
+    started = time.perf_counter()
+    from memserve.api.http.server import bind
+    from memserve.cli.cluster.serve import Served
+    from memserve.system.memory import keep_heap_small
+
+    keep_heap_small()
+    adapters = read_adapters(engine.lora)
+    refused: list[str] = []
+    try:
+        with signals_raise(), _running_router(engine, place, say) as router, ExitStack() as last:
+            last.callback(lambda: refused.append(router.refused))
+            router.on_left = _end_when_refused
+            _end_when_refused(router.refused)
+            infos = list(with_models(router.members()).values())
+            from memserve.model.loading.sources import resolve_source
+
+            folder = resolve_source(engine.model, "float32")
+            model = model_of(infos, folder, place.config.sequence_instances_max)
+            follow_context(router, model, place.config.sequence_instances_max)
+            served = Served(router, model)
+            with bind(http.host, http.port, is_shared=http.port != 0) as listener:
+                serve_until_signal(served, engine.model, adapters, [listener], http, started)
+    except EndRequested:
+        pass
+    for why in refused:
+        _check_accepted(why)
+
+
+def _end_when_refused(refused: str) -> None:
+    """A router without a cluster answers nothing: streams that it has may finish, and what started it is told."""
+    if refused:
+        log.error("the owner refuses this router: %s", refused)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _check_accepted(refused: str) -> None:
+    if refused:
+        raise UserError(f"the owner refuses this router: {refused}", param="join")
+
+
+@contextmanager
+def _running_router(
+    engine: EngineOptions, place: FollowerOptions, say: Callable[[str], None]
+) -> Iterator[RouterEngine]:
+    from memserve.host.router import RouterEngine
+    from memserve.journal.survivors import end_when_orphaned
+    from memserve.kv.identity import identity_key
+    from memserve.model.loading.card import import_tokenizers
+    from memserve.protocol.peers import Peer, PeerInfo
+    from memserve.router.follower import NO_KV, Follower
+    from memserve.system.memory import objects_that_stay
+    from memserve.system.process import new_generation
+    from memserve.transport.mailbox import ZmqMailbox
+
+    me = Peer(place.name, new_generation())
+    info = PeerInfo(me, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid())
+    machine = Follower(
+        info, place.join, place.config, MemberConfig(), identity_key=identity_key(followed(place.secret).first)
+    )
+    router = RouterEngine(
+        machine,
+        lambda on_message: ZmqMailbox(
+            me,
+            place.secret,
+            place.host,
+            0,
+            on_message,
+            advertise=place.advertise,
+            gives_way=place.outlive is None,
+        ),
+    )
+    router.owner_url = place.owner_url
+    if place.outlive is not None:
+        end_when_orphaned(place.outlive, lambda: machine.member.router)
+    try:
+        with objects_that_stay():
+            import_tokenizers()
+            import memserve.api.app  # noqa: F401  # imported while the owner answers: later, clients would wait
+
+        _wait_until_ready(router, place, say)
+        yield router
+    finally:
+        router.close()
+
+
+def _wait_until_ready(router: RouterEngine, place: FollowerOptions, say: Callable[[str], None]) -> None:
+    """Wait until the owner has accepted this router, and an instance speaks to it."""
+    from memserve.transport.probe import knock_at_all, no_router, what_is_waited_for
+
+    started, told = time.monotonic(), 0.0
+    where = ", ".join(place.join).replace("tcp://", "")
+    while not router.stats().serving:
+        _check_accepted(router.refused)
+        seconds = time.monotonic() - started
+        if seconds > JOIN_TIMEOUT_S and not router.is_member and place.outlive is None:
+            raise no_router(knock_at_all(place.join, place.secret), "the owner")
+        if seconds > told + _TOLD_EVERY_S:
+            if router.is_member or place.outlive is not None:  # a child of `serve` has the right address and secret
+                say(f"waiting for {'instances of ' if router.is_member else ''}the owner at {where}")
+            else:
+                for line in what_is_waited_for(knock_at_all(place.join, place.secret), "the owner"):
+                    say(line)
+            told = time.monotonic() - started
+        time.sleep(_LOOK_S)

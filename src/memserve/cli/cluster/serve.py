@@ -1,0 +1,354 @@
+"""``memserve serve``: the OpenAI API in front of a cluster, or of one engine in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from memserve.api.http.config import ApiConfig, EdgeConfig
+from memserve.base.config import DEFAULT_MAX_TOKENS, DRAIN_S, AdmissionConfig, ClusterConfig, EngineOptions
+from memserve.base.deployment import Followers, PlacementOptions, StoreOptions
+from memserve.base.errors import UserError
+from memserve.base.kv_layout import AS_COMPUTED
+from memserve.base.options import command_line_of
+from memserve.base.types import Admission, Caching
+from memserve.cli import credentials
+from memserve.cli import flags as opt
+from memserve.cli.cluster.fleet import run_fleet
+from memserve.cli.cluster.members import READS, Asked, ClusterOptions, devices_for, running_cluster
+from memserve.cli.cluster.topology import choose_counts, room_text, shape_text
+from memserve.cli.output import say
+from memserve.fleet.messages import FleetOptions
+from memserve.journal.keeper import metadata_place
+from memserve.model.loading.lora import Adapter, read_adapters
+from memserve.store.host.files import with_absolute_folders
+from memserve.system.gpus import device_here
+from memserve.system.process import EndRequested, on_ending_signals, signals_raise
+
+if TYPE_CHECKING:
+    from memserve.api.openai.interfaces import ServingEngine
+    from memserve.model.loading.card import RemoteModel
+    from memserve.model.loading.loader import LoadedModel
+
+log = logging.getLogger(__name__)
+
+ENGINE_CLOSE_S = 5.0
+Count = Annotated[
+    int | None,
+    typer.Option(min=0, max=64, help="Instances of this role on this host. Default: what suits the machine."),
+]
+
+MetadataOption = Annotated[
+    str,
+    typer.Option(help="Where the router keeps records: a folder, etcd://HOST:PORT or none; auto: a folder per --port."),
+]
+ServedNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Name under which clients ask for the model; repeatable, the first stands in answers. "
+        "Default: the model's own."
+    ),
+]
+ChatTokens = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Longest chat answer of a request without max_tokens, in tokens. 0: what the context has room for."
+    ),
+]
+
+GenerationDefaults = Annotated[
+    bool, typer.Option(help="Take defaults of sampling from the model's generation_config.json.")
+]
+RouterCount = Annotated[
+    int, typer.Option(min=1, max=64, help="Router processes that share the port, each placing requests by itself.")
+]
+ClusterHost = Annotated[str, typer.Option(help="Address by which other hosts reach this one: router and instances.")]
+ClusterPort = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Let instances of other hosts join at this port.")
+]
+
+
+@opt.grouped
+def serve(
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")] = opt.DEFAULT_HOST,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one.")] = opt.DEFAULT_PORT,
+    engine: EngineOptions,
+    served_model_name: ServedNames = None,
+    api: ApiConfig,
+    generation_config: GenerationDefaults = True,
+    default_max_tokens: ChatTokens = DEFAULT_MAX_TOKENS,
+    api_key: credentials.ApiKeys = None,
+    api_key_file: credentials.ApiKeyFile = None,
+    metrics_key: credentials.MetricsKey = None,
+    metrics_key_file: credentials.MetricsKeyFile = None,
+    tls_cert: credentials.TlsCert = None,
+    tls_key: credentials.TlsKey = None,
+    drain_s: opt.DrainS = DRAIN_S,
+    edge: EdgeConfig,
+    log_level: opt.LogLevel = opt.DEFAULT_LOG_LEVEL,
+    prefill: Count = None,
+    decode: Count = None,
+    colocated: Count = None,
+    cluster: ClusterConfig,
+    routers: RouterCount = 1,
+    store: StoreOptions,
+    link: opt.Link = opt.DEFAULT_LINK,
+    cluster_host: ClusterHost = opt.DEFAULT_HOST,
+    cluster_port: ClusterPort = None,
+    cluster_secret_file: credentials.ClusterSecretFile = None,
+    metadata: MetadataOption = "auto",
+    metadata_credentials: credentials.MetadataCredentials = None,
+    in_process: Annotated[bool, typer.Option(help="Run one engine in this process, without a cluster.")] = False,
+    fleet: FleetOptions,
+    placement: PlacementOptions,
+) -> None:
+    """Serve a model over the OpenAI HTTP API: a router and instances; with ``--engine``, servers of other projects."""
+    cluster.admission.refuse_idle()
+    opt.set_up_logging(log_level)
+    _check_routers(routers, placement, alone=in_process, engines=bool(fleet.engines))
+    keys = credentials.api_keys(api_key, api_key_file)
+    secrets = (keys, credentials.metrics_keys(metrics_key, metrics_key_file), credentials.tls_of(tls_cert, tls_key))
+    answers = (tuple(served_model_name or ()), generation_config, default_max_tokens)
+    http = opt.HttpOptions(host, port, *secrets, *answers, drain_s, edge, log_level, api)
+    if fleet.engines or fleet.admin_key_file is not None:
+        own = in_process or any(one is not None for one in (prefill, decode, colocated, cluster_port, placement.wanted))
+        run_fleet(fleet, http, cluster, None if own else store)
+        return
+    if in_process:
+        store.refuse("leave out --in-process")
+        cluster_options = (prefill, decode, colocated, cluster_port, placement.wanted)
+        run_server(_alone(engine, cluster.admission, *cluster_options), http, None)
+        return
+    config = cluster if engine.caching else dataclasses.replace(cluster, caching=Caching.OFF)
+    here = engine if placement.asked is None else dataclasses.replace(engine, device="cpu")  # Ray's nodes have the GPUs
+    shape = choose_counts(prefill, decode, colocated, here, placement.scaling)
+    kept_in = metadata_place(metadata, port, credentials.etcd_access(metadata_credentials))
+    secret = credentials.secret_of(cluster_secret_file, is_needed=cluster_port is not None or store.at is not None)
+    members = (cluster_host, cluster_port, secret, kept_in, shape_text(shape), with_absolute_folders(store), placement)
+    run = ClusterOptions(shape.prefill, shape.decode, shape.colocated, config, link, *members, routers=routers)
+    run_server(engine, http, run)
+
+
+def _check_routers(routers: int, placement: PlacementOptions, *, alone: bool, engines: bool) -> None:
+    """Raise :class:`UserError` for what one router alone can do."""
+    if routers == 1:
+        return
+    if alone:
+        raise UserError("--in-process runs one engine without a router", hint="leave out --routers or --in-process")
+    if engines:
+        hint = "leave out --routers; start several servers with the same engines"
+        raise UserError("--routers is for instances, not for --engine", hint=hint, param="routers")
+    if placement.asked is not None:
+        raise UserError(
+            "--routers is for one host", hint="start `memserve router --join` on the others", param="routers"
+        )
+
+
+def _alone(options: EngineOptions, gate: AdmissionConfig, *cluster_options: object) -> EngineOptions:
+    """The options of an engine without a router: its own queue replaces admission; it admits by memory anyway."""
+    if any(option is not None for option in cluster_options):
+        raise UserError(
+            "--in-process runs one engine without a cluster",
+            hint="leave it out, or leave out --prefill, --decode, --colocated and --cluster-port",
+        )
+    if gate.weights or gate.objectives or gate.priority_across_tenants:
+        hint = "leave out --in-process, or --tenant-weight, --tenant-slo and --priority-across-tenants"
+        raise UserError("one engine alone treats all tenants alike", hint=hint)
+    if gate.mode is Admission.NONE:
+        return options
+    if gate.mode is not Admission.BOUNDED or gate.active_max is None or gate.waiting_max < 1:
+        hint = "use --admission bounded with a queue, or leave out --in-process"
+        raise UserError("one engine alone admits by memory anyway, and needs a queue", hint=hint)
+    running = min(options.scheduler.max_running, gate.active_max)
+    limits = dataclasses.replace(options.scheduler, max_running=running, max_waiting=gate.waiting_max)
+    return dataclasses.replace(options, scheduler=limits)
+
+
+def run_server(engine_options: EngineOptions, http: opt.HttpOptions, cluster: ClusterOptions | None) -> None:
+    """Bind, load, serve, drain. ``cluster`` None: one engine in this process.
+
+    Raises :class:`UserError`: for wrong options before anything is loaded."""
+    reads = READS.get()
+    if reads is not None:
+        reads(Asked(engine_options, http, cluster))
+        return
+    if cluster is not None and cluster.placement.asked is not None:
+        from memserve.cli.cluster.ray import run_on_ray
+
+        run_on_ray(engine_options, http, cluster)
+        return
+    started = time.perf_counter()
+    from memserve.api.http.middleware import KeyRing
+    from memserve.api.http.server import bind
+    from memserve.system.memory import keep_heap_small
+
+    if http.api.otlp_endpoint:
+        from memserve.api.metrics.traces import refuse_without_package
+
+        refuse_without_package()
+    adapters = read_adapters(engine_options.lora)
+    for keys in (http.api_keys, http.metrics_keys):
+        KeyRing(keys.read())  # refuses malformed keys
+    keep_heap_small()
+    try:
+        is_shared = cluster is not None and cluster.routers > 1
+        with signals_raise(), ExitStack() as open_sockets:
+            listener = open_sockets.enter_context(bind(http.host, http.port, is_shared=is_shared))
+            listeners = [listener]
+            say(f"loading {engine_options.model} ...")
+            if cluster is not None and is_shared:
+                listeners.append(open_sockets.enter_context(_own_listener(http.host, listener)))
+                cluster = dataclasses.replace(cluster, followers=_followers(engine_options, cluster, http, listeners))
+            backend = _engine(engine_options) if cluster is None else _cluster(engine_options, cluster, http.log_level)
+            with backend as served:
+                serve_until_signal(served, engine_options.model, adapters, listeners, http, started)
+    except EndRequested as asked:
+        log.warning("%s: stopped before it was ready", asked.signal_name)
+
+
+def _own_listener(host: str, shared: socket.socket) -> socket.socket:
+    """The socket of the owner alone: at the next port if that is free, so that followers find it there again after a
+    crash."""
+    from memserve.api.http.server import bind
+
+    port = shared.getsockname()[1] + 1
+    try:
+        return bind(host, port if port < 65536 else 0)
+    except UserError:
+        return bind(host, 0)
+
+
+def _followers(
+    engine: EngineOptions, cluster: ClusterOptions, http: opt.HttpOptions, listeners: list[socket.socket]
+) -> Followers:
+    """How this server's further routers are started, at the port of the first of ``listeners``; the other one is the
+    owner's own."""
+    shared, own = (one.getsockname()[1] for one in listeners)
+    tls = () if http.tls is None else ("--tls-cert", str(http.tls.files[0]), "--tls-key", str(http.tls.files[1]))
+    names = [word for name in http.served_model_names for word in ("--served-model-name", name)]
+    plain = "--host", http.host, "--port", str(shared), "--drain-s", str(http.drain_s)
+    chat = "--default-max-tokens", str(http.default_max_tokens), "--log-level", http.log_level
+    generation = () if http.generation_config else ("--no-generation-config",)
+    model = EngineOptions(model=engine.model, lora=engine.lora)
+    configs = [word for one in (model, http.api, http.limits, cluster.config) for word in command_line_of(one)]
+    owner = "--owner-url", http.url(own).removesuffix("/v1")
+    keys = {"api_keys": http.api_keys.told(), "metrics_keys": http.metrics_keys.told()}
+    return Followers((*plain, *owner, *chat, *generation, *names, *tls, *configs), keys)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Served:
+    """What answers requests."""
+
+    engine: ServingEngine
+    model: LoadedModel | RemoteModel
+    text: str = ""
+    """What is printed about it at the start."""
+    on_end: Callable[[], None] = lambda: None
+    """Called when the server begins to shut down."""
+
+
+@contextmanager
+def _engine(options: EngineOptions) -> Iterator[Served]:
+    from memserve.system.process import set_thread_environment
+
+    set_thread_environment()
+    from memserve.host.build import build_engine
+    from memserve.system.gpus import take_gpu
+    from memserve.system.imports import leave_compiler_out
+    from memserve.system.memory import objects_that_stay
+
+    options = dataclasses.replace(options, device=take_gpu(options.device, options.parallel.workers))
+    if why := device_here(options.device).why:
+        say(why)
+    with objects_that_stay():
+        leave_compiler_out(options.device)
+        engine, model = build_engine(options)
+    try:
+        yield Served(engine, model, room_text(model.kv_tokens, model.max_model_tokens, options.scheduler.max_running))
+    finally:
+        engine.close(ENGINE_CLOSE_S)
+
+
+@contextmanager
+def _cluster(options: EngineOptions, cluster: ClusterOptions, log_level: str) -> Iterator[Served]:
+    for why in (devices_for(options, cluster).why, cluster.why):
+        if why:
+            say(why)
+    with running_cluster(options, cluster, log_level, say) as running:
+        yield Served(running.engine, running.model, running.text, running.on_end)
+
+
+def app_of(
+    engine: ServingEngine, model: LoadedModel | RemoteModel, source: str, adapters: tuple[Adapter, ...],
+    http: opt.HttpOptions,
+) -> tuple[Any, LoadedModel | RemoteModel]:  # fmt: skip
+    """The application in front of ``engine``, and ``model`` as clients know it. ``source``: as it was configured."""
+    from memserve.api.app import create_app
+
+    aliases = (source, model.name)  # as it was configured, and as it calls itself
+    if http.served_model_names:
+        model = dataclasses.replace(model, name=http.served_model_names[0])
+    if not http.generation_config:
+        model = dataclasses.replace(model, generation_defaults={})
+    model = dataclasses.replace(model, default_max_tokens=http.default_max_tokens or None)
+    app = create_app(
+        engine, model, aliases=aliases, further_names=http.served_model_names[1:], adapters=adapters,
+        api_keys=http.api_keys.follow(), metrics_keys=http.metrics_keys.follow(), limits=http.limits, config=http.api,
+    )  # fmt: skip
+    return app, model
+
+
+def serve_until_signal(
+    served: Served, source: str, adapters: tuple[Adapter, ...], listeners: list[socket.socket], http: opt.HttpOptions,
+    started: float,
+) -> None:  # fmt: skip
+    """Answer clients at ``listeners`` until a signal asks for the end; then let streams finish."""
+    from memserve.api.http.limits import make_room_for_connections
+    from memserve.api.http.server import Server
+    from memserve.system.memory import collect_rarely
+
+    collect_rarely()
+    make_room_for_connections(http.limits.connections_max)
+    app, model = app_of(served.engine, served.model, source, adapters, http)
+    port = listeners[0].getsockname()[1]
+
+    def on_ready() -> None:
+        text = [ready_text(model.name, http.url(port), time.perf_counter() - started, http.api_keys.are_given)]
+        if served.text:
+            text.append(served.text)
+        if len(listeners) > 1:
+            own = http.url(listeners[1].getsockname()[1])
+            text.append(
+                f"documents, sessions and stored responses are the owner's, which has an address of its own: {own}"
+            )
+        if adapters:
+            text.append(f"adapters: {', '.join(adapter.name for adapter in adapters)}")
+        if model.kv_lower_dtype != AS_COMPUTED:
+            text.append(f"not lossless: KV in DRAM is rounded to {model.kv_lower_dtype}, and answers may differ")
+        say(*text, result=True)
+
+    ends = {"on_ready": on_ready, "on_end": served.on_end}
+    server = Server(app, drain_s=http.drain_s, log_level=http.log_level, tls=http.tls, **ends)
+    on_ending_signals(
+        server.handle_exit
+    )  # uvicorn restores these handlers when it returns: a later signal must not kill the process
+    server.run(sockets=listeners)
+
+
+def ready_text(name: str, url: str, seconds: float, needs_key: bool) -> str:
+    """The ready line, and a line to copy that talks to the server."""
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": name, "temperature": 0, "messages": [question]}  # greedy: a small model wanders otherwise
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if needs_key else ""
+    example = f"curl {url}/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    return f"ready in {seconds:.1f} s: {name} at {url}\ntry: {example}"

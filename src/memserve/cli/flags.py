@@ -1,0 +1,225 @@
+"""Flags of commands, made from the configs that declare them.
+
+Typer makes a flag of each parameter. A ``grouped`` command may also take a config::
+
+    @grouped
+    def serve(engine: EngineOptions, port: Annotated[int, typer.Option()] = 8000) -> None: ...
+
+This command has the flags of all options of ``EngineOptions`` (:mod:`memserve.base.options`) and gets them as one
+value. ``Annotated[EngineOptions, Only("model", "threads")]`` keeps two of them; the parameter's default replaces
+theirs. vLLM's names are hidden flags.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+
+import typer
+
+from memserve.api.http.config import ApiConfig, EdgeConfig
+from memserve.base.config import EngineOptions
+from memserve.base.errors import UserError
+from memserve.base.options import Option, contradiction, options_of, with_values
+from memserve.base.types import LINKS
+from memserve.system.secrets import GivenKeys
+
+if TYPE_CHECKING:
+    from memserve.api.http.tls import Tls
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+DEFAULT_LINK = "auto"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+DEFAULT_LOG_LEVEL = "warning"
+
+DrainS = Annotated[float, typer.Option(min=0, help="Seconds that streams may go on after SIGTERM or SIGHUP.")]
+HealthFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File that says once a second what this process is: member, outside (it works without a router) or drains."
+        " For probes of containers; a file that is older than a minute is of a process that hangs."
+    ),
+]
+Link = Annotated[str, typer.Option(help=f"How KV moves. {'; '.join(f'{name}: {how}' for name, how in LINKS.items())}.")]
+LogLevel = Annotated[str, typer.Option(help=f"Lowest level that is logged: {', '.join(LOG_LEVELS)}.")]
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """The HTTP server: where it listens, its keys, its answers' defaults and limits."""
+
+    host: str
+    port: int
+    api_keys: GivenKeys
+    metrics_keys: GivenKeys
+    tls: Tls | None
+    """None: plain HTTP."""
+    served_model_names: tuple[str, ...]
+    """The first stands in answers. Empty: the model's own."""
+    generation_config: bool
+    default_max_tokens: int
+    drain_s: float
+    limits: EdgeConfig
+    log_level: str
+    api: ApiConfig = field(default_factory=ApiConfig)
+
+    def url(self, port: int) -> str:
+        """Where clients of this host find the API; ``port`` is the one that listens."""
+        local = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+        shown = local.get(self.host, f"[{self.host}]" if ":" in self.host else self.host)
+        return f"http{'' if self.tls is None else 's'}://{shown}:{port}/v1"
+
+
+class Only:
+    """Keeps these options of a config, and no others."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def chosen(self, options: list[Option]) -> list[Option]:
+        """The options that stay. Raises :class:`KeyError` for an unknown name."""
+        by_name = {one.name: one for one in options}
+        return [by_name[name] for name in self._names]
+
+
+class Without(Only):
+    """Keeps all options of a config but these."""
+
+    def chosen(self, options: list[Option]) -> list[Option]:
+        """The options that stay."""
+        dropped = super().chosen(options)
+        return [one for one in options if one not in dropped]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A parameter that is a config: its options, each with the name of its own parameter."""
+
+    default: Any
+    options: dict[str, Option]
+    vllm: dict[str, Option]
+
+    @classmethod
+    def of(cls, parameter: inspect.Parameter) -> _Group | None:
+        """The group of ``parameter``; ``None``: the parameter is not a config."""
+        annotation, only = parameter.annotation, None
+        if get_origin(annotation) is Annotated:
+            annotation, *marks = get_args(annotation)
+            only = next((mark for mark in marks if isinstance(mark, Only)), None)
+        if not is_dataclass(annotation):
+            return None
+        default = annotation() if parameter.default is inspect.Parameter.empty else parameter.default  # type: ignore[operator]  # a class
+        found = options_of(default) if only is None else only.chosen(options_of(default))
+        return cls(
+            default,
+            {f"{parameter.name}_{one.name}": one for one in found},
+            {f"vllm_{one.vllm}": one for one in found if one.vllm},
+        )
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        """One for each flag."""
+        for name, one in self.options.items():
+            yield _parameter(name, one.kind, _typer_option(one, _spelling(one.flag, one)), one.flag_default)
+        for name, one in self.vllm.items():
+            kind = (one.vllm_form.kind if one.vllm_form else bool if one.kind is bool else one.kind) | None
+            least = one.least if one.vllm_form is None else None
+            yield _parameter(name, kind, _hidden(_spelling(one.vllm_flag, one, both=True), least), None)
+
+    def take(self, given: dict[str, Any], is_default: Callable[[str], bool]) -> Any:
+        """The config that the flags describe; removes them from ``given``."""
+        values = {}
+        for name, one in self.options.items():
+            raw = given.pop(name)
+            if not is_default(name):
+                values[one.path] = one.read(raw)
+        for name, one in self.vllm.items():
+            raw = given.pop(name)
+            if raw is None:
+                continue
+            asked = one.read_vllm(raw)
+            if values.setdefault(one.path, asked) != asked:
+                raise contradiction(one.flag, one.vllm_flag)
+        return with_values(self.default, values)
+
+
+def _parameter(name: str, kind: Any, flag: Any, default: Any) -> inspect.Parameter:
+    annotation = Annotated[kind, flag]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _typer_option(one: Option, spelling: str) -> Any:
+    return typer.Option(spelling, min=one.least, max=one.most, help=one.help)
+
+
+def _hidden(spelling: str, least: float | None = None) -> Any:
+    return typer.Option(spelling, hidden=True, min=least, help="vLLM's name of an option.")
+
+
+def _spelling(flag: str, one: Option, *, both: bool = False) -> str:
+    """The flag; for a switch also its ``--no-`` form, unless the option is declared with one form only."""
+    return f"{flag}/--no-{flag[2:]}" if one.kind is bool and (both or one.form is None) else flag
+
+
+def flag(config: type, name: str) -> Any:
+    """One option of ``config``, to annotate a separate parameter with."""
+    (one,) = Only(name).chosen(options_of(config))
+    return _typer_option(one, one.flag)
+
+
+Model = Annotated[str, flag(EngineOptions, "model")]
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` as Typer sees it: a parameter that is a config is replaced by the flags of its options."""
+    signature = inspect.signature(command, eval_str=True)
+    found = {name: _Group.of(parameter) for name, parameter in signature.parameters.items()}
+    groups = {name: group for name, group in found.items() if group is not None}
+
+    @functools.wraps(command)
+    def spread(typer_context: typer.Context, **given: Any) -> None:
+        def is_default(name: str) -> bool:
+            source = typer_context.get_parameter_source(name)
+            return source is None or source.name == "DEFAULT"
+
+        together = {name: group.take(given, is_default) for name, group in groups.items()}
+        command(**given, **together)
+
+    parameters = [inspect.Parameter("typer_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
+    for name, parameter in signature.parameters.items():
+        plain = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+        parameters += groups[name].parameters() if name in groups else plain
+    spread.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # as inspect reads it
+    return spread
+
+
+def set_up_logging(level: str, process: str = "") -> None:
+    """Log to stderr from ``level`` on, each line with the name of the ``process`` where there are several.
+
+    Raises :class:`UserError` for an unknown level.
+    """
+    if level not in LOG_LEVELS:
+        raise UserError(f"unknown log level {level!r}", hint=f"use one of {', '.join(LOG_LEVELS)}", param="log_level")
+    name = f"{process} " if process else ""
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format=f"%(asctime)s {name}%(levelname)s %(name)s: %(message)s"
+    )
+
+
+def check_name(name: str) -> None:
+    """Raise :class:`UserError` for a name that stands for an address, whichever process listens there."""
+    if name in ("router", "store"):
+        raise UserError(f"no member can be called {name!r}", hint="take another --name", param="name")
+
+
+def split_address(text: str, flag: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``. Raises :class:`UserError` for anything else."""
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"{flag} must be HOST:PORT, not {text!r}", hint=f"for example {flag} 10.0.0.1:5900")
+    return host.strip("[]"), int(port)

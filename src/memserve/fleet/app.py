@@ -1,0 +1,314 @@
+"""The HTTP application in front of engines of other projects.
+
+``/engines``: which engines a fleet has; one joins, one leaves. It has a key of its own: what joins reads prompts.
+
+``/metrics`` of a fleet: engines of other projects, and the admission before them.
+
+What the pages of a fleet show: its engines, as ``/metrics`` tells of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from memserve.api.app import request_log
+from memserve.api.http.config import EdgeConfig
+from memserve.api.http.errors import ApiError, bad_request, model_not_found, shutting_down
+from memserve.api.http.limits import Edge
+from memserve.api.http.middleware import ApiKeys, Cors, Guard, KeyRing, on_http_error
+from memserve.api.metrics.cluster import ADMISSION_METRICS
+from memserve.api.metrics.families import COUNTER, GAUGE, Table, families, with_old_names
+from memserve.api.metrics.http import ApiMetrics
+from memserve.api.openai.probes import Probes, TrailingSlashes
+from memserve.api.ui.feed import PageFeed
+from memserve.api.ui.pages import Dashboard
+from memserve.api.ui.snapshot import MEMBERS_MAX, SnapshotReading
+from memserve.api.ui.timelines import Timelines, Watch
+from memserve.fleet.host import FleetHost
+from memserve.fleet.messages import EngineView, read_engine
+from memserve.fleet.relay import Relay
+from memserve.router.placement.prefix_directory import PrefixNode
+from memserve.router.report import AdmissionStats
+from memserve.system.secrets import Followed
+
+BODY_BYTES_MAX = 4096
+
+
+class _Join(msgspec.Struct):
+    engine: str
+
+
+class EngineRoutes:
+    """The routes below ``/engines``."""
+
+    def __init__(self, host: FleetHost, key: str | Followed[str] | None) -> None:
+        """``key`` None: engines are those of the command line."""
+        self._host = host
+        if key is None:
+            self._keys = KeyRing()
+        else:
+            followed = key if isinstance(key, Followed) else Followed.fixed(key)
+            self._keys = KeyRing(followed.then(lambda key: (f"operator={key}",)))
+
+    def routes(self) -> list[Route]:
+        """For the application."""
+        return [
+            Route("/engines", self.show, methods=["GET"]),
+            Route("/engines", self.join, methods=["POST"]),
+            Route("/engines/{name}", self.leave, methods=["DELETE"]),
+        ]
+
+    def _check(self, request: Request) -> None:
+        if self._keys.is_open:
+            message = "Engines join and leave where `memserve serve` has --engine-admin-key-file"
+            raise ApiError(403, message, code="engines_are_fixed")
+        self._keys.tenant(request.headers.get("authorization"))
+
+    async def show(self, request: Request) -> Response:
+        """All of them, and how they are."""
+        self._check(request)
+        return _page({"engines": [_told(view) for view in self._host.machine.engines()]})
+
+    async def join(self, request: Request) -> Response:
+        """``{"engine": "vllm=http://HOST:PORT,..."}``, as ``--engine`` has it. Says how it is at once."""
+        self._check(request)
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > BODY_BYTES_MAX:
+                raise bad_request("The body of a join is an engine, and short", "engine")
+        try:
+            spec = read_engine(msgspec.json.decode(body, type=_Join).engine)
+        except msgspec.DecodeError:
+            raise bad_request('Send {"engine": "vllm=http://HOST:PORT"}', "engine") from None
+        await self._host.join_engine(spec)
+        view = next((view for view in self._host.machine.engines() if view.name == spec.name), None)
+        return _page(_told(view) if view is not None else {"name": spec.name, "up": False})
+
+    async def leave(self, request: Request) -> Response:
+        """It gets no new requests, and is gone when its last one has ended."""
+        self._check(request)
+        name = request.path_params["name"]
+        self._host.leave_engine(name)
+        view = next((view for view in self._host.machine.engines() if view.name == name), None)
+        return _page({"name": name, "requests_open": view.requests_open if view is not None else 0})
+
+
+def _told(view: EngineView) -> dict[str, object]:
+    return {
+        "name": view.name,
+        "kind": view.kind,
+        "up": view.up,
+        "models": view.models,
+        "requests_open": view.requests_open,
+        "cached_blocks": view.cached_blocks,
+    }
+
+
+def _page(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+FLEET_METRICS: Table = [
+    ("fleet_engine_up", GAUGE, "1 while the engine takes requests, 0 while it does not", "up"),
+    ("fleet_requests_open", GAUGE, "Requests that the router sent to the engine and that have not ended",
+     "requests_open"),
+    ("fleet_requests", COUNTER, "Attempts that the router sent to the engine", "requests"),
+    ("fleet_requests_failed", COUNTER, "Attempts that the engine did not answer, or broke off", "failed"),
+    ("fleet_prefills", COUNTER, "Prompts that the engine has computed for another one to answer", "prefills"),
+    ("fleet_prompt_tokens", COUNTER, "Prompt tokens of attempts sent to the engine", "prompt_tokens"),
+    ("fleet_matched_tokens", COUNTER, "Prompt tokens sent to the engine that it was believed to have cached",
+     "matched_tokens"),
+    ("fleet_cached_blocks", GAUGE, "KV blocks that the engine is believed to have cached", "cached_blocks"),
+    ("fleet_kv_batches", COUNTER, "Batches of KV events of the engine that were applied", "kv_batches"),
+    ("fleet_kv_gaps", COUNTER, "Times that batches of KV events of the engine were missing", "kv_gaps"),
+    ("fleet_kv_forgotten", COUNTER, "Times that all cached blocks of the engine were forgotten", "kv_forgotten"),
+    ("fleet_engine_running", GAUGE, "Requests that the engine says it computes", lambda v: v.report.running or 0),
+    ("fleet_engine_waiting", GAUGE, "Requests that wait in the engine, by its metrics", lambda v: v.report.waiting),
+    ("fleet_engine_kv_usage", GAUGE, "Share (0 to 1) of the engine's KV memory in use, as it says",
+     lambda v: v.report.kv_usage),
+]  # fmt: skip
+
+
+class FleetSnapshot:
+    """One reading of the fleet, as Prometheus wants it."""
+
+    def __init__(self, engines: Sequence[EngineView], admission: AdmissionStats) -> None:
+        self._engines, self._admission = engines, admission
+
+    def describe(self) -> list[Metric]:
+        """Empty: the registry calls it when the collector registers, and the values are read later."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, with the values of this reading."""
+        yield from families(FLEET_METRICS, [((view.name,), view) for view in self._engines], ("engine",))
+        yield from with_old_names(families(ADMISSION_METRICS, [((), self._admission)]))
+
+
+class FleetReading:
+    """All engines at one moment."""
+
+    def __init__(self, engines: Sequence[EngineView], admission: AdmissionStats) -> None:
+        self._engines, self._admission = engines, admission
+
+    def families(self, names_tenants: bool) -> Iterable[Metric]:
+        """The fleet's part of ``/metrics``, which names no tenant."""
+        return FleetSnapshot(self._engines, self._admission).collect()
+
+    def of_tenants(self) -> Iterable[Metric]:
+        """None: engines of other projects tell nothing by tenant."""
+        return ()
+
+    def members(self) -> list[Mapping[str, Any]]:
+        """The engines; their hosts are not known."""
+        views = self._engines[:MEMBERS_MAX]
+        return [
+            {"name": view.name, "role": "engine", "state": "live" if view.up else "down", "host": ""} for view in views
+        ]
+
+
+class FleetSource:
+    """A router of ``memserve serve --engine``."""
+
+    def __init__(self, host: FleetHost, relay: Relay) -> None:
+        self._host, self._relay = host, relay
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server ends."""
+        return self._relay.draining
+
+    @property
+    def model(self) -> str:
+        """The first name under which requests may ask; empty while no engine has answered."""
+        return next(iter(self._host.machine.models()), "")
+
+    async def read(self) -> SnapshotReading:
+        """The machine lives in this loop: nothing is waited for."""
+        return FleetReading(self._host.machine.engines(), self._host.machine.admission())
+
+    async def trees(self, tenant: str | None) -> Mapping[str, Sequence[PrefixNode]]:
+        """None: the prefixes of a fleet are not kept by prompt."""
+        return {}
+
+
+SILENCE_S = 600.0
+"""How long an engine may say nothing in the middle of a request, by default."""
+
+
+class _Pages:
+    """The routes that do not generate."""
+
+    def __init__(self, host: FleetHost, relay: Relay, metrics: ApiMetrics, metrics_keys: KeyRing) -> None:
+        self._host, self._relay, self._metrics, self._metrics_keys = host, relay, metrics, metrics_keys
+        self._created_s = int(time.time())
+
+    def _card(self, name: str) -> dict[str, object]:
+        return {"id": name, "object": "model", "created": self._created_s, "owned_by": "memserve"}
+
+    async def models(self, request: Request) -> Response:
+        """``GET /v1/models``: of all engines."""
+        return _json({"object": "list", "data": [self._card(name) for name in self._host.machine.models()]})
+
+    async def model(self, request: Request) -> Response:
+        """``GET /v1/models/{id}``; names may contain slashes."""
+        name, models = request.path_params["name"], self._host.machine.models()
+        if name not in models:
+            raise model_not_found(name, ", ".join(models))
+        return _json(self._card(name))
+
+    async def health(self, request: Request) -> Response:
+        """``GET /health``: 200 while an engine takes requests."""
+        if self._relay.draining:
+            raise shutting_down()
+        views = self._host.machine.engines()
+        is_up = any(view.up for view in views)
+        status = "ok" if is_up else "no engine takes requests"
+        return _json({"status": status, "engines": {view.name: view.up for view in views}}, 200 if is_up else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """``GET /metrics`` in Prometheus' text form."""
+        self._metrics_keys.tenant(request.headers.get("authorization"))
+        registry = CollectorRegistry()
+        registry.register(FleetSnapshot(self._host.machine.engines(), self._host.machine.admission()))
+        self._metrics.read_process()
+        page = generate_latest(self._metrics.registry) + generate_latest(registry)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def create_fleet_app(
+    host: FleetHost,
+    *,
+    api_keys: ApiKeys = (),
+    metrics_keys: ApiKeys = (),
+    engines_key: str | Followed[str] | None = None,
+    limits: EdgeConfig | None = None,
+    silence_s: float = SILENCE_S,
+) -> Starlette:
+    """The OpenAI API in front of the engines of ``host``, which starts and ends with it.
+
+    ``engines_key``: with it engines join and leave; ``None``: they do not. ``silence_s``: seconds that an engine may
+    say nothing in the middle of a request. Raises :class:`UserError` for malformed keys.
+    """
+    limits = limits or EdgeConfig()
+    metrics = ApiMetrics()
+    edge, keys = Edge(limits, metrics), KeyRing(api_keys)
+    relay = Relay(host, edge, metrics, silence_s, not keys.is_open)
+    operators, timelines = KeyRing(metrics_keys), Timelines("")
+    pages = _Pages(host, relay, metrics, operators)
+    dashboard = Dashboard(PageFeed(FleetSource(host, relay), metrics, timelines), timelines, keys, operators)
+    closing = ExitStack()
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        with closing:
+            await host.start()
+            try:
+                yield
+            finally:
+                await host.close()
+
+    routes = [
+        Route("/v1/completions", relay, methods=["POST"]),
+        Route("/v1/chat/completions", relay, methods=["POST"]),
+        Route("/v1/models", pages.models),
+        Route("/v1/models/{name:path}", pages.model),
+        Route("/health", pages.health),
+        Route("/metrics", pages.metrics),
+        *Probes(pages.health, lambda: relay.calls_open, operators).routes(),
+        *EngineRoutes(host, engines_key).routes(),
+        *dashboard.routes(),
+    ]
+    app = Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(TrailingSlashes, routes=routes),
+            *request_log(limits.log_requests, "", closing),
+            Middleware(Watch, timelines=timelines),
+            Middleware(Cors, origins=limits.cors_origins),
+            Middleware(Guard, keys=keys, metrics=metrics),
+        ],
+        exception_handlers={HTTPException: on_http_error},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.hub, app.state.edge = relay, edge
+    return app

@@ -1,0 +1,374 @@
+"""Hosts the fleet machine in one event loop: asks engines whether they are well, hears their KV events, keeps time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from memserve.base.config import ClusterConfig
+from memserve.base.errors import UserError
+from memserve.base.units import MIB, NS_PER_S
+from memserve.fleet.http_client import EngineFault, HttpCall
+from memserve.fleet.machine import Fleet
+from memserve.fleet.messages import (
+    PREFILL_TOKENS,
+    Abort,
+    AnswerEnded,
+    EngineAnswered,
+    EngineGone,
+    EngineJoined,
+    EngineKind,
+    EngineLeft,
+    EngineMissed,
+    EngineReport,
+    EngineSpec,
+    FleetAction,
+    FleetEvent,
+    ForwardRequest,
+    GiveUp,
+    KvReceived,
+    Prefill,
+    PromptArrived,
+    ReplayEnded,
+    RequestReplay,
+    TimePassed,
+)
+from memserve.kv.identity import DEFAULT_KEY
+from memserve.protocol.events import RejectRequest
+from memserve.system.secrets import Followed
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+LOOK_S = 2.0
+"""How long an engine has to say that it is well."""
+REPLAY_S = 5.0
+"""How long an engine has for the next batch of a replay."""
+PAGE_BYTES_MAX = 8 * MIB
+END_SEQUENCE = b"\xff" * 8
+Decision = ForwardRequest | Prefill | RejectRequest | GiveUp
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(\{[^}]*\})?\s+(\S+)")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_METRICS = {
+    EngineKind.VLLM: ("vllm:num_requests_running", "vllm:num_requests_waiting",
+                      ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
+    EngineKind.SGLANG: ("sglang:num_running_reqs", "sglang:num_queue_reqs", ("sglang:token_usage",)),
+}  # fmt: skip
+"""Running, waiting, and the share of KV memory in use, by newer and older names."""
+
+
+class Ticket:
+    """A request on its way: what the machine decides for it, and the call that can be given up."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self._decisions: asyncio.Queue[Decision | None] = asyncio.Queue()
+        #: why it needs no answer any more: its client left, or the server ends; ``None``: it does
+        self.ended: Exception | None = None
+        #: the attempt that is under way
+        self.call: HttpCall | None = None
+
+    async def decision(self) -> Decision:
+        """The next decision; the machine's timers see to it that there is one. Raises what :meth:`end` was given."""
+        decision = await self._decisions.get()
+        if decision is None or self.ended is not None:
+            raise self.ended or RuntimeError("a ticket without a reason to end")
+        return decision
+
+    def decide(self, decision: Decision) -> None:
+        """The machine has decided."""
+        self._decisions.put_nowait(decision)
+
+    def end(self, error: Exception) -> None:
+        """Wait for nothing any more, because of ``error``."""
+        self.ended = self.ended or error
+        self._decisions.put_nowait(None)
+        self.abort(str(error))
+
+    def abort(self, reason: str) -> None:
+        """Give the attempt up."""
+        if self.call is not None:
+            self.call.abort(reason)
+
+
+class FleetHost:
+    """The machine and what it needs of the world. All of it in one event loop."""
+
+    def __init__(
+        self,
+        specs: Sequence[EngineSpec],
+        config: ClusterConfig,
+        *,
+        identity_key: bytes = DEFAULT_KEY,
+        engine_key: str | Followed[str] | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> None:
+        """``engine_key``: the engines' own API key. ``prefill_tokens``: see :class:`Fleet`."""
+        self.specs = {spec.name: spec for spec in specs}
+        self._engine_key = engine_key if isinstance(engine_key, Followed) else Followed.fixed(engine_key)
+        self.machine = Fleet(list(specs), config, identity_key=identity_key, prefill_tokens=prefill_tokens)
+        self._tickets: dict[str, Ticket] = {}
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}
+        self._replays: dict[str, asyncio.Task[None]] = {}
+        self._context: zmq.asyncio.Context | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def engine_key(self) -> str | None:
+        """The engines' own API key, as it is now."""
+        return self._engine_key.value()
+
+    # -- life
+
+    async def start(self) -> None:
+        """Look at every engine once, and go on looking."""
+        self._context = zmq.asyncio.Context()
+        await asyncio.gather(*(self._meet(spec) for spec in self.specs.values()))
+        for view in self.machine.engines():
+            if not view.up:
+                log.warning("engine %s does not answer yet", view.name)
+
+    async def _meet(self, spec: EngineSpec) -> None:
+        """Look at it once, and go on looking and listening."""
+        tasks = self._tasks[spec.name] = [asyncio.create_task(self._listen(spec))] if spec.events else []
+        await self._look(spec)
+        if self.specs.get(spec.name) is spec:  # it may have left meanwhile
+            tasks.append(asyncio.create_task(self._watch(spec)))
+
+    async def join_engine(self, spec: EngineSpec) -> None:
+        """One more engine. Raises :class:`UserError` for one that is known."""
+        if spec.name in self.specs:
+            raise UserError(f"{spec.name} has joined already", hint="let it leave first", param="engine")
+        self.specs[spec.name] = spec
+        self.post(EngineJoined(spec))
+        await self._meet(spec)
+
+    def leave_engine(self, name: str) -> None:
+        """It gets no new requests, and is gone when its last one has ended. Raises :class:`UserError` for one that is
+        not known."""
+        if name not in self.specs:
+            raise UserError(f"{name[:200]} is no engine here", hint=f"one of {', '.join(self.specs)}", param="engine")
+        self.post(EngineLeft(name))
+
+    async def close(self) -> None:
+        """Stop looking and listening."""
+        tasks = [*itertools.chain.from_iterable(self._tasks.values()), *self._replays.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    # -- requests
+
+    @property
+    def requests_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._tickets)
+
+    def submit(self, prompt: PromptArrived) -> Ticket:
+        """A request for the machine. Call :meth:`leave` when it has ended, however it did."""
+        ticket = self._tickets[prompt.request.request_id] = Ticket(prompt.request.request_id)
+        self.post(prompt)
+        return ticket
+
+    def leave(self, ticket: Ticket, *, is_cut: bool = False) -> None:
+        """The request has ended. ``is_cut``: its engine broke the answer off."""
+        self._tickets.pop(ticket.request_id, None)
+        self.post(AnswerEnded(ticket.request_id, is_cut))
+
+    def end_all(self, error: Exception) -> int:
+        """End every request with ``error``. Returns their number."""
+        for ticket in list(self._tickets.values()):
+            ticket.end(error)
+        return len(self._tickets)
+
+    def post(self, event: FleetEvent) -> None:
+        """Tell the machine, and do what it asks for."""
+        for action in self.machine.handle(event, time.monotonic_ns()):
+            self._do(action)
+        self._keep_time()
+
+    def _do(self, action: FleetAction) -> None:
+        if isinstance(action, RequestReplay):
+            self._replays[action.engine] = asyncio.create_task(self._replay(action))
+            return
+        if isinstance(action, EngineGone):
+            del self.specs[action.name]
+            for task in [*self._tasks.pop(action.name, ()), *filter(None, [self._replays.pop(action.name, None)])]:
+                task.cancel()
+            return
+        ticket = self._tickets.get(action.request_id)
+        if ticket is None:
+            return
+        if isinstance(action, Abort):
+            ticket.abort(action.reason)
+        else:
+            ticket.decide(action)
+
+    def _keep_time(self) -> None:
+        due_ns = self.machine.next_deadline_ns
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due_ns is not None:
+            in_s = max(0.0, (due_ns - time.monotonic_ns()) / NS_PER_S)
+            self._timer = asyncio.get_running_loop().call_later(in_s, self.post, TimePassed())
+
+    # -- health
+
+    async def _watch(self, spec: EngineSpec) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self._look(spec)
+
+    async def _look(self, spec: EngineSpec) -> None:
+        report: EngineReport | EngineFault
+        try:
+            report = await self._report(spec)
+        except EngineFault as fault:
+            report = fault
+        if self.specs.get(spec.name) is not spec:
+            return
+        if isinstance(report, EngineFault):
+            calls = [ticket.call for ticket in self._tickets.values() if ticket.call is not None]
+            heard_ns = max((call.heard_ns for call in calls if call.url == spec.url), default=0)
+            self.post(EngineMissed(spec.name, report.reason, report.refuses, heard_ns))
+        else:
+            self.post(EngineAnswered(spec.name, report))
+
+    async def _report(self, spec: EngineSpec) -> EngineReport:
+        status, _ = await self.fetch(spec, "GET", "/health", b"", LOOK_S)
+        if status != 200:
+            raise EngineFault(f"its /health says {status}", refuses=True)
+        status, body = await self.fetch(spec, "GET", "/v1/models", b"", LOOK_S)
+        if status != 200:
+            raise EngineFault(f"its /v1/models says {status}", refuses=True)
+        models = models_of(body)
+        try:
+            status, body = await self.fetch(spec, "GET", "/metrics", b"", LOOK_S)
+        except EngineFault:  # what it says about its load is of use, but not needed
+            return EngineReport(models)
+        return report_of(spec.kind, models, body.decode("utf-8", "replace") if status == 200 else "")
+
+    async def fetch(
+        self, spec: EngineSpec, method: str, path: str, body: bytes, deadline_s: float
+    ) -> tuple[int, bytes]:
+        """Status and body of a small answer. Raises :class:`EngineFault`."""
+        headers = [(b"accept", b"*/*"), (b"content-type", b"application/json")]
+        if (key := self.engine_key) is not None:
+            headers.append((b"authorization", b"Bearer %b" % key.encode()))
+        call = HttpCall(spec.url)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await call.send(method, path, headers, body, deadline_s)
+                return call.status, await call.whole(PAGE_BYTES_MAX, deadline_s)
+        except TimeoutError:
+            raise EngineFault(f"{path} took longer than {deadline_s:g} s", status=504) from None
+        finally:
+            call.close()
+
+    # -- KV events
+
+    async def _listen(self, spec: EngineSpec) -> None:
+        socket = self._socket(zmq.SUB, spec.events, lambda one: one.setsockopt(zmq.SUBSCRIBE, b""))
+        with contextlib.closing(socket):
+            while True:
+                frames = await socket.recv_multipart()
+                if len(frames) == 3 and len(frames[1]) == 8:
+                    self.post(KvReceived(spec.name, int.from_bytes(frames[1], "big"), frames[2]))
+
+    async def _replay(self, action: RequestReplay) -> None:
+        spec = self.specs[action.engine]
+        socket = self._socket(zmq.DEALER, spec.replay, lambda one: None)
+        try:
+            await socket.send_multipart([b"", action.first.to_bytes(8, "big")])
+            while True:
+                async with asyncio.timeout(REPLAY_S):
+                    frames = await socket.recv_multipart()
+                if len(frames) < 3 or frames[-2] == END_SEQUENCE:
+                    break
+                if len(frames[-2]) == 8:
+                    number = int.from_bytes(frames[-2], "big")
+                    self.post(KvReceived(spec.name, number, frames[-1], replayed=True))
+        except TimeoutError:
+            log.warning("engine %s did not repeat its KV events", spec.name)
+        finally:
+            socket.close(linger=0)
+        self.post(ReplayEnded(spec.name))
+
+    def _socket(self, kind: int, address: str, prepare: Callable[[zmq.asyncio.Socket], None]) -> zmq.asyncio.Socket:
+        assert self._context is not None
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 100_000)
+        prepare(socket)
+        socket.connect(address)
+        return socket
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+def models_of(body: bytes) -> dict[str, str]:
+    """``/v1/models``: names, and the weights behind each; an adapter has weights of its own. Raises
+    :class:`EngineFault`."""
+    try:
+        cards = msgspec.json.decode(body, type=_Cards).data
+    except (msgspec.DecodeError, RecursionError):
+        raise EngineFault("its /v1/models is no list of models", refuses=True) from None
+    cards.sort(key=lambda card: card.parent is not None)
+    return {card.id: card.id if card.parent is not None else card.root or card.id for card in cards}
+
+
+def report_of(kind: EngineKind, models: dict[str, str], page: str) -> EngineReport:
+    """What ``/metrics`` says; numbers that make no sense are left out. Samples of several ranks are added up, shares
+    averaged."""
+    samples: dict[str, list[float]] = {}
+    kv_tokens = 0
+    for line in page.splitlines():
+        found = None if line.startswith("#") else _SAMPLE.match(line)
+        if found is None:
+            continue
+        name, labels, value = found.groups()
+        if name == "vllm:cache_config_info":
+            kv_tokens += _cache_tokens(dict(_LABEL.findall(labels or "")))
+        with contextlib.suppress(ValueError):
+            number = float(value)
+            if math.isfinite(number) and 0 <= number < 1e15:
+                samples.setdefault(name, []).append(number)
+    running, waiting, shares = _METRICS[kind]
+    share = next((samples[name] for name in shares if name in samples), [])
+    return EngineReport(
+        models,
+        int(sum(samples[running])) if running in samples else None,
+        int(sum(samples.get(waiting, []))),
+        min(1.0, sum(share) / len(share)) if share else 0.0,
+        kv_tokens or int(sum(samples.get("sglang:max_total_num_tokens", []))),
+        max(samples.get("process_start_time_seconds", [0.0])),
+    )
+
+
+def _cache_tokens(labels: dict[str, str]) -> int:
+    block, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
+    return int(block) * int(blocks) if block.isdecimal() and blocks.isdecimal() else 0

@@ -1,0 +1,251 @@
+"""KV events of vLLM and SGLang, applied to the router's prefix directory.
+
+A batch is msgpack: ``[time, [event, ...], data parallel rank]``. An event is a map with ``type``; up to vLLM 0.22 an
+array that begins with it. Blocks are named by the engine's own hashes, and their tokens come along. The directory names
+blocks by memserve's identities, so each hash is kept with the identity that follows from its parent's and its tokens:
+engines with other hash functions, or with random seeds, share one directory.
+
+An engine stores a block once a copy and removes it once a copy; the directory counts references. Batches are numbered,
+and applied in order. A gap is filled by a replay, else all blocks of the engine are forgotten: an entry too few costs
+time, one too many sends requests to an empty cache::
+
+    live 7          expected 7: applied
+    live 12         expected 8: kept aside, ask for a replay from 8
+    replay 8        applied, ... 11, then 12 from aside
+    replay 10       its first, expected 8: 8 and 9 are gone for good: forget, go on with 10
+    replay 8, 10    9 was lost on its way: 10 is kept aside, ask for another replay from 9
+    live 3          after live 12: the engine has restarted: forget, expect 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from memserve import _core
+from memserve.base.types import VOCAB_MAX
+
+ASIDE_MAX = 4096
+"""Batches that are kept behind a gap."""
+BLOCK_TOKENS_MAX = 1 << 20
+_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+           "extra_keys", "group_idx")  # fmt: skip
+_REMOVED = ("block_hashes", "medium", "group_idx")
+_UPPER = (None, "GPU")
+"""Media that attention reads. All others are a lower tier."""
+_decode = msgspec.msgpack.Decoder().decode
+Hash = int | bytes
+Event = dict[str, Any]
+
+
+def decode_batch(payload: bytes) -> tuple[int, list[Event]]:
+    """Rank and events of a batch, each a map with ``type``. Raises ``ValueError`` for anything else."""
+    try:
+        batch = _decode(payload)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"not msgpack: {error}") from None
+    if not isinstance(batch, list) or len(batch) < 2 or not isinstance(batch[1], list):
+        raise ValueError("a batch is [time, events, rank]")
+    rank = batch[2] if len(batch) > 2 and batch[2] is not None else 0
+    if not isinstance(rank, int):
+        raise ValueError(f"rank {rank!r}")
+    return rank, [_as_map(event) for event in batch[1]]
+
+
+def _as_map(event: Any) -> Event:
+    if isinstance(event, list) and event:
+        names = {"BlockStored": _STORED, "BlockRemoved": _REMOVED}.get(str(event[0]), ())
+        event = {"type": event[0], **dict(zip(names, event[1:], strict=False))}
+    if not isinstance(event, dict):
+        raise ValueError("an event is a map")
+    kind = event.get("type")
+    if kind in ("BlockStored", "BlockRemoved"):
+        hashes = event.get("block_hashes")
+        if not isinstance(hashes, list) or not all(isinstance(one, int | bytes) for one in hashes):
+            raise ValueError("block_hashes are integers or bytes")
+    if kind == "BlockStored":
+        _check_stored(event)
+    return event
+
+
+def _check_stored(event: Event) -> None:
+    size, tokens = event.get("block_size"), event.get("token_ids")
+    if not isinstance(size, int) or not 0 < size <= BLOCK_TOKENS_MAX or not isinstance(tokens, list):
+        raise ValueError("a stored block has token_ids and a block_size")
+    if len(tokens) != size * len(event["block_hashes"]):
+        raise ValueError(f"{len(tokens)} tokens are not {len(event['block_hashes'])} blocks of {size}")
+    if not all(isinstance(token, int) and 0 <= token < VOCAB_MAX for token in tokens):
+        raise ValueError("a token id is a number below 2^31")
+    if not isinstance(event.get("parent_block_hash"), int | bytes | None):
+        raise ValueError("parent_block_hash is an integer or bytes")
+
+
+@dataclass(slots=True)
+class _Block:
+    identity: bytes
+    references: list[int] = field(default_factory=lambda: [0, 0])
+    """Upper and lower tier."""
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One publisher."""
+
+    expected: int = 0
+    live: int | None = None
+    """The last batch that was not a replay."""
+    aside: dict[int, list[Event]] = field(default_factory=dict)
+    is_repeating: bool = False
+    """A replay has brought a batch, and has not ended."""
+
+
+class EngineKvFeed:
+    """The events of one engine, and what the directory has of it."""
+
+    def __init__(
+        self, number: int, directory: _core.PrefixDirectory, key: bytes, root: Callable[[int], bytes], replays: bool
+    ) -> None:
+        """``root``: the namespace of blocks of so many tokens. ``replays``: the engine can repeat its events."""
+        self._number, self._directory, self._key, self._root = number, directory, key, root
+        self._replays = replays
+        self._ranks: dict[int, _Rank] = {}
+        self._blocks: dict[Hash, _Block] = {}
+        #: of the blocks that are stored; 0: none was yet
+        self.block_tokens = 0
+        self.batches = self.gaps = self.forgotten = 0
+
+    def live(self, sequence: int, payload: bytes) -> int | None:
+        """A new batch. Returns the number to ask a replay from, if a gap begins with it. Raises ``ValueError`` for a
+        malformed one: the caller forgets the engine's blocks."""
+        number, events = decode_batch(payload)
+        rank = self._ranks.setdefault(number, _Rank())
+        if rank.live is not None and sequence <= rank.live:
+            self.restarted()
+            rank = self._ranks.setdefault(number, _Rank())
+        rank.live = sequence
+        if sequence < rank.expected:
+            return None  # a replay has brought it already
+        is_known_gap = bool(rank.aside)
+        rank.aside[sequence] = events
+        self._catch_up(rank)
+        if not rank.aside:
+            return None
+        self.gaps += not is_known_gap
+        if not self._replays or len(rank.aside) > ASIDE_MAX:
+            self._skip_gap(rank)
+            return None
+        return None if is_known_gap else rank.expected
+
+    def replayed(self, sequence: int, payload: bytes) -> None:
+        """A batch of a replay. Raises ``ValueError`` as :meth:`live` does."""
+        number, events = decode_batch(payload)
+        rank = self._ranks.setdefault(number, _Rank())
+        if sequence < rank.expected:
+            return
+        if sequence == rank.expected or len(rank.aside) < ASIDE_MAX:
+            rank.aside[sequence] = events
+        if sequence > rank.expected and not rank.is_repeating:
+            self._skip_gap(rank)  # replays are in order: what is before the first is gone for good
+        self._catch_up(rank)
+        rank.is_repeating = True
+
+    def replay_ended(self, *, is_old: bool = False) -> int | None:
+        """What it did not bring will not come. Returns the number to ask another replay from, if batches of this one
+        were lost on the way: vLLM's socket drops what it cannot send at once. ``is_old``: a gap has begun since it was
+        asked for."""
+        is_short = False
+        for rank in self._ranks.values():
+            while rank.aside and not rank.is_repeating and not is_old:
+                self._skip_gap(rank)
+            is_short = is_short or bool(rank.aside)
+            rank.is_repeating = False
+        return self.expected if is_short else None
+
+    @property
+    def expected(self) -> int:
+        """The first batch that was not heard."""
+        return min((rank.expected for rank in self._ranks.values()), default=0)
+
+    def restarted(self) -> None:
+        """The engine has nothing any more, and numbers its batches from 0 again."""
+        self.forget()
+        self._ranks.clear()
+        self.block_tokens = 0
+
+    def forget(self) -> None:
+        """Its blocks are unknown from now on."""
+        self.forgotten += bool(self._blocks)
+        self._blocks.clear()
+        self._directory.clear(self._number)
+
+    def _skip_gap(self, rank: _Rank) -> None:
+        if rank.expected or self._blocks:
+            self.forget()
+        rank.expected = min(rank.aside)
+        self._catch_up(rank)
+
+    def _catch_up(self, rank: _Rank) -> None:
+        while (events := rank.aside.pop(rank.expected, None)) is not None:
+            rank.expected += 1
+            self.batches += 1
+            for event in events:
+                self._apply(event)
+        for old in [sequence for sequence in rank.aside if sequence < rank.expected]:
+            del rank.aside[old]
+
+    def _apply(self, event: Event) -> None:
+        kind = event.get("type")
+        if kind == "AllBlocksCleared":
+            self._blocks.clear()
+            self._directory.clear(self._number)
+        elif kind == "BlockStored" and _is_ours(event):
+            self._store(event)
+        elif kind == "BlockRemoved" and _is_ours(event):
+            self._remove(event)
+
+    def _store(self, event: Event) -> None:
+        size, hashes, parent = event["block_size"], event["block_hashes"], event.get("parent_block_hash")
+        if size < self.block_tokens:
+            return  # the rest of a prompt that fills no block
+        if size > self.block_tokens:
+            self.forget()
+            self.block_tokens = size
+        if parent is None:
+            above = self._root(size)
+        elif parent in self._blocks:
+            above = self._blocks[parent].identity
+        else:
+            return  # heard too late: where it lies in a prompt is unknown
+        packed = _core.block_identities(self._key, above, np.array(event["token_ids"], np.int32), size)
+        tier = int(event.get("medium") not in _UPPER)
+        for at, one in enumerate(hashes):
+            block = self._blocks.setdefault(one, _Block(packed[16 * at : 16 * at + 16]))
+            block.references[tier] += 1
+            self._directory.store(self._number, tier, block.identity)
+
+    def _remove(self, event: Event) -> None:
+        tier = int(event.get("medium") not in _UPPER)
+        for one in event["block_hashes"]:
+            block = self._blocks.get(one)
+            if block is None or not block.references[tier]:
+                continue
+            block.references[tier] -= 1
+            self._directory.evict(self._number, block.identity, tier)
+            if not any(block.references):
+                del self._blocks[one]
+
+    def counts(self) -> dict[Hash, tuple[int, int]]:
+        """References of each known block, upper and lower tier; to look at."""
+        return {one: (block.references[0], block.references[1]) for one, block in self._blocks.items()}
+
+
+def _is_ours(event: Event) -> bool:
+    """Whether any request with these tokens finds the block: not with an adapter, a salt or an image, nor in memory of
+    another process. Of a model with several kinds of layers the first group counts."""
+    is_private = any(event.get(name) is not None for name in ("lora_id", "lora_name", "cache_salt"))
+    is_private = is_private or any(keys for keys in event.get("extra_keys") or ())
+    return not is_private and event.get("group_idx") in (None, 0) and event.get("locality") != "REMOTE"

@@ -1,0 +1,332 @@
+"""What the fleet machine is told, and what it asks for; the options of one engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from memserve.base.errors import UserError
+from memserve.base.options import MANY, check_ranges, option
+from memserve.base.types import Request, Role
+from memserve.protocol.events import RejectRequest
+
+ENGINE_HINT = "for example --engine vllm=http://10.0.0.1:8000,events=tcp://10.0.0.1:5557,replay=tcp://10.0.0.1:5558"
+PREFILL_TOKENS = 256
+_URL = re.compile(r"https?://[^\s,/@?#]+:\d{1,5}")
+_ENDPOINT = re.compile(r"tcp://[^\s,/@?#*]+:\d{1,5}|ipc://[^\s,]+")
+
+
+class EngineKind(StrEnum):
+    """Whose server it is: names of metrics differ."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine, as ``--engine`` names it."""
+
+    kind: EngineKind
+    url: str
+    """``http://HOST:PORT``, or https."""
+    events: str = ""
+    """Where it publishes KV events; empty: it does not."""
+    replay: str = ""
+    """Where it repeats them; empty: it does not."""
+    role: Role = Role.COLOCATED
+    """``prefill``: it computes long prompts for others; ``decode``: it answers, and reads what those have computed."""
+
+    @property
+    def name(self) -> str:
+        """``HOST:PORT``."""
+        return self.url.partition("://")[2]
+
+
+def read_engine(text: str) -> EngineSpec:
+    """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT][,role=prefill]``, or ``sglang=``.
+
+    Raises :class:`UserError` for anything else.
+    """
+    first, *more = text.split(",")
+    kind, _, url = first.partition("=")
+    url = url.rstrip("/")
+    if kind not in tuple(EngineKind) or not _URL.fullmatch(url) or not _is_port(url):
+        raise UserError(f"{text[:200]!r} names no engine", hint=ENGINE_HINT, param="engine")
+    named = dict(part.partition("=")[::2] for part in more)
+    if len(named) < len(more) or named.keys() - {"events", "replay", "role"}:
+        raise UserError(f"{text[:200]!r} has an unknown or repeated part", hint=ENGINE_HINT, param="engine")
+    role = named.pop("role", Role.COLOCATED)
+    if role not in (Role.PREFILL, Role.DECODE, Role.COLOCATED):
+        raise UserError(f"an engine has no role {role[:200]!r}", hint="role=prefill, or role=decode", param="engine")
+    if role != Role.COLOCATED and kind != EngineKind.VLLM:
+        hint = "leave role= out: such a server computes and answers"
+        raise UserError(f"{kind} hands no prompts over", hint=hint, param="engine")
+    wrong = [value for value in named.values() if not _ENDPOINT.fullmatch(value)]
+    if wrong:
+        raise UserError(f"{wrong[0][:200]!r} is no address of ZeroMQ", hint=ENGINE_HINT, param="engine")
+    if "replay" in named and "events" not in named:
+        raise UserError("an engine repeats only events that it publishes", hint=ENGINE_HINT, param="engine")
+    return EngineSpec(EngineKind(kind), url, **named, role=Role(role))
+
+
+def _is_port(address: str) -> bool:
+    return 0 < int(address.rpartition(":")[2]) < 65536
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """Servers of other projects behind the router."""
+
+    engines: tuple[str, ...] = option((), "--engine", form=MANY)
+    """``vllm=http://HOST:PORT[,events=tcp://HOST:PORT][,replay=tcp://HOST:PORT]``, or ``sglang=``: serve through this
+    server instead of instances. Repeatable. With ``,role=prefill`` and ``,role=decode`` one vLLM computes prompts and
+    another one answers."""
+    key_file: str | None = option(None, "--engine-key-file")
+    """File with the API key of the servers that ``--engine`` names."""
+    admin_key_file: str | None = option(None, "--engine-admin-key-file")
+    """File with a key of its own, with which servers join and leave at run time: `memserve engine join`. Without it
+    they do not; with it the router may start without any."""
+    silence_s: float = option(600.0, "--engine-silence-s", least=0.1)
+    """Seconds that a server of ``--engine`` may say nothing in the middle of a request."""
+    prefill_tokens: int = option(PREFILL_TOKENS, "--engine-prefill-tokens", least=1)
+    """A prompt goes to a ``role=prefill`` server if it has at least so many tokens that no server is known to have
+    cached; others are computed where they are answered."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if len({spec.name for spec in self.specs()}) < len(self.engines):
+            raise UserError("a server is named twice", hint="give every server one --engine", param="engines")
+        roles = {spec.role for spec in self.specs()}
+        if (Role.PREFILL in roles) != (Role.DECODE in roles):
+            hint = "give one server role=prefill and one role=decode, or leave role= out"
+            raise UserError("a role without its counterpart", hint=hint, param="engines")
+
+    def specs(self) -> list[EngineSpec]:
+        """The servers. Raises :class:`UserError` for one that is malformed."""
+        return [read_engine(text) for text in self.engines]
+
+
+class PromptSpace(StrEnum):
+    """What the numbers of a prompt are. Prompts of two spaces never match."""
+
+    TOKENS = "tokens"  # the model's token ids, as KV events name them
+    TEXT = "text"  # four bytes of the prompt's text each: about as many as tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What an engine says about itself when it is asked whether it is well."""
+
+    models: dict[str, str]
+    """Names under which requests may ask, each with the name of the weights behind it: equal where KV is shared."""
+    running: int | None = None
+    """Requests that it computes. ``None``: it shows no metrics."""
+    waiting: int = 0
+    kv_usage: float = 0.0
+    """Share (0 to 1) of its KV memory that requests hold."""
+    kv_tokens: int = 0
+    """Tokens that its KV memory holds; 0: unknown."""
+    started_s: float = 0.0
+    """When its process started; 0: unknown. Another value: it has restarted, and its cache is empty."""
+
+
+# -- events
+
+
+@dataclass(frozen=True, slots=True)
+class EngineJoined:
+    """One more engine. Its name must be new."""
+
+    spec: EngineSpec
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLeft:
+    """It gets no new requests, and is gone when those that it has have ended."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswered:
+    """It is well."""
+
+    name: str
+    report: EngineReport
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMissed:
+    """It did not answer in time, or not well."""
+
+    name: str
+    reason: str
+    refuses: bool = False
+    """It said so itself, or its port is closed: it takes no new requests. Else it may only be slow."""
+    heard_ns: int = 0
+    """When bytes of an answer came from it last."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptArrived:
+    """A request to be answered by an engine. ``request.prompt`` is in ``space``."""
+
+    request: Request
+    model: str
+    space: PromptSpace
+    may_split: bool = True
+    """One engine may compute its prompt, and another one answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComputed:
+    """The engine that was asked to has computed the prompt; another one can answer now."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBegan:
+    """The client has the first bytes: its prompt is computed, and no other engine can answer any more."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnded:
+    """The request needs no engine any more: it was answered, cut off, or its client left."""
+
+    request_id: str
+    is_cut: bool = False
+    """Its engine broke the answer off."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    """The engine gave no answer, or did not compute the prompt, and the client has nothing yet."""
+
+    request_id: str
+    reason: str
+    status: int = 502
+    """What the client gets if no other engine answers."""
+    retry_after_s: float | None = None
+    refuses: bool = False
+    """The engine's port is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvReceived:
+    """A batch of KV events, as it came."""
+
+    name: str
+    sequence: int
+    payload: bytes
+    replayed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayEnded:
+    """All that the engine still has of what was asked for has come, or nothing did in time."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Deadlines may have passed."""
+
+
+FleetEvent = (
+    EngineJoined | EngineLeft | EngineAnswered | EngineMissed | PromptArrived | PromptComputed | AnswerBegan
+    | AnswerEnded | AttemptFailed | KvReceived | ReplayEnded | TimePassed
+)  # fmt: skip
+
+
+# -- actions
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRequest:
+    """Send the request to this engine."""
+
+    request_id: str
+    engine: str
+    reason: str
+    space: PromptSpace = PromptSpace.TOKENS
+    prompt_tokens: int = 0
+    matched_tokens: int = 0
+    """Of the prompt, what this engine is believed to have cached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Have this engine compute the request's prompt: another one will answer."""
+
+    request_id: str
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Answer the request with an error: no engine could."""
+
+    request_id: str
+    status: int
+    reason: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The engine has fallen silent: wait for this attempt no longer, and report how it ended."""
+
+    request_id: str
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReplay:
+    """Ask the engine for its batches of KV events from ``first`` on."""
+
+    engine: str
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGone:
+    """Look at this engine no more: it has left."""
+
+    name: str
+
+
+FleetAction = ForwardRequest | Prefill | RejectRequest | GiveUp | Abort | RequestReplay | EngineGone
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine, for metrics."""
+
+    name: str
+    kind: str
+    up: bool
+    models: tuple[str, ...] = ()
+    requests_open: int = 0
+    requests: int = 0
+    """Attempts sent there."""
+    failed: int = 0
+    """Of them: ended without an answer, or in the middle of it."""
+    prefills: int = 0
+    """Prompts that it has computed for another engine's answer."""
+    prompt_tokens: int = 0
+    matched_tokens: int = 0
+    """Of these prompts, what the engine was believed to have cached."""
+    cached_blocks: int = 0
+    kv_batches: int = 0
+    kv_gaps: int = 0
+    kv_forgotten: int = 0
+    """Times that all its blocks were forgotten: a gap that no replay filled, a restart, or malformed events."""
+    report: EngineReport = field(default_factory=lambda: EngineReport({}))

@@ -1,0 +1,173 @@
+"""Puts the parts together: a model, a device and a machine, as an engine or as a member of a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memserve.base.config import EngineOptions, InstanceConfig
+from memserve.base.types import Role
+from memserve.base.units import human_bytes
+from memserve.protocol.peers import Peer
+from memserve.system.process import set_thread_environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from memserve.host.engine import Engine
+    from memserve.instance.machine import Instance
+    from memserve.kv.costs import CostModel
+    from memserve.model.device import ModelDevice
+    from memserve.model.gpu.streams import Gpu
+    from memserve.model.loading.loader import LoadedModel
+    from memserve.model.workers.gpu_processes import GpuWorkers
+    from memserve.model.workers.processes import Divided
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A loaded model, what computes with it, and what decides."""
+
+    model: LoadedModel
+    config: InstanceConfig
+    device: ModelDevice | Divided
+    machine: Instance
+    costs: CostModel
+    """Measured on this machine, or the defaults."""
+    profile_path: Path
+    """Where they are kept."""
+
+
+def build_parts(
+    options: EngineOptions,
+    *,
+    me: Peer | None = None,
+    role: Role = Role.COLOCATED,
+    identity_key: bytes | None = None,
+    nixl_at: str | None = None,
+) -> Parts:
+    """Load the model and build its device and its machine. Imports torch, so it takes seconds.
+
+    ``me``: None: the engine is alone. Else: its name in a cluster, where its KV lies in memory that peers may read, and
+    ``identity_key`` is the cluster's. ``nixl_at``: the host at which NIXL listens; None: it is not used. Raises
+    :class:`UserError` when the model cannot be served or the memory cannot hold it.
+    """
+    set_thread_environment()
+    from memserve.model.gpu.streams import open_gpu
+    from memserve.model.workers.gpu_processes import GpuWorkers
+
+    options = dataclasses.replace(options, parallel=options.parallel.of(role))
+    model = _loaded(options)
+    gpu = open_gpu(model.device, options.gpu_memory_share)
+    shared, workers = me is not None, None
+    if gpu is not None and options.parallel.workers > 1:
+        workers = GpuWorkers(options, model, gpu, shared=shared, nixl_at=nixl_at)
+    try:
+        return _parts(options, model, gpu, workers, me, role, identity_key)
+    except BaseException:
+        if workers is not None:
+            workers.close()
+        raise
+
+
+def _parts(
+    options: EngineOptions, model: LoadedModel, gpu: Gpu | None, gpu_workers: GpuWorkers | None, me: Peer | None,
+    role: Role, identity_key: bytes | None,
+) -> Parts:  # fmt: skip
+    from memserve.host.profile_file import load_profile, profile_path
+    from memserve.instance.machine import Instance
+    from memserve.instance.scheduler.capacity import context_note
+    from memserve.kv.costs import PreemptionCosts
+    from memserve.model.gpu.setup import kv_bytes_here, shares_gpu_kv
+    from memserve.model.loading.loader import model_sizes
+    from memserve.system.memory import check_host_memory, memory_bound, resident_bytes
+
+    geometry, on_gpu = model.geometry, gpu is not None
+    sizes = model_sizes(model)  # with its weights
+    kv_bytes = gpu_workers.kv_bytes() if gpu_workers else kv_bytes_here(options, sizes) if on_gpu else None
+    config = options.instance_config(
+        geometry, model.max_model_tokens, model.fingerprint, model.vocab_size, on_gpu=on_gpu, kv_bytes=kv_bytes
+    )
+    shares_kv = not on_gpu or me is not None
+    if gpu_workers is not None and me is not None:
+        shares_kv = shares_gpu_kv(gpu_workers.why_unshared, role)
+    exchange = dataclasses.replace(config.exchange, shares_kv=shares_kv)
+    pool = dataclasses.replace(config.pool, identity_key=identity_key)
+    adapters = model.adapters.digests if model.adapters is not None else frozenset()
+    config = dataclasses.replace(config, role=role, exchange=exchange, pool=pool, adapters=adapters)
+    check_host_memory(options.dram_memory_bytes + (0 if on_gpu else options.kv_memory_bytes))
+    profiled = model.fingerprint, geometry, model.device.type + options.parallel.text, options.threads
+    costs = load_profile(*profiled)
+    known = PreemptionCosts(block_bytes=geometry.block_bytes, profile=costs if costs.is_measured else None)
+    machine = Instance(config, geometry.block_tokens, known, me=me, geometry=geometry)
+    note = context_note(machine.context_tokens, model.max_model_tokens, options, config.pool.hbm_blocks, geometry)
+    served = dataclasses.replace(
+        model,
+        max_model_tokens=machine.context_tokens,
+        context_note=note,
+        kv_tokens=config.pool.hbm_blocks * geometry.block_tokens,
+        kv_lower_dtype=options.kv_lower_dtype,
+    )
+    bound = memory_bound(sizes, geometry, config, in_cluster=me is not None)
+    device = gpu_workers.device(served, config) if gpu_workers else _device(
+        served, options, config, gpu, shared=me is not None
+    )  # fmt: skip
+    if not on_gpu:
+        device.bound_bytes = bound.total_bytes
+        log.info("memory: %s resident, at most %s", human_bytes(resident_bytes()), bound)
+    return Parts(served, config, device, machine, costs, profile_path(*profiled))
+
+
+def _device(
+    model: LoadedModel, options: EngineOptions, config: InstanceConfig, gpu: Gpu | None, *, shared: bool
+) -> ModelDevice | Divided:
+    """``shared``: peers read its KV."""
+    from memserve.model.capture.forward import best_forward
+    from memserve.model.device import ModelDevice
+    from memserve.model.gpu.setup import build_gpu_device
+
+    link_bytes_s = config.scheduler.link_bytes_s
+    if options.parallel.workers > 1:
+        from memserve.model.workers.processes import build_divided
+
+        return build_divided(model, options, config, shared=shared, link_bytes_s=link_bytes_s)
+    if gpu is not None:
+        return build_gpu_device(model, config, gpu, best_forward(model.module), shared=shared)
+    return ModelDevice(model, config, best_forward(model.module), shared=shared, link_bytes_s=link_bytes_s)
+
+
+def _loaded(options: EngineOptions) -> LoadedModel:
+    """The model with its adapters; for several GPUs in host memory. Raises :class:`UserError`."""
+    from memserve.model.gpu.setup import check_gpu_count, refuse_on_gpu, refuse_without_gpu
+    from memserve.model.loading.loader import load_model
+    from memserve.system.gpus import device_here, take_gpu
+    from memserve.system.memory import usable_cores
+
+    parallel, threads = options.parallel, options.threads
+    workers, device = parallel.workers, take_gpu(options.device, parallel.workers)
+    gpus = device_here(device).gpus
+    if gpus:
+        refuse_on_gpu(options)
+        check_gpu_count(workers, len(gpus))
+    if workers > 1:
+        threads = parallel.threads_each(threads or usable_cores())
+    model = load_model(
+        options.model, options.dtype, device, block_tokens=options.block_tokens, threads=threads, lora=options.lora,
+        on_host=workers > 1, kv_bytes=options.kv_memory_bytes + options.dram_memory_bytes,
+    )  # fmt: skip
+    if model.device.type == "cpu":
+        refuse_without_gpu(options)
+    return model
+
+
+def build_engine(options: EngineOptions) -> tuple[Engine, LoadedModel]:
+    """An engine for the clients of this process; see :func:`build_parts`."""
+    from memserve.host.engine import Engine
+
+    parts = build_parts(options)
+    return Engine(parts.machine, parts.device), parts.model

@@ -1,0 +1,370 @@
+"""The engine: one instance for the clients of its own process. A cluster's members and its router use its
+parts: :class:`HostedInstance` and :class:`EngineClients`.
+
+client threads --submit--> inbox --> [machine] --> sinks (new tokens, called by the engine thread)
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from memserve.base.types import FinishReason, NamedPrefix, Request, TokenArray, TokenOutput
+from memserve.host.stats import EngineStats, StepTimer
+from memserve.instance.events import (
+    Action,
+    AwaitMask,
+    BuildGrammar,
+    Event,
+    ForgetGrammar,
+    GrammarBuilt,
+    LayerFinished,
+    MaskComputed,
+    RunStep,
+    StepFailed,
+    StepFinished,
+    StepPlan,
+)
+from memserve.instance.machine import Instance
+from memserve.protocol.events import (
+    EmitTokens,
+    KeyConflict,
+    PrefixPinned,
+    PrefixUnpinned,
+    RejectRequest,
+    RequestArrived,
+    RequestCancelled,
+    SequenceStopped,
+)
+from memserve.system.loop import ANSWER_TIMEOUT_S, MachineLoop
+from memserve.transport.ports import Device
+
+log = logging.getLogger(__name__)
+
+CLOSING_RETRY_S = 5.0
+"""After this long another engine may have taken the place of one that closes."""
+
+
+class Refusal(enum.Enum):
+    """Why an engine refuses a request."""
+
+    IMPOSSIBLE = "impossible"  # the request could never run here
+    BUSY = "busy"  # too many wait already: try again later
+    OVERLOADED = "overloaded"  # the request waited in vain: there is too much to do, whatever the tenant
+    CLOSING = "closing"  # the engine is going away, or broke: try another server
+    KEY_REUSED = "key reused"  # its key was given to another request
+    TAKEN_OVER = "taken over"  # another connection with its key gets the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The engine will not run this request. ``retry_after_s`` is ``None`` when trying again cannot help."""
+
+    request_id: str
+    reason: str
+    retry_after_s: float | None
+    refusal: Refusal = Refusal.IMPOSSIBLE
+
+
+def _refusal_of(action: RejectRequest) -> Refusal:
+    if action.conflict is not None:
+        return Refusal.TAKEN_OVER if action.conflict is KeyConflict.TAKEN_OVER else Refusal.KEY_REUSED
+    if action.retry_after_s is None:
+        return Refusal.IMPOSSIBLE
+    return Refusal.OVERLOADED if action.overloaded else Refusal.BUSY
+
+
+Sink = Callable[[TokenOutput | Rejected], None]
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """The sink of a request, and its sequences that have not ended."""
+
+    sink: Sink
+    running: list[int]
+
+
+class EngineClients:
+    """The sinks of all requests that have not ended. Anyone may submit; one thread delivers."""
+
+    def __init__(self, cancel: Callable[[str], None]) -> None:
+        """``cancel`` is called for a request with a failed sink."""
+        self._cancel = cancel
+        #: all and only the requests that were submitted and have not ended
+        self._waiters: dict[str, _Waiter] = {}
+        self._lock = threading.Lock()  # guards _waiters and closing against submitters
+        self.closing = False  # refuse new requests
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that have not ended."""
+        with self._lock:
+            return len(self._waiters)
+
+    def submit(self, request: Request, sink: Sink, start: Callable[[Request], None]) -> None:
+        """``start(request)`` and remember its ``sink``, or tell the sink that it is too late."""
+        with self._lock:
+            if not self.closing:
+                self._waiters[request.request_id] = _Waiter(sink, list(range(request.n)))
+                start(request)
+                return
+        sink(Rejected(request.request_id, "the server is shutting down", CLOSING_RETRY_S, Refusal.CLOSING))
+
+    def close(self) -> list[str]:
+        """From now on every new request is refused. Returns the ids of those that run."""
+        with self._lock:
+            self.closing = True
+            return list(self._waiters)
+
+    def deliver(self, outputs: list[TokenOutput]) -> None:
+        """Give each output to the sink of its request."""
+        for output in outputs:
+            self._deliver(output)
+
+    def reject(self, action: RejectRequest) -> None:
+        """Tell a client that its request will not run."""
+        self._tell(
+            self._forget(action.request_id),
+            Rejected(action.request_id, action.reason, action.retry_after_s, _refusal_of(action)),
+        )
+
+    def fail_all(self) -> None:
+        """The machine broke: every request ends with an error, and new ones are refused."""
+        with self._lock:
+            self.closing = True
+            waiters, self._waiters = self._waiters, {}
+        for request_id, waiter in waiters.items():
+            for index in waiter.running:
+                self._tell(waiter.sink, TokenOutput(request_id, index, (), finish_reason=FinishReason.ERROR))
+
+    def _deliver(self, output: TokenOutput) -> None:
+        waiter = self._waiters.get(output.request_id)
+        if waiter is None:
+            return
+        if output.finish_reason is not None:
+            waiter.running.remove(output.index)
+            if not waiter.running:
+                self._forget(output.request_id)
+        if not self._tell(waiter.sink, output):
+            self._forget(output.request_id)
+            self._cancel(output.request_id)
+
+    @staticmethod
+    def _tell(sink: Sink | None, news: TokenOutput | Rejected) -> bool:
+        """Give ``news`` to ``sink``; ``False`` when it raised. Whatever a client's sink does, the others go on."""
+        try:
+            if sink is not None:
+                sink(news)
+        except Exception:
+            log.exception("the sink of request %s failed", news.request_id)
+            return False
+        return True
+
+    def _forget(self, request_id: str) -> Sink | None:
+        with self._lock:
+            waiter = self._waiters.pop(request_id, None)
+        return waiter.sink if waiter else None
+
+
+# -- an instance and its device
+#
+# While the device works on a plan, the machine has already prepared the next one:
+#
+#     post --> inbox --> [engine thread: machine.handle] --plans--> [device thread: execute]
+#                ^                |                                        |
+#                |                +--> outlet (tokens, messages, ...)      |
+#                +------------------ LayerFinished, StepFinished ----------+
+
+Outlet = Callable[[Action], None]
+"""Takes every action that is not the device's, in the engine thread."""
+
+
+class HostedInstance:
+    """Runs an instance until it is closed: its owner posts events and gets the machine's actions."""
+
+    def __init__(
+        self,
+        machine: Instance,
+        device: Device,
+        outlet: Outlet,
+        *,
+        on_broken: Callable[[], None],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """``on_broken`` is called in the engine thread when the machine raised: nothing will happen any more."""
+        self.machine = machine
+        self._device = device
+        self._outlet = outlet
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._timer = StepTimer(bound_bytes=getattr(device, "bound_bytes", 0))  # devices without a model know none
+        self._loop: MachineLoop[Event] = MachineLoop(
+            machine, self._perform, on_broken=on_broken, on_end=self._end_plans, clock_ns=clock_ns
+        )
+        self._device_thread = threading.Thread(target=self._run_device, name="memserve-device", daemon=True)
+        self._begun: queue.SimpleQueue[tuple[StepPlan, Callable[[], StepFinished]] | None] = queue.SimpleQueue()
+        self._finishing = threading.Thread(target=self._run_finishing, name="memserve-finishing", daemon=True)
+        self.post = self._loop.post
+        self.ask = self._loop.ask
+        device.on_layer = self._layer_finished
+        if hasattr(device, "on_broken"):  # one of several workers
+            device.on_broken = lambda: self._loop.call(on_broken)
+
+    def start(self) -> None:
+        """Begin to work."""
+        self._loop.start()
+        self._device_thread.start()
+        self._finishing.start()
+
+    def stats(self, timeout_s: float = ANSWER_TIMEOUT_S) -> EngineStats:
+        """A consistent snapshot of counters and gauges; raises as :meth:`MachineLoop.ask`."""
+        return self.ask(lambda: self._timer.snapshot(self.machine.stats()), timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Handle what was posted, stop both threads and free the device; ``False`` when they did not stop in time."""
+        stopped = self._loop.close(timeout_s)
+        for thread in (self._device_thread, self._finishing):
+            thread.join(timeout_s)
+        if not stopped or self._device_thread.is_alive() or self._finishing.is_alive():
+            log.warning("the engine did not stop within %.1f s", timeout_s)
+            return False
+        self._device.close()
+        return True
+
+    # -- engine thread
+
+    def _perform(self, event: Event, actions: list[Action], spent_ns: int) -> None:
+        self._timer.machine_worked(spent_ns)
+        if isinstance(event, StepFinished):
+            self._timer.step_finished(event.device_ns)
+        for action in actions:
+            if isinstance(action, RunStep):
+                self._plans.put(action.plan)
+            elif isinstance(action, BuildGrammar):
+                built = partial(self._grammar_built, action.job_id)
+                self._device.build_grammar(action.job_id, action.grammar, built)
+            elif isinstance(action, ForgetGrammar):
+                self._device.forget_grammar(action.job_id)
+            elif isinstance(action, AwaitMask):
+                self._device.await_mask(action.slot, partial(self.post, MaskComputed(action.job_id)))
+            else:
+                self._outlet(action)
+
+    def _grammar_built(self, job_id: int, error: str) -> None:
+        self.post(GrammarBuilt(job_id, error))
+
+    def _end_plans(self) -> None:
+        self._plans.put(None)
+
+    # -- device thread, and the one that waits for a device which the host is ahead of
+
+    def _run_device(self) -> None:
+        begin: Callable[[StepPlan], Callable[[], StepFinished]] | None = getattr(self._device, "begin_step", None)
+        while (plan := self._plans.get()) is not None:
+            if begin is None:
+                self._answer(plan, partial(self._device.execute, plan))
+                continue
+            try:
+                finish = begin(plan)
+            except Exception as error:
+                finish = partial(_fail, error)
+            self._begun.put((plan, finish))
+        self._begun.put(None)
+
+    def _run_finishing(self) -> None:
+        while (begun := self._begun.get()) is not None:
+            self._answer(*begun)
+
+    def _answer(self, plan: StepPlan, finish: Callable[[], StepFinished]) -> None:
+        try:
+            self.post(finish())
+        except Exception as error:
+            log.exception("step %d failed on the device", plan.step_id)
+            self.post(StepFailed(plan.step_id, f"{type(error).__name__}: {error}"))
+
+    def _layer_finished(self, step_id: int, layer: int) -> None:
+        self.post(LayerFinished(step_id, layer))
+
+
+def _fail(error: Exception) -> StepFinished:
+    raise error
+
+
+class Engine:
+    """Runs requests: thread-safe ``submit``, answers through a sink that the engine thread calls."""
+
+    def __init__(self, machine: Instance, device: Device, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clients = EngineClients(self.cancel)
+        self._instance = HostedInstance(
+            machine, device, self._perform, on_broken=self._clients.fail_all, clock_ns=clock_ns
+        )
+        self._closed = False
+        self._instance.start()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Run ``request``. ``sink`` gets every :class:`TokenOutput`, or one :class:`Rejected`."""
+        self._clients.submit(request, sink, lambda request: self._instance.post(RequestArrived(request)))
+
+    def cancel(self, request_id: str) -> None:
+        """End every sequence of the request; unknown ids are ignored (it may just have ended)."""
+        self._instance.post(RequestCancelled(request_id))
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
+        self._instance.post(SequenceStopped(request_id, index))
+
+    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
+        """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""
+        self._instance.post(PrefixPinned(handle, tenant, tokens, ttl_ns, salt))
+
+    def unpin(self, handle: str, tenant: str) -> None:
+        """Give the name up; unknown ones are ignored."""
+        self._instance.post(PrefixUnpinned(handle, tenant))
+
+    def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
+        """How much of it is pinned. Raises as :meth:`stats`."""
+        machine = self._instance.machine
+        return self._instance.ask(lambda: [machine.pinned_tokens(handle, tenant) for handle in handles])
+
+    def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
+        """What is kept under a tenant's names; their times are those of the engine's clock. Raises as :meth:`stats`."""
+        return self._instance.ask(lambda: self._instance.machine.named_prefixes(tenant))
+
+    def stats(self) -> EngineStats:
+        """A consistent snapshot of counters and gauges.
+
+        Raises ``TimeoutError`` when the engine is stuck, :class:`EngineStopped` when it has ended: that one at once.
+        """
+        return self._instance.stats()
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that have not ended."""
+        return self._clients.outstanding
+
+    @property
+    def closing(self) -> bool:
+        """Whether new requests are refused: the engine is closing, or its machine broke."""
+        return self._clients.closing
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel what still runs, stop both threads and free the device."""
+        if self._closed:
+            return
+        self._closed = True
+        for request_id in self._clients.close():
+            self.cancel(request_id)
+        self._instance.close(timeout_s)
+
+    def _perform(self, action: Action) -> None:
+        """Perform an action of the machine, in the engine thread. Without peers no action is a message."""
+        if isinstance(action, EmitTokens):
+            self._clients.deliver(action.outputs)
+        elif isinstance(action, RejectRequest):
+            self._clients.reject(action)

@@ -1,0 +1,233 @@
+"""The process of one instance: loads the model, joins the cluster, works until it is told to leave."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from memserve.base.config import EngineOptions
+from memserve.base.types import Role
+from memserve.host.build import Parts, build_parts
+from memserve.host.member import MemberProcess
+from memserve.host.profile_file import LearntProfile
+from memserve.journal.survivors import end_when_orphaned
+from memserve.kv.identity import identity_key
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.system.gpus import take_gpu
+from memserve.system.imports import leave_compiler_out
+from memserve.system.memory import keep_heap_small, objects_that_stay, trim_heap
+from memserve.system.process import HealthFile, SignalCounter, new_generation, on_ending_signals
+from memserve.system.secrets import Secret, followed
+from memserve.transport.data_port import open_data_port, uses_nixl
+from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.probe import knock_at_all, no_router, what_is_waited_for
+from memserve.transport.request_server import ListenAddress
+
+if TYPE_CHECKING:
+    from memserve.model.attention.query_server import SegmentPort
+    from memserve.model.device import ModelDevice
+
+log = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_S = 30.0
+"""How long the router may take to answer, once the model is loaded."""
+
+WAITING_TOLD_S = (1.0, 2.0, 4.0, 8.0)
+"""Until it is said again what an instance waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberOptions:
+    """An instance's place in a cluster."""
+
+    role: Role
+    name: str
+    join: tuple[str, ...]
+    """Where the router's mailbox may be, ``tcp://host:port`` each."""
+    secret: Secret
+    """The cluster's."""
+    drain_s: float
+    """How long it may finish what it has when it is told to end; what is left then goes on elsewhere."""
+    host: str = "127.0.0.1"
+    """Where its own mailbox listens."""
+    port: int = 0
+    advertise: str | None = None
+    """The host by which others reach it."""
+    link: str = "auto"
+    """How KV moves: one of :data:`memserve.base.types.LINKS`."""
+    is_supervised: bool = False
+    """A ``memserve serve`` on this host has started it, and ends it."""
+    health_file: Path | None = None
+    """Where it says once a second what it is to its cluster."""
+
+
+def run_instance(
+    options: EngineOptions,
+    place: MemberOptions,
+    on_ready: Callable[[], None],
+    *,
+    outlive: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Run one instance until it is drained, expelled for good or signalled; ``on_ready`` is called when it has joined,
+    ``say`` with what it waits for until then. ``outlive``: the state folder of a router that it waits for when that is
+    killed.
+
+    Raises :class:`UserError` when the model cannot be served, no router answers, or the router refuses it.
+    """
+    keep_heap_small()
+    own_gpus = options.parallel.of(place.role).workers
+    options = replace(options, device=take_gpu(options.device, own_gpus))  # before torch looks
+    health = HealthFile(place.health_file) if place.health_file is not None else None
+    me = Peer(place.name, new_generation())
+    members: list[MemberProcess] = []
+    if outlive is not None:
+        end_when_orphaned(outlive, lambda: members[0].router if members else None)
+    with objects_that_stay():
+        leave_compiler_out(options.device)
+        key = identity_key(followed(place.secret).first)
+        nixl_at = (place.advertise or place.host) if uses_nixl(place.link) else None
+        parts = build_parts(options, me=me, role=place.role, identity_key=key, nixl_at=nixl_at)
+    member = _open_member(parts, place, me)
+    members.append(member)
+    asked = SignalCounter()
+
+    def end(sig: int, _frame: object) -> None:
+        if asked.came(sig):  # the first time with patience; a second signal is meant
+            member.drain(place.drain_s if asked.count == 1 else 0.0, asked.names[-1])
+
+    if place.is_supervised:  # its supervisor ends it: a closed terminal, or Ctrl-C, lets streams drain first
+        signal.signal(signal.SIGTERM, end)
+    else:
+        on_ending_signals(end)
+
+    keep_costs = _costs_keeper(parts, member)
+
+    def tell_health() -> None:
+        keep_costs()
+        if health is not None and (standing := member.standing) is not None:
+            health.tell(standing)
+
+    try:
+        member.start()
+        if wait_joined(member, place, say):
+            _keep_vocabulary(parts)
+            on_ready()
+            tell_health()
+            member.wait(tell_health)
+        elif asked.names:
+            say(f"ended by {asked.names[0]} before it was a member")
+    finally:
+        if health is not None:
+            health.remove()
+        member.close()
+
+
+def _costs_keeper(parts: Parts, member: MemberProcess) -> Callable[[], None]:
+    """What is called now and then to keep what the instance learns of its costs. Warns where nothing is known yet."""
+    learnt = LearntProfile(parts.profile_path, parts.costs)
+    if not parts.costs.is_measured:
+        log.warning(
+            "what computing and moving KV costs here is assumed until requests have shown it; memserve profile"
+            " measures it beforehand"
+        )
+
+    def keep() -> None:
+        if parts.machine.state.costs.is_complete:
+            learnt.keep(member.costs, time.monotonic())
+
+    return keep
+
+
+def wait_joined(member: MemberProcess, place: MemberOptions, say: Callable[[str], None]) -> bool:
+    """Wait until ``member`` is one, and say what it waits for: after a second, then at growing intervals. ``False``:
+    the end was asked for.
+
+    Raises :class:`UserError` when the router refuses it, or none has answered within ``JOIN_TIMEOUT_S``.
+    """
+    started = time.monotonic()
+    for pause_s in itertools.chain(WAITING_TOLD_S, itertools.repeat(WAITING_TOLD_S[-1])):
+        left_s = JOIN_TIMEOUT_S - (time.monotonic() - started)
+        if member.wait_joined(max(0.0, min(pause_s, left_s))):
+            return True
+        if member.ended:
+            return False
+        found = knock_at_all(place.join, place.secret)
+        if left_s <= pause_s:
+            raise no_router(found, "a router")
+        for line in what_is_waited_for(found, "a router"):
+            say(line)
+    raise AssertionError("unreachable: the pauses do not end")
+
+
+def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> MemberProcess:
+    geometry, arenas = parts.model.geometry, parts.device.shared_arenas
+    where = ListenAddress(place.secret, place.host, place.advertise)
+    segments = _open_segments(parts, where)
+    info = _introduce(parts, place, me, segments)
+    _forget_tokenizer(parts)
+    return MemberProcess(
+        parts.machine,
+        parts.device,
+        info,
+        place.join,
+        lambda me, on_message: ZmqMailbox(
+            me, place.secret, place.host, place.port, on_message, advertise=place.advertise
+        ),
+        lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, where),
+        segments=segments,
+    )
+
+
+def _keep_vocabulary(parts: Parts) -> None:
+    """Of the tokenizer, grammars need the text alone: a megabyte."""
+    if parts.device.grammars is not None:
+        parts.device.grammars.keep_vocabulary()
+        trim_heap()
+
+
+def _open_segments(parts: Parts, where: ListenAddress) -> SegmentPort | None:
+    """Where it may compute parts of longer sequences. None: its model or its options do not allow that."""
+    able = parts.model.attends_plainly and parts.config.scheduler.layerwise == "off"
+    if not able or getattr(parts.device, "held_kv", None) is None:
+        return None
+    from memserve.model.attention.query_server import SegmentPort
+
+    device, dtype = cast("ModelDevice", parts.device), parts.model.geometry.dtype
+    return SegmentPort(device, where, dtype)
+
+
+def _forget_tokenizer(parts: Parts) -> None:
+    """Once the model card is written, text is the router's: the tokenizer of a small model is 13 MB."""
+    parts.model.tokenizer = None
+    gc.collect()
+    trim_heap()
+
+
+def _introduce(parts: Parts, place: MemberOptions, me: Peer, segments: SegmentPort | None) -> PeerInfo:
+    from memserve.model.loading.card import ModelCard
+
+    config = parts.config
+    return PeerInfo(
+        peer=me,
+        role=place.role,
+        address="",  # the mailbox knows
+        namespace=config.namespace,
+        geometry=parts.model.geometry,
+        hbm_blocks=config.pool.hbm_blocks,
+        dram_blocks=config.pool.dram_blocks,
+        context_tokens=parts.machine.context_tokens,
+        caching=config.pool.caching,
+        publishes_events=config.exchange.event_capacity > 0,
+        model_card=ModelCard.of(parts.model).encode(),
+        costs=parts.costs.encode() if parts.costs.is_measured else b"",
+        segments_at=segments.address if segments is not None else "",
+        sequence_tokens=config.max_model_tokens if segments is not None else 0,
+    )

@@ -1,0 +1,344 @@
+"""What a :class:`PoolPeer` does, without threads and sockets: a memory, an exchange, and the machine of its
+membership (:class:`memserve.protocol.peer_group.PeerGroup`), which it hosts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from memserve import _core
+from memserve.base.errors import UserError
+from memserve.base.types import ClockTicked, Tier, TokenArray
+from memserve.kv.mempool import Addresses, AddressList, MemPool
+from memserve.kv.transfer.context import ExchangeAction
+from memserve.kv.transfer.events import (
+    Delivered,
+    FetchEnded,
+    HandoffOffered,
+    Inserted,
+    Outcome,
+    PagesPulled,
+    PagesSealed,
+    Released,
+    RemoteAllocated,
+)
+from memserve.kv.transfer.exchange import Exchange
+from memserve.protocol.events import MessageArrived, Send
+from memserve.protocol.member_events import AddPeer, ChangeGeneration, ForwardMessage, GenerationChanged, RemovePeer
+from memserve.protocol.peer_group import AddRequested, GroupEvent, PeerGroup, RemoveRequested
+from memserve.protocol.peers import Peer, PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """How a transfer ended."""
+
+    done: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.done
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCall:
+    """Event: a thread of the application wants something; ``do(now)`` runs in the machine's thread."""
+
+    do: Callable[[int], Any]
+    answer: Future[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Action: tell the application what a peer has sent."""
+
+    outcome: Delivered | Inserted
+
+
+PoolEvent = PoolCall | MessageArrived | PagesSealed | PagesPulled | ClockTicked
+PoolAction = ExchangeAction | AddPeer | RemovePeer | GenerationChanged | Arrived
+
+Answer = TypeVar("Answer")
+RemotePlace = tuple[int, Tier, int]
+"""A block of a peer: its generation, tier, block."""
+
+
+def _settle(future: Future[Any], result: Any) -> None:
+    """Answer a call, unless its future was cancelled."""
+    try:
+        future.set_result(result)
+    except InvalidStateError:
+        return
+
+
+def _transferred(ended: Released | None) -> Transferred:
+    if ended is None:
+        return Transferred(False, "this peer was silent for too long")
+    return Transferred(ended.used, ended.reason)
+
+
+def _ignore(outcome: Outcome) -> None:
+    """No call waits for it: an answer to a peer's fetch was released."""
+
+
+class RemoteBlocks:
+    """Blocks of peers that the application holds, by the call that allocated them."""
+
+    def __init__(self) -> None:
+        self._call: dict[RemotePlace, str] = {}
+        self._left: Counter[str] = Counter()  # blocks of a call that are still held
+
+    def hold(self, call_id: str, places: Sequence[RemotePlace]) -> None:
+        """A call has got these blocks."""
+        self._left[call_id] = len(places)
+        self._call |= dict.fromkeys(places, call_id)
+
+    def give_up(self, place: RemotePlace) -> str | None:
+        """The call to be freed, if ``place`` was the last one that was held of it. Else None."""
+        call_id = self._call.pop(place, None)
+        if call_id is None:
+            return None
+        self._left[call_id] -= 1
+        if self._left[call_id]:
+            return None
+        del self._left[call_id]
+        return call_id
+
+    def lacking(self, places: Sequence[RemotePlace]) -> RemotePlace | None:
+        """The first of ``places`` that is not held, or named twice."""
+        seen: set[RemotePlace] = set()
+        for place in places:
+            if place in seen or place not in self._call:
+                return place
+            seen.add(place)
+        return None
+
+    def forget(self, generation: int) -> None:
+        """The owner of this generation is gone."""
+        for place in [place for place in self._call if place[0] == generation]:
+            self._left.pop(self._call.pop(place), None)
+
+
+class PoolMachine:
+    """One mutator, ``handle(event, now_ns)``; the methods of calls are for ``PoolCall.do`` only."""
+
+    def __init__(self, memory: MemPool, exchange: Exchange, info: PeerInfo, silent_ns: int) -> None:
+        self.memory = memory
+        self.exchange = exchange
+        self._group = PeerGroup(info, silent_ns)
+        self._steps = 0
+        self._actions: list[PoolAction] = []
+        self._outcomes: list[Outcome] = []
+        #: calls of ``meet`` that wait for the peer's answer, by its name
+        self._meeting: dict[str, Future[None]] = {}
+        #: calls that wait, by transfer or call id: they get the outcome, or None when there will be none
+        self._waiting: dict[str, Callable[[Any], None]] = {}
+        self._remote = RemoteBlocks()
+        #: peers at which blocks that the application held went back without being given up: this peer started over
+        self._forgot: set[Peer] = set()
+
+    @property
+    def info(self) -> PeerInfo:
+        """What others are told of this peer."""
+        return self._group.info
+
+    def handle(self, event: PoolEvent, now_ns: int) -> list[PoolAction]:
+        """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
+        if isinstance(event, PoolCall):
+            self._call(event, now_ns)
+        elif isinstance(event, PagesSealed | PagesPulled):
+            self._outcomes += self.exchange.handle(event, now_ns)
+        else:
+            self._tell_group(event, now_ns)
+        due_ns = self._group.next_deadline_ns
+        if due_ns is not None and now_ns >= due_ns:
+            self._tell_group(ClockTicked(), now_ns)
+        self._outcomes += self.exchange.advance(now_ns)
+        self._outcomes += self._do_copies(now_ns)
+        self._tell()
+        self._actions += self.exchange.take_actions()
+        actions, self._actions = self._actions, []
+        return actions
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """The next heartbeat or, if sooner, the end of a lease. None: alone and idle."""
+        ends = (self.exchange.next_deadline_ns, self._group.next_deadline_ns)
+        return min((end for end in ends if end is not None), default=None)
+
+    def _call(self, call: PoolCall, now_ns: int) -> None:
+        try:
+            result = call.do(now_ns)
+        except Exception as error:  # the caller's to know; the machine goes on
+            call.answer.set_exception(error)
+        else:
+            _settle(call.answer, result)
+
+    def _do_copies(self, now_ns: int) -> list[Outcome]:
+        """The copies that the exchange decided on are done here and now: a plan that is finished when it is made."""
+        self._steps += 1
+        self.memory.run_copies()
+        self.exchange.plan_made(self._steps)
+        return self.exchange.plan_finished(self._steps, now_ns)
+
+    # -- the group
+
+    def known(self, name: str) -> Peer:
+        """The peer called ``name``; raises :class:`UserError` when there is none."""
+        peer = self._group.find(name)
+        if peer is None:
+            raise UserError(f"no peer {name!r}", hint=f"connect to it first; known: {self.names()}", param="id")
+        return peer
+
+    def names(self) -> list[str]:
+        """All peers."""
+        return sorted(peer.name for peer in self._group.peers())
+
+    def meet(self, info: PeerInfo, now_ns: int) -> Future[None]:
+        """Greet a peer; the future ends when it has answered, and is cancelled when it is lost."""
+        name, me = info.peer.name, self.info
+        if name == me.peer.name:
+            raise UserError(f"both are called {name!r}", hint="give every peer a name of its own", param="info")
+        if (info.namespace, info.geometry) != (me.namespace, me.geometry):
+            mine, its = (me.namespace, me.geometry), (info.namespace, info.geometry)
+            raise UserError(f"{name} has other KV: {its}", hint=f"this peer has {mine}", param="info")
+        self._tell_group(AddRequested(info), now_ns)
+        answered: Future[None] = self._meeting.setdefault(name, Future())
+        self._settle_meetings()
+        return answered
+
+    def leave(self, name: str, now_ns: int) -> None:
+        """End all dealings with a peer."""
+        self._tell_group(RemoveRequested(self.known(name)), now_ns)
+
+    def close(self, now_ns: int) -> None:
+        """Leave all peers; what still waits gets its "no"."""
+        for name in self.names():
+            self.leave(name, now_ns)
+        self._outcomes += self.exchange.everything_failed(now_ns)
+
+    def _tell_group(self, event: GroupEvent, now_ns: int) -> None:
+        for action in self._group.handle(event, now_ns):
+            match action:
+                case ForwardMessage(sender, message):
+                    self._outcomes += self.exchange.handle(MessageArrived(sender, message), now_ns)
+                case AddPeer(info):
+                    self._actions.append(action)
+                    self._outcomes += self.exchange.peer_joined(info, now_ns)
+                case RemovePeer(peer):
+                    self._part(peer, now_ns)
+                case ChangeGeneration(generation_min=generation):
+                    self._become_new(generation, now_ns)
+                case Send():
+                    self._actions.append(action)
+        self._settle_meetings()
+
+    def _part(self, peer: Peer, now_ns: int) -> None:
+        self._outcomes += self.exchange.peer_gone(peer, now_ns)
+        self._remote.forget(peer.generation)
+        if peer.name in self._meeting:
+            self._meeting.pop(peer.name).cancel()
+        self._actions += [*self.exchange.take_actions(), RemovePeer(peer)]
+
+    def _become_new(self, generation: int, now_ns: int) -> None:
+        info = replace(self.info, peer=Peer(self.info.peer.name, generation))
+        self.exchange.reborn(info.peer)
+        self._actions += [*self.exchange.take_actions(), GenerationChanged(info)]
+        self._remote = RemoteBlocks()
+        self._forgot = set(self._group.peers())
+        for end in self._waiting.values():
+            end(None)
+        self._waiting.clear()
+        self._tell_group(GenerationChanged(info), now_ns)
+
+    def _settle_meetings(self) -> None:
+        for name in [name for name in self._meeting if self._group.has_answered(name)]:
+            _settle(self._meeting.pop(name), None)
+
+    # -- calls of the application
+
+    def start_offer(
+        self, to: Peer, blocks: Sequence[int], now_ns: int, tokens: TokenArray, **terms: Any
+    ) -> Future[Transferred]:
+        """Offer blocks that hold their final bytes; ``terms`` as in :meth:`Exchange.offer`."""
+        if self.known(to.name) != to:
+            raise UserError(f"{to.name} has been restarted", hint="connect to it again", param="id")
+        self.memory.require_held([(terms["tier"], blocks)])
+        transfer_id = self.exchange.offer(to, self.memory.tenant, tokens, blocks, now_ns, **terms)
+        ended = self._wait_for(transfer_id, _transferred)
+        self.exchange.computed(transfer_id, 0, len(blocks), fence=0)
+        return ended
+
+    def start_fetch(self, name: str, tokens: TokenArray, now_ns: int, within_ns: int) -> Future[int]:
+        """Ask a peer for what is not here of the whole blocks of ``tokens``; gives the cached prefix, in tokens."""
+        memory, block_tokens, holder = self.memory, self.memory.geometry.block_tokens, self.known(name)
+        first, end = memory.cached_tokens(tokens) // block_tokens, len(tokens) // block_tokens
+        if first >= end:
+            nothing: Future[int] = Future()
+            nothing.set_result(first * block_tokens)
+            return nothing
+        transfer_id = self.exchange.fetch(holder, memory.tenant, tokens, first, end, now_ns, now_ns + within_ns)
+        return self._wait_for(transfer_id, lambda _: memory.cached_tokens(tokens))
+
+    def start_allocation(
+        self, name: str, count: int, tier: Tier, now_ns: int, within_ns: int
+    ) -> Future[Addresses | None]:
+        """Ask a peer for blocks."""
+        call_id = self.exchange.allocate_at(self.known(name), count, tier, now_ns, now_ns + within_ns)
+        return self._wait_for(call_id, self._allocated)
+
+    def _wait_for(self, call_id: str, result: Callable[[Any], Answer]) -> Future[Answer]:
+        """What ``result`` makes of the outcome of a call, when that is there."""
+        waiter: Future[Answer] = Future()
+        self._waiting[call_id] = lambda outcome: _settle(waiter, result(outcome))
+        return waiter
+
+    def free_at(self, generation: int, addresses: AddressList) -> None:
+        """Give up blocks of a peer; a call's blocks go back when the last of them is given up.
+
+        Blocks that went back with their owner, or because this peer was silent, are ignored. Raises
+        :class:`UserError` for others that are not held; then nothing has changed.
+        """
+        places = [(generation, address.tier, address.block) for address in addresses]
+        owner = next((peer for peer in self._group.peers() if peer.generation == generation), None)
+        lacking = self._remote.lacking(places)
+        if lacking is not None and owner is not None and owner not in self._forgot:
+            _, tier, block = lacking
+            raise UserError(
+                f"{Tier(tier).name} block {block} of {owner.name} is not held: freed already",
+                hint="free what alloc_mem(..., id=...) gave, once",
+                param="addresses",
+            )
+        for place in places:
+            call_id = self._remote.give_up(place)
+            if call_id is not None:
+                self.exchange.free_at(call_id)
+
+    def _allocated(self, answer: RemoteAllocated | None) -> Addresses | None:
+        if answer is None or answer.blocks is None:
+            return None
+        generation = answer.peer.generation
+        self._remote.hold(answer.call_id, [(generation, answer.tier, block) for block in answer.blocks])
+        return Addresses(answer.tier, _core.BlockIds(answer.blocks), generation)
+
+    # -- outcomes
+
+    def _tell(self) -> None:
+        outcomes, self._outcomes = self._outcomes, []
+        for outcome in outcomes:
+            if isinstance(outcome, Delivered):
+                self.memory.hold(outcome.offer.dst_tier, _core.BlockIds(outcome.blocks))
+            if isinstance(outcome, Delivered | Inserted):
+                self._actions.append(Arrived(outcome))
+            elif isinstance(outcome, HandoffOffered):
+                self.exchange.give_up(outcome.transfer_id, "there is no model here")
+            elif isinstance(outcome, Released | FetchEnded):
+                self._waiting.pop(outcome.transfer_id, _ignore)(outcome)
+            elif isinstance(outcome, RemoteAllocated):
+                self._waiting.pop(outcome.call_id, _ignore)(outcome)

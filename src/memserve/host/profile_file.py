@@ -1,0 +1,191 @@
+"""What a profile says, and where it is kept: one file for a machine, a model and how it is run. Imports no torch.
+
+A profile of another machine, model, dtype, device, block size or number of threads says nothing, so all of them are
+part of the file's name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memserve.base.errors import UserError
+from memserve.base.types import KVGeometry
+from memserve.kv.costs import LEARNT, CopyCurve, CostModel, Quality, Sample
+from memserve.kv.reuse import Prefix, Way, decide_batch
+from memserve.model.loading.cache import cache_root
+
+log = logging.getLogger(__name__)
+
+SAVES_EVERY_S = 60.0
+EXAMPLE_TOKENS = 2048
+EXAMPLE_CROWD = 32
+PREFIX_TOKENS_MAX = 8192
+"""Where moving pays is looked for up to here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Samples by curve: ``prefill``, ``decode``, ``swap_in``, ``swap_out``, ``same_host``, ``network``."""
+
+    samples: Mapping[str, Sequence[Sample]]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Curves that could not be measured, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The fitted model, and how well its curves foretell samples that they were not fitted to."""
+
+    costs: CostModel
+    quality: Mapping[str, Quality]
+    measured: Measured
+
+
+def machine_name(device: str) -> str:
+    """The processor and the cores that this process may use; on CUDA the accelerator as well."""
+    cores = len(os.sched_getaffinity(0))
+    name = f"{_processor()}, {cores} core{'s' if cores > 1 else ''}"
+    if device.startswith("cuda"):
+        import torch
+
+        name += f", {torch.cuda.get_device_name()}"
+    return name
+
+
+def profile_path(fingerprint: str, geometry: KVGeometry, device: str, threads: int | None) -> Path:
+    """Where the profile of this model on this machine is kept, whether it exists or not.
+
+    ``device`` is ``cpu`` or ``cuda``, ``threads`` as the option says (``None``: every core).
+    """
+    said = (machine_name(device), model_name(fingerprint, geometry, device, threads))
+    digest = hashlib.blake2b("\n".join(said).encode(), digest_size=8).hexdigest()
+    return cache_root() / f"profile-{digest}.json"
+
+
+def model_name(fingerprint: str, geometry: KVGeometry, device: str, threads: int | None) -> str:
+    """What was measured, in one line."""
+    run_by = f"{threads or 'all'} threads"
+    return f"{fingerprint} {geometry.dtype} on {device}, {run_by}, {geometry.block_tokens} tokens a block"
+
+
+def load_profile(fingerprint: str, geometry: KVGeometry, device: str, threads: int | None) -> CostModel:
+    """The costs that ``memserve profile`` has measured here, or the conservative defaults; the log says which."""
+    path = profile_path(fingerprint, geometry, device, threads)
+    try:
+        costs = CostModel.from_dict(json.loads(path.read_text())["costs"])
+    except FileNotFoundError:
+        log.info("no cost profile of this model on this machine: assumed costs (run: memserve profile)")
+        return CostModel()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError) as error:
+        log.warning("the cost profile %s cannot be used (%s): conservative defaults", path, error)
+        return CostModel()
+    log.info("costs are those measured on %s (%s)", costs.machine, path)
+    return costs
+
+
+def save_profile(path: Path, values: dict[str, Any]) -> None:
+    """Write a profile; it appears whole or not at all. Raises :class:`UserError` when the folder cannot be written."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(values, indent=1))
+        partial.replace(path)
+    except OSError as error:
+        hint = "point MEMSERVE_CACHE_DIR at a folder that you may write to"
+        raise UserError(f"cannot write {path}: {error.strerror or error}", hint=hint) from error
+
+
+class LearntProfile:
+    """Keeps what an instance learns of its costs for its next start; one of ``memserve profile`` is left alone."""
+
+    def __init__(self, path: Path, known: CostModel) -> None:
+        """``known``: the costs that it began with."""
+        self._path, self._kept = path, b""
+        self._is_done = known.is_measured and known.machine != LEARNT
+        self._next_s = 0.0
+
+    def keep(self, costs: bytes, now_s: float) -> None:
+        """Save ``costs`` (``CostModel.encode``) if they are new, once a minute at most; ``now_s``: any clock."""
+        if self._is_done or not costs or costs == self._kept or now_s < self._next_s:
+            return
+        is_first, self._kept, self._next_s = not self._kept, costs, now_s + SAVES_EVERY_S
+        try:
+            save_profile(self._path, {"costs": json.loads(costs)})
+        except UserError as error:
+            self._is_done = True
+            log.warning("costs that were learnt are not kept for the next start: %s", error)
+            return
+        if is_first:
+            log.info("costs are those of this machine now, as its requests have shown them (%s)", self._path)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+# -- what it says
+
+
+def profile_values(found: Profile, geometry: KVGeometry) -> dict[str, Any]:
+    """Everything that was measured and fitted, and what follows from that: for the file, ``--json`` and reports."""
+    return {
+        "machine": found.costs.machine,
+        "model": found.costs.model,
+        "costs": found.costs.to_dict(),
+        "quality": {name: dataclasses.asdict(quality) for name, quality in found.quality.items()},
+        "missing": dict(found.measured.missing),
+        "pays_from_tokens": pays_from(found.costs, geometry),
+        "decisions": _decisions(found.costs, geometry),
+        "samples": {
+            name: [[sample.first, sample.second, sample.ns] for sample in samples]
+            for name, samples in found.measured.samples.items()
+        },
+    }
+
+
+def pays_from(costs: CostModel, geometry: KVGeometry) -> dict[str, int | None]:
+    """From how many cached tokens on each way of moving them is quicker than computing them again."""
+    ways = {"swap-in": costs.swap_in, "fetch, same host": costs.same_host, "fetch, network": costs.network}
+    return {way: crossover_tokens(costs, geometry, curve, PREFIX_TOKENS_MAX) for way, curve in ways.items()}
+
+
+def crossover_tokens(costs: CostModel, geometry: KVGeometry, curve: CopyCurve, limit: int) -> int | None:
+    """The shortest cached prefix, in whole blocks, that is quicker moved over ``curve`` than computed again; ``None``:
+    there is none up to ``limit`` tokens."""
+    for tokens in range(geometry.block_tokens, limit + 1, geometry.block_tokens):
+        saved_ns = costs.prefill_ns(tokens + 1, 0) - costs.prefill_ns(1, tokens)
+        if curve.kv_ns(tokens, geometry.block_tokens, geometry.token_bytes) < saved_ns:
+            return tokens
+    return None
+
+
+def _decisions(costs: CostModel, geometry: KVGeometry) -> dict[str, str]:
+    """What is decided for a prompt with a first half that was computed before, by where that lies."""
+    prompt, cached = EXAMPLE_TOKENS, EXAMPLE_TOKENS // 2
+    far = Prefix(prompt, remote_tokens=cached, same_host=False)
+    alone = {
+        "in HBM": Prefix(prompt, hbm_tokens=cached),
+        "in DRAM": Prefix(prompt, dram_tokens=cached),
+        "on this host": Prefix(prompt, remote_tokens=cached),
+        "on another host": far,
+    }
+    told = {where: decide_batch(costs, geometry, [prefix])[0].reason for where, prefix in alone.items()}
+    crowd = decide_batch(costs, geometry, [far] * EXAMPLE_CROWD)
+    fetched = sum(decision.tokens(Way.FETCH) > 0 for decision in crowd)
+    told[f"there, {EXAMPLE_CROWD} at once"] = (
+        f"{fetched} fetch, {EXAMPLE_CROWD - fetched} recompute: they share link and device"
+    )
+    return told

@@ -1,0 +1,352 @@
+"""Processes of a cluster as Ray actors: Ray places them, and starts them again where there is room when they die.
+
+::
+
+    driver (memserve serve --on ray)
+      controller actor, on the driver's node --> router actor, on the same node: clients know its address
+                                             --> instance and store actors, in placement groups, on any node
+
+An actor keeps one ordinary process (``memserve serve``, ``instance``, ``store``) and dies with it; the process dies
+with its actor. Which of them are members is memserve's own protocol: Ray is asked for places and for restarts alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from memserve.base.errors import UserError
+from memserve.system.process import HealthState, die_with, module_command
+
+NAMESPACE, CONTROLLER = "memserve", "memserve-controller"
+PLACE_S = 60.0
+"""How long Ray may take to find room."""
+START_S = 600.0
+"""How long a process may take until it is a member."""
+FREE_S = 5.0
+"""Until a controller whose process was killed is surely gone."""
+LIVES_MAX = 4
+"""Of one actor, until it is a member: a process that its node does not suit ends again and again."""
+END_S = 30.0
+"""Beyond its patience, until a process that drains is ended."""
+_LOOK_S = 0.2
+_ANSWER_S = 5.0
+_GROUPS = "memserve-"
+"""How names of placement groups begin."""
+_CALLS = 8
+"""Of a controller at once: one that scales takes its time."""
+ROUTER = "router"
+
+
+@dataclass(frozen=True)
+class ProcessOrder:
+    """One process: what ``memserve`` is told, and what it runs with."""
+
+    name: str
+    words: tuple[str, ...]
+    secret: str = field(repr=False)
+    """The cluster's; the process reads it from a pipe."""
+    drain_s: float
+    cwd: str | None = None
+    """None: wherever the actor runs."""
+    scales: bool = False
+    """It decides how many instances there are to be."""
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+class ProcessActor:
+    """An actor with one process. What it prints is in the log of Ray's worker."""
+
+    def __init__(self, order: ProcessOrder) -> None:
+        self._order, self._life = order, secrets.token_hex(8)
+        self._ends = False
+        self._folder = tempfile.TemporaryDirectory(prefix="memserve-ray-")
+        self._health = Path(self._folder.name) / "health"
+        readable, writable = os.pipe()
+        with os.fdopen(writable, "w") as pipe:
+            pipe.write(order.secret)
+        words = [*order.words, "--cluster-secret-file", f"/dev/fd/{readable}"]
+        self._decisions = Path(self._folder.name) / "scale.json"
+        if order.scales:
+            words += ["--scale-file", str(self._decisions)]
+        if order.name != ROUTER:
+            words += ["--name", _name_of_this_life(order), "--health-file", str(self._health)]
+        worker_pid = os.getpid()
+        self._process = subprocess.Popen(
+            module_command("memserve", *words, cwd=order.cwd),
+            cwd=order.cwd,
+            env={**os.environ, **order.env},
+            pass_fds=[readable],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: die_with(worker_pid),
+        )
+        os.close(readable)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        """End with the process, so that Ray starts the actor again; and with the raylet, whose worker this is: it may
+        be killed, and its workers live on, while Ray starts others in their place."""
+        raylet_pid = os.getppid()
+        while self._process.poll() is None:
+            time.sleep(_LOOK_S)
+            if os.getppid() != raylet_pid:
+                os._exit(1)
+        if not self._ends:
+            os._exit(1)
+
+    def standing(self) -> tuple[str, bool]:
+        """A name of this life of the actor, and whether a router has accepted its process, by the health file."""
+        try:
+            return self._life, self._health.read_text().strip() == HealthState.MEMBER.value
+        except OSError:
+            return self._life, False
+
+    def decisions(self) -> dict[str, dict[str, Any]]:
+        """What its policy has decided last, by role, as ``--scale-file`` says."""
+        try:
+            told: dict[str, dict[str, Any]] = json.loads(self._decisions.read_text())
+            return told
+        except OSError:
+            return {}
+
+    def pid(self) -> int:
+        """The process's."""
+        return self._process.pid
+
+    def drain(self, patience_s: float) -> int:
+        """End the process in good order, for ``patience_s`` at most; its exit status."""
+        self._ends = True
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(patience_s + END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """What a controller starts."""
+
+    router: ProcessOrder | None
+    """None: it runs elsewhere."""
+    members: Mapping[str, ProcessOrder]
+    """By role: the order of each, but for its name."""
+    counts: Mapping[str, int]
+    resources: Mapping[str, Mapping[str, float]]
+    """By role: what Ray reserves for each, ``CPU``, ``GPU`` or a resource of the nodes' own."""
+
+
+class Controller:
+    """Starts, scales and ends the actors of one cluster. An actor itself, so that ``memserve scale`` finds it; its
+    calls run in threads."""
+
+    def __init__(self, plan: ClusterPlan) -> None:
+        self._plan = plan
+        self._lock, self._ends = threading.Lock(), threading.Event()
+        self._decided: dict[str, str] = {}
+        self._actors: dict[str, dict[str, Any]] = {role: {} for role in plan.members}
+        self._groups: dict[str, Any] = {}
+        self._router: Any = None
+
+    def start(self) -> None:
+        """Start the router, then all members; returns before they are ready. Raises :class:`UserError` without room."""
+        import ray
+
+        _remove_left_groups()
+        if self._plan.router is not None:
+            self._router = ray.remote(ProcessActor).options(
+                num_cpus=0, max_restarts=-1, scheduling_strategy=on_this_node()
+            ).remote(self._plan.router)  # fmt: skip
+        with self._lock:
+            for role, count in self._plan.counts.items():
+                self._add(role, count)
+
+    def scale(self, counts: Mapping[str, int]) -> dict[str, list[str]]:
+        """Come to ``counts`` members of each role named there: new ones are members when this returns, and those that
+        are too many have drained. Returns all names by role. Raises :class:`UserError`; then there are as many as
+        before."""
+        for role in counts:
+            if role not in self._actors:
+                known = ", ".join(self._actors)
+                raise UserError(f"this cluster has no {role}", hint=f"its roles: {known}", param="counts")
+        with self._lock:
+            if self._ends.is_set():
+                return self.names()
+            before = {role: len(self._actors[role]) for role in counts}
+            try:
+                for role, count in counts.items():
+                    self._add(role, count - before[role])
+                self.wait_members()
+            except UserError:
+                for role, count in before.items():
+                    self._remove(role, len(self._actors[role]) - count, patience_s=0.0)
+                raise
+            for role, count in counts.items():
+                self._remove(role, len(self._actors[role]) - count)
+            return self.names()
+
+    def follow(self) -> dict[str, list[str]] | None:
+        """Carry out what the router's policy has decided since the last call, as :meth:`scale` does. None: nothing."""
+        import ray
+
+        try:
+            told = ray.get(self._router.decisions.remote(), timeout=_ANSWER_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return None  # it is being started again
+        new = {role: one for role, one in told.items() if self._decided.get(role) != one["decision"]}
+        self._decided |= {role: one["decision"] for role, one in new.items()}
+        return self.scale({role: one["instances"] for role, one in new.items()}) if new else None
+
+    def names(self) -> dict[str, list[str]]:
+        """All members by role."""
+        return {role: list(actors) for role, actors in self._actors.items()}
+
+    def wait_members(self, timeout_s: float = START_S) -> None:
+        """Wait until every member has joined. Raises :class:`UserError` when one has not by then, or ends again and
+        again before it has."""
+        deadline, lives = time.monotonic() + timeout_s, defaultdict[str, set[str]](set)
+        hint = "Ray's dashboard, or `ray logs`, has what they print"
+        while missing := [name for name, actor in self._everyone() if not _is_member(actor, lives[name])]:
+            if self._ends.is_set():
+                return
+            for name in missing:
+                if len(lives[name]) >= LIVES_MAX:
+                    raise UserError(f"{name} has ended {LIVES_MAX - 1} times before it was a member", hint=hint)
+            if time.monotonic() > deadline:
+                raise UserError(f"{', '.join(missing)}: no member after {timeout_s:.0f} s", hint=hint)
+            time.sleep(_LOOK_S)
+
+    def stop(self) -> int:
+        """End all processes in good order, the router first; its exit status."""
+        import ray
+
+        self._ends.set()
+        status = 0
+        if self._plan.router is not None:
+            status = ray.get(self._router.drain.remote(self._plan.router.drain_s))
+            ray.kill(self._router)
+        with self._lock:
+            for role, actors in self._actors.items():
+                self._remove(role, len(actors), patience_s=0.0)
+        return int(status)
+
+    def _everyone(self) -> list[tuple[str, Any]]:
+        return [pair for actors in self._actors.values() for pair in actors.items()]
+
+    def _add(self, role: str, count: int) -> None:
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if count <= 0:
+            return
+        actors, needs = self._actors[role], dict(self._plan.resources[role])
+        label = f"{_GROUPS}{role}-{secrets.token_hex(4)}"
+        group = placement_group([needs] * count, strategy="SPREAD", name=label)
+        if not group.wait(PLACE_S):
+            remove_placement_group(group)
+            text = ", ".join(f"{name} {amount:g}" for name, amount in needs.items())
+            hint = "add nodes, ask for fewer, or for less with --ray-resources"
+            raise UserError(f"Ray has no room for {count} more {role} with {text} each", hint=hint)
+        own = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
+        free = (f"{role[0]}{number}" for number in range(1, 1 << 20) if f"{role[0]}{number}" not in actors)
+        for bundle, name in zip(range(count), list(_first(free, count)), strict=True):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            order = self._plan.members[role]
+            named = dataclasses.replace(order, name=name)
+            actors[name] = ray.remote(ProcessActor).options(
+                num_cpus=needs.get("CPU", 0), num_gpus=needs.get("GPU", 0), resources=own, max_restarts=-1,
+                scheduling_strategy=place,
+            ).remote(named)  # fmt: skip
+            self._groups[name] = group
+
+    def _remove(self, role: str, count: int, patience_s: float | None = None) -> None:
+        """Those that came last; they drain side by side."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        actors = self._actors[role]
+        patience_s = self._plan.members[role].drain_s if patience_s is None else patience_s
+        leaving = list(actors)[len(actors) - count :] if count > 0 else []
+        ends = [actors[name].drain.remote(patience_s) for name in leaving]
+        ray.wait(ends, num_returns=len(ends), timeout=patience_s + 2 * END_S) if ends else None
+        for name in leaving:
+            ray.kill(actors.pop(name))
+            group = self._groups.pop(name)
+            if group not in self._groups.values():
+                remove_placement_group(group)
+
+
+def _remove_left_groups() -> None:
+    """What a controller before this one has reserved and left: Ray keeps it while the job lives that had made that
+    controller, and Ray Serve's lives on."""
+    import ray
+    from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+    for group in placement_group_table().values():
+        if group["name"].startswith(_GROUPS) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group["placement_group_id"]))))
+
+
+def _name_of_this_life(order: ProcessOrder) -> str:
+    """Of an instance: another one in each life. Where a node is lost from sight, its processes may live on beside those
+    that were started in their place, and of two with one name each would have the other expelled. A store keeps its
+    name: what it has left is found by it."""
+    return order.name if order.words[0] == "store" else f"{order.name}-{secrets.token_hex(2)}"
+
+
+def _first(names: Any, count: int) -> list[str]:
+    return [next(names) for _ in range(count)]
+
+
+def _is_member(actor: Any, lives: set[str]) -> bool:
+    """Whether its process is one, by the actor; one that is being started again says nothing. Its life is added to
+    ``lives``."""
+    import ray
+
+    try:
+        life, is_member = ray.get(actor.standing.remote(), timeout=_ANSWER_S)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return False
+    lives.add(life)
+    return bool(is_member)
+
+
+def on_this_node() -> Any:
+    """Where this process is, and nowhere else."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def new_controller(plan: ClusterPlan, wait_s: float = FREE_S) -> Any:
+    """A controller on this node. It belongs to this process, and ends with it, however that ends. Raises
+    :class:`UserError` when another is there and has not ended in ``wait_s``."""
+    import ray
+
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return ray.remote(Controller).options(
+                name=CONTROLLER, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=on_this_node(), max_restarts=0,
+                max_concurrency=_CALLS,
+            ).remote(plan)  # fmt: skip
+        except ValueError:  # the name is taken
+            if time.monotonic() > deadline:
+                hint = "there is one cluster at a time: change it with `memserve scale`, or end it first"
+                raise UserError("another cluster of memserve runs on this Ray", hint=hint) from None
+            time.sleep(_LOOK_S)

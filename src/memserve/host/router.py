@@ -1,0 +1,432 @@
+"""The router's engine: a whole cluster behind the interface that the API knows from one engine.
+
+client threads --submit--> inbox --> [one at a time: Cluster.handle] --Send--> mailbox --> instances
+                             ^                     |                                          |
+                             |                     +--> sinks (new tokens)                    |
+                             +------------- MessageArrived <---- mailbox <--------------------+
+
+What operators read of a cluster's members: one line for each death, return and refusal of one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from asyncio import AbstractEventLoop
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from msgspec import structs
+
+from memserve.base.errors import InvariantError
+from memserve.base.types import NamedPrefix, Request, Role, TokenArray
+from memserve.base.units import NS_PER_MS
+from memserve.host.engine import EngineClients, Sink
+from memserve.host.stats import RouterStats
+from memserve.host.supervisor import ChildStats
+from memserve.journal.keeper import Durability, MetaKeeper
+from memserve.protocol.member_events import (
+    AddPeer,
+    ChangeGeneration,
+    ConnectRouter,
+    GenerationChanged,
+    Left,
+    LogWarning,
+    RemovePeer,
+)
+from memserve.protocol.messages import AnyMessage, Join, JoinAccepted
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.protocol.records import DocumentDropped, DocumentPut
+from memserve.protocol.store import STORE
+from memserve.router.events import (
+    EmitTokens,
+    InstanceDied,
+    InstanceDrained,
+    MemberChange,
+    MessageArrived,
+    PrefixPinned,
+    PrefixUnpinned,
+    RejectRequest,
+    ReportMember,
+    RequestArrived,
+    RequestCancelled,
+    RouterEnds,
+    Send,
+    SequenceStopped,
+    StateRecovered,
+    StoreNamed,
+)
+from memserve.router.follower import Follower, FollowerStarts
+from memserve.router.machine import Cluster
+from memserve.router.members.autoscaling import RoleCount
+from memserve.router.outbox import DurabilityGate, Write
+from memserve.router.placement.prefix_directory import PrefixNode
+from memserve.router.report import InstanceView
+from memserve.router.requests.requests import RouteStory
+from memserve.system.log import RatedLog
+from memserve.system.loop import SharedLoop
+from memserve.transport.ports import Mailbox, OnMessage
+
+log = logging.getLogger(__name__)
+
+_NAMES_MAX = 1024
+"""Names of which the last end is remembered, for the line about their return."""
+
+_LEVELS = {
+    MemberChange.JOINED: logging.INFO,
+    MemberChange.LEFT: logging.INFO,
+    MemberChange.RETURNED: logging.WARNING,  # beside the line about the death: one without the other alarms
+    MemberChange.DIED: logging.WARNING,
+    MemberChange.REFUSED: logging.WARNING,
+    MemberChange.EXPELLED: logging.WARNING,
+    MemberChange.DECLINED: logging.WARNING,
+}
+
+_WORDS = {
+    MemberChange.JOINED: "joined",
+    MemberChange.LEFT: "left",
+    MemberChange.RETURNED: "is back",
+    MemberChange.DIED: "is dead",
+    MemberChange.REFUSED: "may not join",
+    MemberChange.EXPELLED: "is told to join again",
+    MemberChange.DECLINED: "does not join",
+}
+
+_KINDS = {Role.STORE: "store", Role.ROUTER: "router", None: "member"}
+
+
+class MemberLog:
+    """Writes what operators read of a cluster's members. One thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lines = RatedLog(log, clock=clock)
+        self._gone: OrderedDict[str, tuple[float, bool]] = OrderedDict()
+        """Name -> when its last incarnation ended, and whether that was its death."""
+
+    def say(self, report: ReportMember) -> None:
+        """One line, unless there was one like it just now."""
+        change, name, level = report.change, report.peer.name, _LEVELS[report.change]
+        why = [report.why] if report.why else []
+        if change in (MemberChange.DIED, MemberChange.LEFT):
+            self._gone[name] = (self._clock(), change is MemberChange.DIED)
+            self._gone.move_to_end(name)
+            if len(self._gone) > _NAMES_MAX:
+                self._gone.popitem(last=False)
+        elif change is MemberChange.RETURNED:
+            since_s, has_died = self._gone.pop(name, (None, bool(why)))
+            why += [] if since_s is None else [f"after {self._clock() - since_s:.1f} s"]
+            level = level if has_died else logging.INFO  # it said goodbye, here or to a router before this one
+        # one process that knocks at short intervals under ever new generations has one line, too
+        thing = (change, name, report.address)
+        place = f" at {report.address}" if report.address else ""
+        what = _WORDS[change] + (f": {', '.join(why)}" if why else "")
+        kind = _KINDS.get(report.role, "instance")
+        self._lines.say(level, thing, "%s %s%s %s", kind, name[:100], place[:200], what[:300])
+
+
+MEMBERS_LOOK_S = 1.0
+"""How often the lines to instances are compared with the members."""
+
+
+class RouterEngine:
+    """Runs requests on the members of a cluster; thread-safe, answers through sinks. Those are called in any thread,
+    never two at a time, and must not wait for the router."""
+
+    def __init__(
+        self,
+        machine: Cluster | Follower,
+        open_mailbox: Callable[[OnMessage], Mailbox],
+        *,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        keeper: MetaKeeper | None = None,
+        me: Peer | None = None,
+    ) -> None:
+        """``open_mailbox`` gets the function that takes what members say. ``keeper``: what ``machine`` remembers goes
+        there, and it goes on from what ``keeper`` remembers; ``me`` is the router's name then."""
+        self._machine = machine.cluster if isinstance(machine, Follower) else machine
+        self._follower = machine if isinstance(machine, Follower) else None
+        self._clients = EngineClients(self.cancel)
+        self._members: dict[str, PeerInfo] = {}  # all and only the members, as they introduced themselves
+        self._changed = threading.Condition()  # notified whenever _members changes
+        self._look_again_s = 0.0
+        self._lines: dict[Peer, None] = {}  # all and only those that the mailbox knows
+        self._handle_ns = 0
+        self._log = MemberLog()
+        self.children: Callable[[], Mapping[str, ChildStats]] = dict
+        """Asked for what became of the processes of instances, by name; none runs under this router by default."""
+        self.scaling: tuple[RoleCount, ...] = ()
+        """Counts of instances that follow the load."""
+        self.declined: ReportMember | None = None
+        """Which store has last said that it does not join, and why."""
+        self.owner_url: str | None = None
+        """Of a follower: where the owner answers HTTP; empty: not known."""
+        self.refused = ""
+        """Why the owner does not accept this follower. Empty: it does, or this is the owner."""
+        self.on_left: Callable[[str], None] = lambda _refused: None
+        """Called with :attr:`refused` when this follower is no member any more, and will not be one again."""
+        self.on_joined: Callable[[], None] = lambda: None
+        """Called when an instance has joined."""
+        self._closed = False
+        self._keeper = keeper
+        self._is_listening = keeper is None  # before the machine has recovered, members would be strangers to it
+        self._loop: SharedLoop[Any] = SharedLoop(
+            machine, self._perform, on_broken=self._clients.fail_all, name="memserve-router", clock_ns=clock_ns
+        )
+        self._gate = DurabilityGate() if keeper is not None else None
+        self._mailbox = open_mailbox(self._message_arrived)
+        if keeper is not None and me is not None:
+            recovered = StateRecovered(keeper.recovered, me, self._mailbox.address, keeper.clock_offset_ns)
+            self._loop.post(recovered)
+            self._is_listening = True
+        elif isinstance(machine, Follower):
+            self._loop.post(FollowerStarts(self._mailbox.address))
+        self._loop.start()
+
+    # -- for the API
+
+    def hear_in(self, loop: AbstractEventLoop | None) -> None:
+        """From now on ``loop``, from which this is called, reads what members say; None: a thread, as at first. Before
+        ``loop`` ends, or this engine is closed."""
+        self._mailbox.read_in(loop)
+        self._loop.tick_in(loop)
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Run ``request`` somewhere. ``sink`` gets every :class:`TokenOutput`, or one :class:`Rejected`."""
+        self._clients.submit(request, sink, lambda request: self._loop.put(RequestArrived(request)))
+        self._loop.see_to_it()
+
+    def cancel(self, request_id: str) -> None:
+        """End every sequence of the request; unknown ids are ignored (it may just have ended)."""
+        self._loop.post(RequestCancelled(request_id))
+
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one sequence with ``FinishReason.STOP``: the edge found a stop string."""
+        self._loop.post(SequenceStopped(request_id, index))
+
+    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
+        """Keep what is cached of ``tokens`` for ``ttl_ns`` under a name. Repeated: renewed, extended."""
+        self._loop.post(PrefixPinned(handle, tenant, tokens, ttl_ns, salt))
+
+    def unpin(self, handle: str, tenant: str) -> None:
+        """Give the name up; unknown ones are ignored."""
+        self._loop.post(PrefixUnpinned(handle, tenant))
+
+    def pinned_tokens(self, handles: Sequence[str], tenant: str) -> list[int | None]:
+        """How much of each is pinned; ``None`` while nothing was heard of it. Raises as :meth:`stats`."""
+        return self._loop.ask(lambda: self._machine.pinned_tokens(tenant, handles))
+
+    def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
+        """What is kept under a tenant's names; their times are those of the router's clock. Raises as :meth:`stats`."""
+        return self._loop.ask(lambda: self._machine.named_prefixes(tenant))
+
+    def prefix_trees(self, tenant: str | None) -> dict[str, tuple[PrefixNode, ...]]:
+        """The prefixes of the last prompts by tenant; ``None``: of all tenants. Raises as :meth:`stats`."""
+        return self._loop.ask(lambda: self._machine.prefix_trees(tenant))
+
+    def stats(self) -> RouterStats:
+        """A consistent snapshot of the router's counters, and what each member has said of itself lately.
+
+        Raises ``TimeoutError`` when the router is stuck, :class:`EngineStopped` when it has ended: that one at once.
+        """
+        told = self._loop.ask(lambda: RouterStats.of(self._machine.stats(), self._machine.instances(), self._handle_ns))
+        durability = self._keeper.durability() if self._keeper is not None else Durability()
+        letters = self._mailbox.counters
+        return replace(told, children=self.children(), scaling=self.scaling, letters=letters, metadata=durability)
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that have not ended."""
+        return self._clients.outstanding
+
+    @property
+    def closing(self) -> bool:
+        """Whether new requests are refused: the router is closing, or its machine broke."""
+        return self._clients.closing
+
+    # -- for the process that runs the cluster
+
+    @property
+    def address(self) -> str:
+        """Where instances join, ``tcp://host:port``."""
+        return self._mailbox.address
+
+    def members(self) -> dict[str, PeerInfo]:
+        """The members by name, as they introduced themselves."""
+        with self._changed:
+            return dict(self._members)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the owner has accepted this follower. True: this is the owner."""
+        return self._follower is None or self._follower.member.router is not None
+
+    def wait_for(self, names: Sequence[str], timeout_s: float) -> bool:
+        """Whether all of ``names`` (at least one member, if there are none) are members before ``timeout_s``."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: bool(self._members) and all(name in self._members for name in names), timeout_s
+            )
+
+    def instances(self) -> tuple[InstanceView, ...]:
+        """The members as the router sees them. Raises as :meth:`stats`."""
+        return self._loop.ask(self._machine.instances)
+
+    def story(self, request_id: str) -> RouteStory | None:
+        """What was decided for a live request, and why. Raises as :meth:`stats`."""
+        return self._loop.ask(lambda: self._machine.story(request_id))
+
+    def call_store(self, address: str) -> None:
+        """Ask the store at ``address`` (``tcp://host:port``) to join, from now on, whenever it is started."""
+        self._mailbox.connect(STORE, address)
+        self._loop.post(StoreNamed(self._mailbox.address))
+
+    def drain(self, name: str) -> None:
+        """Ask a member to finish what it has and to leave."""
+        self._loop.post(InstanceDrained(name))
+
+    def bury(self, name: str, how: str) -> None:
+        """The process of a member has ended, as its keeper knows: what ran there goes on elsewhere at once, without
+        the wait for heartbeats that do not come. ``how`` it ended: ``was ended by signal 9``."""
+        self._loop.post(InstanceDied(name, how))
+
+    # -- what clients were promised
+
+    def documents(self) -> tuple[DocumentPut, ...]:
+        """Those that the last router knew."""
+        return self._keeper.recovered.documents if self._keeper is not None else ()
+
+    def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
+        """Make ``record`` durable. The future says whether it is; True without metadata: no client is promised more."""
+        kept: Future[bool] = Future()
+        if self._keeper is None:
+            kept.set_result(True)
+        else:
+            self._keeper.keep([record], kept.set_result)
+        return kept
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel what still runs, stop the thread and close the mailbox."""
+        if self._closed:
+            return
+        self._closed = True
+        for request_id in self._clients.close():
+            self.cancel(request_id)
+        self._loop.post(RouterEnds())
+        self._loop.close(timeout_s)
+        if self._keeper is not None:
+            self._keeper.close(timeout_s)
+        self._mailbox.close()
+
+    # -- the thread that reads the mailbox
+
+    def _message_arrived(self, sender: Peer, message: AnyMessage) -> None:
+        if self._is_listening:
+            self._loop.post(MessageArrived(sender, message))
+
+    # -- the thread that has the loop's turn
+
+    def _perform(self, event: Any, actions: list[Any], spent_ns: int) -> None:
+        self._handle_ns += spent_ns
+        if isinstance(event, MessageArrived) and self._follower is None:
+            self._follow_members(event, actions)
+        elif isinstance(event, StateRecovered):
+            for member in event.recovered.members:
+                self._connect(member.info)
+        for action in self._gate.admit(actions) if self._gate is not None else actions:
+            self._do(action)
+        if self._follower is None and time.monotonic() >= self._look_again_s:
+            self._forget_gone()
+
+    def _do(self, action: Any) -> None:
+        match action:
+            case EmitTokens(outputs):
+                self._clients.deliver(outputs)
+            case Send(to, message):
+                self._mailbox.send(to, message)
+            case RejectRequest():
+                self._clients.reject(action)
+            case ReportMember():
+                if action.change is MemberChange.DECLINED:
+                    self.declined = action
+                self._log.say(action)
+            case Write():
+                self._write(action)
+            case _:
+                self._do_as_member(action)
+
+    def _do_as_member(self, action: Any) -> None:
+        """What a follower does as a member of the owner's cluster."""
+        match action:
+            case ConnectRouter(router, address):
+                self._mailbox.connect(router, address)
+            case AddPeer(info):
+                self._mailbox.connect(info.peer, info.address)
+                self._enter(info)
+            case RemovePeer(peer):
+                self._mailbox.disconnect(peer)
+                with self._changed:
+                    self._members.pop(peer.name, None)
+            case ChangeGeneration():
+                self._become_new(action)
+            case Left(refused):
+                self.refused = refused
+                self.on_left(refused)
+            case LogWarning(text):
+                log.warning("%s", text)
+
+    def _become_new(self, order: ChangeGeneration) -> None:
+        if self._follower is not None:
+            info = self._follower.member.info
+            me = Peer(info.peer.name, max(order.generation_min, time.time_ns() // NS_PER_MS))
+            self._mailbox.become(me)
+            self._loop.post(GenerationChanged(structs.replace(info, peer=me)))
+
+    def _write(self, write: Write) -> None:
+        keeper, gate, number = self._keeper, self._gate, write.number
+        if keeper is None or gate is None:
+            raise InvariantError("a router without metadata was asked to write some")
+        if number is None:
+            keeper.note(write.records)
+            return
+
+        def release() -> None:
+            for action in gate.release(number):
+                self._do(action)
+
+        keeper.keep(write.records, lambda _durable: self._loop.call(release))
+
+    def _follow_members(self, event: MessageArrived, actions: list[Any]) -> None:
+        """Lines follow membership: a process that is welcome can be sent to from now on."""
+        message = event.message
+        if isinstance(message, Join) and any(
+            isinstance(a, Send) and isinstance(a.message, JoinAccepted) for a in actions
+        ):
+            self._connect(message.info)
+            self._enter(message.info)
+
+    def _enter(self, info: PeerInfo) -> None:
+        with self._changed:
+            self._members[info.peer.name] = info
+            self._changed.notify_all()
+        if info.role.has_model:
+            self.on_joined()
+
+    def _connect(self, info: PeerInfo) -> None:
+        self._mailbox.connect(info.peer, info.address)
+        self._lines[info.peer] = None
+
+    def _forget_gone(self) -> None:
+        """Now and then: processes that are no members any more need no line."""
+        self._look_again_s = time.monotonic() + MEMBERS_LOOK_S
+        live = {view.peer for view in self._machine.instances()}
+        with self._changed:
+            for info in [info for info in self._members.values() if info.peer not in live]:
+                del self._members[info.peer.name]
+        for peer in [peer for peer in self._lines if peer not in live]:
+            del self._lines[peer]
+            self._mailbox.disconnect(peer)

@@ -1,0 +1,177 @@
+"""What an engine counts about itself: the scheduler's own time beside the device's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from memserve.host.supervisor import ChildStats
+from memserve.instance.stats import InstanceStats
+from memserve.journal.keeper import Durability
+from memserve.router.members.autoscaling import RoleCount
+from memserve.router.report import ClusterStats, InstanceView
+from memserve.system.memory import resident_bytes
+from memserve.transport.outbound import MailboxCounters
+
+WINDOW_STEPS = 512
+"""Steps over which medians are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot. Totals count from the engine's start."""
+
+    steps: int = 0
+    machine_ns: int = 0
+    """Time the instance machine took to think, in total."""
+    device_ns: int = 0
+    """Time the device worked, in total."""
+    machine_step_ns: int = 0
+    """Median thinking time a step, over the last steps."""
+    device_step_ns: int = 0
+    """Median device time a step, over the last steps."""
+    instance: InstanceStats | None = None
+    """The machine's own counters and its pool report."""
+    resident_bytes: int = 0
+    """What its process has resident, shared maps included."""
+    bound_bytes: int = 0
+    """What it should have at most; 0: not known."""
+
+    @property
+    def scheduler_share(self) -> float:
+        """Thinking time as a share of the device's time, over everything so far."""
+        return self.machine_ns / self.device_ns if self.device_ns else 0.0
+
+    @property
+    def serving(self) -> bool:
+        """Whether a request could be run now."""
+        return True
+
+    def encode(self) -> bytes:
+        """As msgpack, for a heartbeat."""
+        return msgspec.msgpack.encode(self)
+
+
+@dataclass(slots=True)
+class StepTimer:
+    """Adds up the machine's and the device's time. Used by the engine thread only."""
+
+    steps: int = 0
+    machine_ns: int = 0
+    device_ns: int = 0
+    bound_bytes: int = 0
+    _machine_mark_ns: int = 0  # machine_ns at the last finished step
+    _machine_steps_ns: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    _device_steps_ns: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+
+    def machine_worked(self, spent_ns: int) -> None:
+        """The machine handled one event in ``spent_ns``."""
+        self.machine_ns += spent_ns
+
+    def step_finished(self, device_ns: int) -> None:
+        """One step ended; what the machine spent since the last one belongs to it."""
+        self.steps += 1
+        self.device_ns += device_ns
+        self._machine_steps_ns.append(self.machine_ns - self._machine_mark_ns)
+        self._device_steps_ns.append(device_ns)
+        self._machine_mark_ns = self.machine_ns
+
+    def snapshot(self, instance: InstanceStats) -> EngineStats:
+        """The figures so far, with the machine's own."""
+        return EngineStats(
+            steps=self.steps,
+            machine_ns=self.machine_ns,
+            device_ns=self.device_ns,
+            machine_step_ns=int(median(self._machine_steps_ns)) if self._machine_steps_ns else 0,
+            device_step_ns=int(median(self._device_steps_ns)) if self._device_steps_ns else 0,
+            instance=instance,
+            resident_bytes=resident_bytes(),
+            bound_bytes=self.bound_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MemberStats:
+    """What the router knows of one instance."""
+
+    view: InstanceView
+    engine: EngineStats | None
+    """As its last heartbeat with statistics said."""
+    store: Mapping[str, int] = field(default_factory=dict)
+    """The same of a store: sizes and totals by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStats(EngineStats):
+    """A cluster's statistics: the instances' added up (step times: of the slowest), and the router's own."""
+
+    cluster: ClusterStats | None = None
+    router_ns: int = 0
+    """Time the cluster machine took to think, in total."""
+    members: tuple[MemberStats, ...] = ()
+    children: Mapping[str, ChildStats] = field(default_factory=dict)
+    """Name -> what became of the process, for the instances that this host runs."""
+    scaling: tuple[RoleCount, ...] = ()
+    """Roles whose count follows the load."""
+    letters: MailboxCounters = field(default_factory=MailboxCounters)
+    metadata: Durability = field(default_factory=Durability)
+
+    @classmethod
+    def of(cls, cluster: ClusterStats, views: Sequence[InstanceView], router_ns: int) -> RouterStats:
+        """Put together what the router's machine says of itself and of its members."""
+        members = tuple(
+            MemberStats(view, None, _numbers(view.stats))
+            if not view.role.has_model
+            else MemberStats(view, _decoded(view.stats))
+            for view in views
+        )
+        engines = [member.engine for member in members if member.engine is not None]
+        total = reduce(_added, engines, EngineStats(instance=InstanceStats()))
+        sums = {part.name: getattr(total, part.name) for part in dataclasses.fields(EngineStats)}
+        return cls(**sums, cluster=cluster, router_ns=router_ns, members=members)
+
+    @property
+    def serving(self) -> bool:
+        """Whether there is a member that takes new requests."""
+        return any(member.view.state == "live" and member.view.role.has_model for member in self.members)
+
+
+_NOT_ADDITIVE = ("machine_step_ns", "device_step_ns", "prefill_ns_per_token")
+"""Medians and means: of several instances the slowest is told."""
+
+
+def _decoded(stats: bytes) -> EngineStats | None:
+    try:
+        return msgspec.msgpack.decode(stats, type=EngineStats) if stats else None
+    except msgspec.MsgspecError:
+        return None  # of another version: the statistics of the others are still told
+
+
+def _numbers(stats: bytes) -> dict[str, int]:
+    try:
+        return msgspec.msgpack.decode(stats, type=dict[str, int]) if stats else {}
+    except msgspec.MsgspecError:
+        return {}
+
+
+def _added(first: Any, second: Any) -> Any:
+    """The sum of two statistics of one kind, field by field."""
+    if second is None:
+        return first
+    if isinstance(first, dict):
+        return {key: first.get(key, 0) + second.get(key, 0) for key in [*first, *(k for k in second if k not in first)]}
+    if not dataclasses.is_dataclass(first):
+        return first + second
+    sums = {}
+    for part in dataclasses.fields(first):
+        one, other = getattr(first, part.name), getattr(second, part.name)
+        sums[part.name] = max(one, other) if part.name in _NOT_ADDITIVE else _added(one, other)
+    kind: Any = type(first)
+    return kind(**sums)

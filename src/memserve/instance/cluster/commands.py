@@ -1,0 +1,302 @@
+"""What any router may ask of an instance, the owner or a follower: to run requests, to end them, to tell of them.
+
+What becomes of an instance's requests when their router is gone, or when a client asks another one for the answer.
+
+::
+
+    its follower is gone     answer kept: it goes on alone, for ``kept_answer_ns``       else it ends silently
+    another owner came       answer kept: it goes on here, and the owner is told         else it ends silently
+    QueryAnswers(key, asked)   it goes on here for the router that asks; the former one hears ``AnswerTaken``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import structs
+
+from memserve.instance.cluster.handoff_sender import HandoffSender
+from memserve.instance.cluster.idempotency import ReplayBuffer
+from memserve.instance.cluster.prefix_fetch import Fetches
+from memserve.instance.cluster.routers import Routers, RouterUpdates
+from memserve.instance.cluster.shards import HeldSegments
+from memserve.instance.events import Action
+from memserve.instance.intake import RequestIntake
+from memserve.instance.scheduler.sequence import Cause, Group
+from memserve.instance.scheduler.state import SchedulerState
+from memserve.kv.transfer.exchange import Exchange
+from memserve.protocol.events import RejectRequest, Send
+from memserve.protocol.idempotency import AnswerHeld, AnswersHeld, AnswerTaken, QueryAnswers
+from memserve.protocol.messages import (
+    AnyMessage,
+    AttemptsUnknown,
+    Cancel,
+    Dispatch,
+    QueryAttempts,
+    QueryKvEvents,
+    RequestRefused,
+    StopSequence,
+)
+from memserve.protocol.peers import Load, Peer
+
+
+class RouterChanges:
+    """Follows the routers' fates with the requests that they have placed here."""
+
+    __slots__ = ("_answers", "_exchange", "_fetches", "_kept", "_routers", "_sender", "_state", "me")
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        kept: ReplayBuffer,
+        routers: Routers,
+        sender: HandoffSender,
+        fetches: Fetches,
+        exchange: Exchange,
+        me: Peer,
+    ) -> None:
+        #: the present incarnation of this instance
+        self.me = me
+        self._state, self._kept, self._routers = state, kept, routers
+        self._sender, self._fetches, self._exchange = sender, fetches, exchange
+        self._answers: list[Send] = []
+
+    # -- a router is gone
+
+    def follower_gone(self, follower: Peer, now_ns: int) -> None:
+        """A follower died or left."""
+        for group in list(self._state.groups.values()):
+            if group.remote is not None and self._routers.follower_of(group.request.request_id) == follower:
+                self._goes_on_alone(group, now_ns)
+
+    def arrived(self, attempt_id: str, now_ns: int) -> None:
+        """An attempt was handed over to this instance; its router may be gone meanwhile."""
+        group = self._state.groups.get(attempt_id)
+        if group is not None and self._routers.router_of(attempt_id) is None:
+            self._goes_on_alone(group, now_ns)
+
+    def _goes_on_alone(self, group: Group, now_ns: int) -> None:
+        """One that is under way to this instance is decided about when it has arrived."""
+        remote, attempt_id = group.remote, group.request.request_id
+        if self._routers.follower_of(attempt_id) is None:
+            return  # the owner's, which may come again
+        if self._kept.runs(attempt_id) and not group.muted:
+            self._routers.goes_on_alone(attempt_id, now_ns)
+        elif remote is None or remote.import_id is None or not group.request.key:
+            self._state.drop_group(group)
+
+    def settle(self, now_ns: int) -> None:
+        """End attempts without a router for which no client has come."""
+        for attempt_id in self._routers.overdue(now_ns):
+            self._state.drop_group(self._state.groups[attempt_id])
+
+    def owner_gone(self) -> None:
+        """Another owner has accepted the instance: requests that no follower has placed go on here, or end."""
+        for group in list(self._state.groups.values()):
+            attempt_id = group.request.request_id
+            owners = group.remote is not None and self._routers.follower_of(attempt_id) is None
+            if owners and not self._stays(group, "another router came"):
+                self._state.drop_group(group)
+        for attempt_id in [one for one in self._sender.left.values() if self._routers.follower_of(one) is None]:
+            self._sender.cancel(attempt_id)
+
+    def goes_on_without_transfers(self, group: Group) -> bool:
+        """The router is another one, and all transfers have ended: ``group`` goes on without, if its answer is kept and
+        its prompt is computed here."""
+        remote = group.remote
+        if remote is None or not self._may_stay(group):
+            return False
+        remote.offer_id = remote.home = None
+        if group.tokens_here is not None:
+            self._sender.go_on_here(group, "another router came")
+        self._fetches.go_on_without(group)
+        return True
+
+    # -- a client asks elsewhere
+
+    def asked(self, key: str, asked: str, router: Peer) -> None:
+        """A client asks ``router`` for the answer with this key: what is here of it is told, and runs on for it. Where
+        the key is another request's, that one goes on as it is."""
+        answers = [self._take(held, router) for held in self._kept.with_key(key, asked)]
+        is_anothers = self._kept.answers_another(key, asked)
+        for attempt_id, group in self._state.groups.items():
+            if group.request.key != key:
+                continue
+            if group.request.asked != asked:
+                is_anothers = True
+                continue
+            former = self._routers.router_of(attempt_id) if group.span is not None else None
+            if former is not None and former != router:
+                self._answers.append(Send(former, AnswerTaken(attempt_id)))  # no part of it can go on for another
+        refused = asked if is_anothers else ""
+        self._answers.append(Send(router, AnswersHeld(tuple(answers), True, key, refused)))
+
+    def _take(self, held: AnswerHeld, router: Peer) -> AnswerHeld:
+        attempt_id = held.attempt_id
+        group, former = self._state.groups.get(attempt_id), self._routers.router_of(attempt_id)
+        if group is None and attempt_id not in self._sender.left.values():
+            return held  # it has ended
+        if former != router and former is not None:
+            self._answers.append(Send(former, AnswerTaken(attempt_id)))
+        if group is not None and self._stays(group, "another router has asked for it"):
+            self._routers.begins(attempt_id, router)
+            return held
+        if group is not None:
+            self._state.drop_group(group)
+        self._sender.cancel(attempt_id)  # it is on its way to another instance: it cannot be called back there
+        return structs.replace(held, runs=False)
+
+    def take_answers(self) -> list[Send]:
+        """What routers have asked for: before any further token of those answers."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    # -- going on here
+
+    def _may_stay(self, group: Group) -> bool:
+        remote = group.remote
+        runs = self._kept.runs(group.request.request_id)
+        return runs and remote is not None and remote.import_id is None and not group.muted
+
+    def _stays(self, group: Group, why: str) -> bool:
+        """Whether ``group`` goes on, on this instance alone: a router that takes it over knows of no other."""
+        remote = group.remote
+        if remote is None or not self._may_stay(group):
+            return False
+        if remote.offer_id is not None:
+            self._exchange.withdraw(remote.offer_id, why)
+            remote.offer_id = None
+        if group.tokens_here is not None:
+            self._sender.go_on_here(group, why)
+        return True
+
+
+class RouterCommands:
+    """Does what routers ask for. A router's word about an attempt of another one does not count."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        intake: RequestIntake,
+        routers: Routers,
+        changes: RouterChanges,
+        kept: ReplayBuffer,
+        sender: HandoffSender,
+        fetches: Fetches,
+        segments: HeldSegments,
+        news: RouterUpdates,
+        outbox: list[Action],
+        load: Callable[[], Load],
+        step_tokens: int,
+    ) -> None:
+        """``outbox``: where messages go. ``load``: how busy the instance is. ``step_tokens``: of one step, at most."""
+        self._state, self._intake, self._routers, self._changes = state, intake, routers, changes
+        self._kept, self._sender, self._fetches, self._segments = kept, sender, fetches, segments
+        self._news, self._outbox = news, outbox
+        self._load, self._step_tokens = load, step_tokens
+        self._orders: dict[type, Callable[[Any, Peer, int], None]] = {
+            Dispatch: self._dispatch, Cancel: self._cancel, StopSequence: self._stop, QueryKvEvents: self._ask_events,
+            QueryAttempts: self._ask_attempts, QueryAnswers: self._ask_answers,
+        }  # fmt: skip
+
+    def __contains__(self, message: AnyMessage) -> bool:
+        return type(message) in self._orders
+
+    def follow(self, message: AnyMessage, sender: Peer, now_ns: int) -> None:
+        """Do what ``sender``, a router of this instance, asks for."""
+        self._orders[type(message)](message, sender, now_ns)
+
+    # -- what routers are told
+
+    def reject(self, action: RejectRequest | None) -> None:
+        """Tell the router of an attempt that it will not be run here."""
+        told = None if action is None else self._routers.refusal(action)
+        if action is not None and action.request_id not in self._state.groups:
+            self._routers.ended(action.request_id)
+        if told is not None:
+            self._outbox.append(told)
+
+    def tell_router_of(self, attempt_id: str, message: AnyMessage) -> None:
+        """The router whose attempt it is hears ``message``."""
+        router = self._routers.router_of(attempt_id)
+        if router is not None:
+            self._outbox.append(Send(router, message))
+
+    def tell_owner(self, message: AnyMessage) -> None:
+        """The owner hears ``message``."""
+        if self._routers.owner is not None:
+            self._outbox.append(Send(self._routers.owner, message))
+
+    def tell_changes(self, first: int | None, to: Peer) -> None:
+        """One router hears all changes from number ``first`` on; None: everything."""
+        rest = self._news.catch_up(to, first)
+        if rest is not None:
+            self._outbox.append(Send(to, rest))
+
+    # -- what they ask for
+
+    def _dispatch(self, order: Dispatch, sender: Peer, now_ns: int) -> None:
+        self._routers.counts(sender).dispatches_heard += 1
+        if self._intake.has(order):
+            return  # to refuse the repeated one would end the one that runs
+        if order.request.request_id not in self._state.groups:
+            self._routers.begins(order.request.request_id, sender)
+        if any(self._routers.followers) and self._is_outrun(order, sender):
+            return
+        group = self._intake.open_dispatch(order, self._changes.me, now_ns)
+        if isinstance(group, RejectRequest):
+            self.reject(group)
+            return
+        request = order.request
+        resumed = not request.beam_width and bool(any(order.generated) or order.ended)
+        if order.span is None:  # an attempt of several instances ends with its router
+            self._kept.open(request, order.told, order.generated)
+        elif order.span.holds:
+            self._segments.begin(group)
+        self._sender.begin(group, len(order.generated[0]) if resumed and request.n == 1 else 0, resumed)
+        cause = Cause.REMOTE_KV_EXPECTED if order.holders else Cause.ENQUEUED
+        self._intake.enqueue(group, cause, order.generated if resumed else (), order.ended)
+        self._news.placed(sender)
+        if order.holders and group.sequences:
+            self._fetches.begin(group, now_ns)
+
+    def _is_outrun(self, order: Dispatch, sender: Peer) -> bool:
+        """Whether other routers' requests have come before ``order``, so many that its router had better choose again:
+        it is told how much there is to do."""
+        known_tokens, load = order.known_tokens, self._load()
+        if known_tokens is None:
+            return False
+        slack_tokens = max(self._step_tokens, known_tokens // 2)
+        if load.prefill_tokens_queued <= known_tokens + slack_tokens:
+            return False
+        name = order.request.request_id
+        load = structs.replace(load, dispatches_heard=None)
+        self._routers.ended(name)
+        self._routers.counts(sender).answers_told += 1
+        self._outbox.append(Send(sender, RequestRefused(name, "other routers' requests came before it", 0.0, load)))
+        return True
+
+    def _cancel(self, message: Cancel, sender: Peer, now_ns: int) -> None:
+        if self._routers.is_of(message.request_id, sender):
+            self._intake.cancel(message.request_id)
+            self._sender.cancel(message.request_id)
+
+    def _stop(self, message: StopSequence, sender: Peer, now_ns: int) -> None:
+        if self._routers.is_of(message.request_id, sender):
+            self._intake.stop(message.request_id, message.index)
+
+    def _ask_events(self, message: QueryKvEvents, sender: Peer, now_ns: int) -> None:
+        self.tell_changes(message.first, sender)
+
+    def _ask_attempts(self, message: QueryAttempts, sender: Peer, now_ns: int) -> None:
+        """An attempt that has left is known until another instance has taken it over."""
+        left = set(self._sender.left.values())
+        known = [name for name in message.attempts if name in self._state.groups or name in left]
+        own = {name for name in known if self._routers.is_of(name, sender)}
+        unknown, counts = tuple(n for n in message.attempts if n not in own), self._routers.counts(sender)
+        told = AttemptsUnknown(unknown, message.dispatches, counts.dispatches_heard, counts.answers_told)
+        self._outbox.append(Send(sender, told))
+
+    def _ask_answers(self, message: QueryAnswers, sender: Peer, now_ns: int) -> None:
+        self._changes.asked(message.key, message.asked, sender)

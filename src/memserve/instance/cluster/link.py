@@ -1,0 +1,387 @@
+"""The instance as a member of a cluster: messages of the router and of other instances in, messages out.
+
+What the machine does at each event, and where the link comes in::
+
+    event     -> hear, pages_done, layer_finished, step_ended, kv_lost      what has happened
+    settle    -> imports that arrived, generated KV, leases                 before plans are made
+    planned   -> offers and their pages                                     after each plan
+    conclude  -> messages, page jobs, KV events                             behind tokens and plans
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from memserve.base.config import InstanceConfig
+from memserve.base.types import FAR_LINKS, KVGeometry, TokenOutput
+from memserve.instance.cluster.commands import RouterChanges, RouterCommands
+from memserve.instance.cluster.handoff_receiver import HandoffReceiver
+from memserve.instance.cluster.handoff_sender import HandoffSender
+from memserve.instance.cluster.idempotency import ReplayBuffer
+from memserve.instance.cluster.prefix_fetch import Fetches
+from memserve.instance.cluster.routers import Routers, RouterUpdates
+from memserve.instance.cluster.shards import HeldSegments
+from memserve.instance.cluster.store_export import StoreWriter
+from memserve.instance.events import Action, StepPlan
+from memserve.instance.intake import RequestIntake
+from memserve.instance.scheduler.capacity import headroom_blocks
+from memserve.instance.scheduler.memory import Pins
+from memserve.instance.scheduler.sequence import Fact, Group, Sequence
+from memserve.instance.scheduler.state import SchedulerState
+from memserve.kv.feed import KvFeed
+from memserve.kv.transfer.context import Room
+from memserve.kv.transfer.events import (
+    FetchEnded,
+    HandoffArrived,
+    HandoffFailed,
+    HandoffOffered,
+    Inserted,
+    Outcome,
+    PagesPulled,
+    PagesSealed,
+    PullPages,
+    Released,
+)
+from memserve.kv.transfer.exchange import Exchange
+from memserve.protocol.events import MessageArrived, RejectRequest, Send
+from memserve.protocol.messages import (
+    AnyMessage,
+    Drain,
+    Expelled,
+    HandedOver,
+    JoinAccepted,
+    PeerGone,
+    PeerJoined,
+    Pin,
+    Pinned,
+    Unpin,
+    Withdraw,
+)
+from memserve.protocol.peers import ROUTER, Load, Peer
+
+
+class ClusterLink:
+    """Follows the router, deals with other instances, and reports what the cache holds; the ``Transfers`` of
+    ``SchedulerState``."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        intake: RequestIntake,
+        pins: Pins,
+        config: InstanceConfig,
+        geometry: KVGeometry,
+        me: Peer,
+        load: Callable[[], Load],
+    ) -> None:
+        """``load``: how busy the instance is."""
+        pool = state.memory.pool
+        self.routers = Routers(config.exchange.kept_answer_ns)
+        self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
+        self.kept = ReplayBuffer(config.exchange.kept_answer_ns, config.exchange.kept_answer_bytes)
+        self.sender = HandoffSender(state, intake, self.exchange, self.kept, self.routers, geometry.num_layers)
+        self.receiver = HandoffReceiver(state, intake, self.exchange)
+        self.writer = StoreWriter(state, self.exchange, geometry)
+        self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
+        self.segments = HeldSegments(state)
+        capacity = config.exchange.event_capacity
+        self.news = RouterUpdates(self.routers, KvFeed(pool, capacity) if capacity else None, load)
+        #: messages that only the router may send, from another process or an earlier router
+        self.messages_ignored = 0
+        self.blocks_come_home = 0
+        self.changes = RouterChanges(state, self.kept, self.routers, self.sender, self.fetches, self.exchange, me)
+        self._state = state
+        self._intake = intake
+        self._pins = pins
+        self._geometry = geometry
+        self._pulls: dict[int, tuple[str, int]] = {}  # pull job -> name of the peer, pieces
+        self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
+        self._outbox: list[Action] = []
+        self._owner_messages: dict[type, Callable[[Any, int], None]] = {
+            JoinAccepted: self._join_accepted, PeerJoined: self._peer_joined, PeerGone: self._peer_gone,
+            Expelled: self._expelled, Drain: self._drain, Pin: self._pin, Unpin: self._unpin,
+        }  # fmt: skip
+        self.orders = RouterCommands(
+            state, intake, self.routers, self.changes, self.kept, self.sender, self.fetches, self.segments,
+            self.news, self._outbox, load, config.scheduler.step_tokens,
+        )  # fmt: skip
+        state.transfers = self
+
+    # -- what has happened
+
+    def hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
+        """Another process sent ``message``."""
+        follow, is_order = self._owner_messages.get(type(message)), message in self.orders
+        if follow is None and not is_order:
+            if isinstance(message, Withdraw):
+                self.receiver.withdrawn(message.transfer_id)
+            self._act(self.exchange.handle(MessageArrived(sender, message), now_ns), now_ns)
+        elif follow is not None and self._comes_from_owner(sender, message):
+            follow(message, now_ns)
+        elif is_order and (self.routers.is_follower(sender) or self._comes_from_owner(sender, message)):
+            self.orders.follow(message, sender, now_ns)
+        else:
+            self.messages_ignored += 1
+
+    def _comes_from_owner(self, sender: Peer, message: AnyMessage) -> bool:
+        """The first owner that speaks is followed, and then each newer one that accepts the instance."""
+        if sender.name != ROUTER:
+            return False
+        known = self.routers.owner
+        if known is None:
+            self.routers.owner = sender
+        elif sender.generation > known.generation and isinstance(message, JoinAccepted):
+            if any(self.routers.followers):
+                self._owner_changes()
+            else:
+                self.reborn(self.me, goes_on=True)  # requests of the earlier router are void, but for kept ones
+            self.routers.owner = sender
+        return sender == self.routers.owner
+
+    @property
+    def me(self) -> Peer:
+        """The present incarnation."""
+        return self.changes.me
+
+    @property
+    def router(self) -> Peer | None:
+        """The owner that has accepted the instance. None: none has spoken yet."""
+        return self.routers.owner
+
+    def pages_done(self, event: PagesSealed | PagesPulled, now_ns: int) -> None:
+        """The host has sealed or pulled pages."""
+        if isinstance(event, PagesPulled):
+            name, pieces = self._pulls.pop(event.job_id, ("", 0))
+            if name and event.link:
+                far = self.fetches.far[name] = event.link in FAR_LINKS
+                self._links[name] = event.link
+                if not event.error:
+                    self._state.costs.learn_link(name, not far, event.pulled_bytes, pieces, event.spent_ns)
+        self._act(self.exchange.handle(event, now_ns), now_ns)
+
+    def step_ended(self, step_id: int, now_ns: int) -> None:
+        """A plan was executed, and its tokens were taken into account; or it failed."""
+        self.sender.step_finished(step_id)
+        self.writer.offers.step_finished(step_id)
+        self._act(self.exchange.plan_finished(step_id, now_ns), now_ns)
+
+    def layer_finished(self, step_id: int, layer: int) -> None:
+        """The device has written ``layer`` for all rows of a plan."""
+        self.sender.layer_finished(step_id, layer)
+        self.writer.offers.layer_finished(step_id, layer)
+
+    def kv_lost(self, now_ns: int) -> list[Outcome]:
+        """A step failed: to be called before the cache is cleared. The outcomes are for :meth:`start_over`, which comes
+        behind that: a request that asked for its prefix before would still find it."""
+        self.sender.kv_lost()
+        self.writer.kv_lost()
+        return self.exchange.everything_failed(now_ns)
+
+    def start_over(self, lost: list[Outcome], now_ns: int) -> None:
+        """After a failed step, when sequences were reset and the cache cleared. ``lost``: from :meth:`kv_lost`."""
+        self._act(lost, now_ns)
+        self.sender.start_over()
+        self.segments.start_over()
+
+    # -- how requests are scheduled (``Transfers``)
+
+    def request_ended(self, group: Group) -> None:
+        """``group`` has ended, or continues on another instance: so do its transfers."""
+        self.kept.ended(group.request.request_id, self._state.now)
+        self.routers.ended(group.request.request_id)
+        self.sender.ended(group)
+        self.receiver.ended(group)
+        self.fetches.given_up(group)
+        self.segments.ended(group)
+
+    def request_preempted(self, group: Group) -> None:
+        """The KV of ``group``, which is being handed over, has gone."""
+        self.sender.interrupted(group)
+
+    def sequence_completed(self, sequence: Sequence) -> None:
+        """Another instance wants the KV that ``sequence`` has generated."""
+        self.receiver.keep_generated(sequence)
+
+    def make_room(self) -> bool:
+        """Blocks that are lent to a store, or that a trial fetch writes to."""
+        return self.fetches.give_up_trials() or self.writer.make_room()
+
+    # -- between event and plans, and after
+
+    def settle(self, now_ns: int) -> None:
+        """Decide about fetches, offer generated KV, let imports go on, and end what has outlived its lease."""
+        self.fetches.settle(now_ns)
+        self.receiver.send_back(now_ns)
+        self.kept.expire(now_ns)
+        self.changes.settle(now_ns)
+        self.segments.settle(now_ns)
+        state, layers = self._state, self._state.memory.layers
+        parked = len(state.parked) if layers is not None and layers.policy.parks else None
+        self.exchange.room = Room(headroom_blocks(len(state.decoding)), parked)
+        self._act(self.exchange.advance(now_ns), now_ns)
+
+    def planned(self, plan: StepPlan, now_ns: int) -> None:
+        """``plan`` has been made, with all copies recorded so far."""
+        self.exchange.plan_made(plan.step_id)
+        if self.sender.leaving:
+            self.sender.planned(plan, now_ns)
+        self.writer.planned(plan, now_ns)
+
+    def conclude(self, actions: list[Action], now_ns: int) -> None:
+        """Append messages and page jobs, behind plans and tokens, which are more urgent. What is kept of answers goes
+        before further tokens of them."""
+        if self.kept.is_asked and self.router is not None:
+            held = self.kept.take_held(self.routers.follower_of)
+            actions[:0] = [Send(self.router, told) for told in held]
+        actions[:0] = self.changes.take_answers()
+        self._outbox += self.news.take(now_ns)
+        for handle in self._pins.lost:
+            self.orders.tell_owner(Pinned(handle, 0))
+        self._pins.lost.clear()
+        self.writer.settle(now_ns)
+        self._outbox += self.writer.take_messages()
+        actions += self.segments.take_news(self.routers.router_of)
+        for action in self.exchange.take_actions():
+            if isinstance(action, PullPages):
+                pages = action.end_layer - action.first_layer if action.by_page else 1
+                self._pulls[action.job_id] = action.peer.name, len(action.src_blocks) * pages
+            self._outbox.append(action)
+        actions += self._outbox
+        self._outbox.clear()
+        self.routers.forget_ended(lambda: set(self.sender.left.values()))
+
+    def tell(self, outputs: list[TokenOutput]) -> list[Action]:
+        """New outputs, kept for clients that ask again, as they are told to the routers."""
+        self.kept.record(outputs)
+        return [*self.routers.tokens(outputs)]
+
+    # -- what the exchange says
+
+    def _act(self, outcomes: Iterable[Outcome], now_ns: int) -> None:
+        for outcome in outcomes:
+            match outcome:
+                case HandoffOffered():
+                    self._offered(outcome, now_ns)
+                case HandoffArrived():
+                    self._arrived(outcome, now_ns)
+                case HandoffFailed():
+                    self.orders.reject(self.receiver.failed_to_come(outcome))
+                case FetchEnded():
+                    self.fetches.ended(outcome, now_ns)
+                case Released(offer_id, _, used, reason):
+                    is_stores = self.writer.released(offer_id, used)
+                    left = None if is_stores else self.sender.released(offer_id, used, reason)
+                    if left is not None:
+                        self.orders.reject(RejectRequest(left, f"no instance took it over: {reason}", 0.0))
+                case Inserted():
+                    self.blocks_come_home += outcome.pulled_blocks
+
+    def _offered(self, outcome: HandoffOffered, now_ns: int) -> None:
+        offer = outcome.offer
+        if offer.request is not None and offer.request.request_id not in self._state.groups:
+            self.routers.begins(offer.request.request_id, offer.router)
+        self.orders.reject(self.receiver.offered(outcome, now_ns))
+
+    def _arrived(self, outcome: HandoffArrived, now_ns: int) -> None:
+        facts: list[Fact] = [
+            ("prefilled_at", outcome.sender.name),
+            ("handoff_blocks_received", outcome.pulled_blocks),
+            ("handoff_blocks_reused", outcome.reused_blocks),
+            ("handoff_bytes", outcome.pulled_blocks * self._geometry.block_bytes),
+            ("handoff_link", self._links.get(outcome.sender.name, "") if outcome.pulled_blocks else "none"),
+        ]
+        request_id = outcome.offer.request.request_id if outcome.offer.request is not None else ""
+        if outcome.offer.request is not None:
+            self.kept.open(outcome.offer.request, outcome.told, outcome.first_tokens)
+        if self.receiver.arrived(outcome, now_ns, facts):
+            self.orders.tell_router_of(request_id, HandedOver(request_id))
+            self.changes.arrived(request_id, now_ns)
+        else:
+            self.kept.forget(request_id)
+            self.orders.reject(RejectRequest(request_id, "the handoff contradicts its request", 0.0))
+
+    # -- what the owner says
+
+    def _join_accepted(self, message: JoinAccepted, now_ns: int) -> None:
+        self._act(self.exchange.set_members(message.peers, now_ns), now_ns)
+        for follower in self.routers.set_members(message.peers):
+            self.changes.follower_gone(follower, now_ns)
+        self.writer.set_members(message.peers)
+        self.fetches.stores_changed(self.writer.stores)
+        self.kept.ask(self.router)
+        if self.news.next_event and self.router is not None:
+            self.orders.tell_changes(None, self.router)
+
+    def _peer_joined(self, message: PeerJoined, now_ns: int) -> None:
+        if message.info.peer.name != self.me.name:
+            self._act(self.exchange.peer_joined(message.info, now_ns), now_ns)
+            older = self.routers.joined(message.info)
+            if older is not None:
+                self.changes.follower_gone(older, now_ns)
+            self.writer.joined(message.info)
+            self.fetches.stores_changed(self.writer.stores)
+
+    def _peer_gone(self, message: PeerGone, now_ns: int) -> None:
+        self._act(self.exchange.peer_gone(message.peer, now_ns), now_ns)
+        if self.routers.left(message.peer):
+            self.changes.follower_gone(message.peer, now_ns)
+        self.writer.gone(message.peer)
+        self.fetches.stores_changed(self.writer.stores)
+
+    def _drain(self, message: Drain, now_ns: int) -> None:
+        self._intake.draining = True
+
+    def _expelled(self, message: Expelled, now_ns: int) -> None:
+        self.reborn(self.me)
+
+    def _pin(self, message: Pin, now_ns: int) -> None:
+        tokens = self._pins.pin(message.handle, message.tenant, message.tokens, now_ns + message.ttl_ns)
+        self.writer.keep(message.tenant, message.tokens[:tokens], now_ns)
+        self.orders.tell_owner(Pinned(message.handle, tokens))
+
+    def _unpin(self, message: Unpin, now_ns: int) -> None:
+        self._pins.unpin(message.handle)
+
+    # -- another life, another owner
+
+    def _owner_changes(self) -> None:
+        """There are followers, whose requests go on as they are; the pins are the next owner's to place."""
+        self.changes.owner_gone()
+        self._pins.release_all()
+        self._pins.lost.clear()
+        self._intake.draining = False
+        self.routers.owner_changes(None)
+
+    def reborn(self, me: Peer, *, goes_on: bool = False) -> None:
+        """All requests of the cluster end silently, the cache stays. The process is ``me`` from now on, and a member
+        only when a router accepts it. ``goes_on``: requests that clients may ask for again go on."""
+        self.changes.me = me
+        self.exchange.reborn(me)  # first: the transfers of the requests that end now shall not withdraw anything
+        for group in list(self._state.groups.values()):
+            if group.remote is not None and not (goes_on and self.changes.goes_on_without_transfers(group)):
+                self._state.drop_group(group)
+        self.sender.clear()
+        self.receiver.clear()
+        self.fetches.clear()
+        self.writer.clear()
+        self._pins.release_all()
+        self._pins.lost.clear()
+        self._outbox.clear()
+        self.changes.take_answers()
+        self._intake.draining = False
+        self.routers.reborn()
+
+    # -- views
+
+    @property
+    def pins_held(self) -> int:
+        """Named prefixes."""
+        return len(self._pins)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When something is due here: the end of a lease, a fetch, news for a router ... None: nothing is."""
+        ends = [part.next_deadline_ns for part in (self.exchange, self.segments, self.kept, self.routers, self.news)]
+        ends.append(self.fetches.decide_at_ns)
+        return min([end for end in ends if end is not None], default=None)

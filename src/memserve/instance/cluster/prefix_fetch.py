@@ -1,0 +1,484 @@
+"""Fetch or recompute: asking other instances for a prefix before a request is admitted.
+
+A request with holders is WAITING_FOR_REMOTE_KV until it is decided that its KV is computed here, or the KV is in the
+index, or the wait is over; then it waits for admission like any other, and finds in the index what has come.
+
+How quickly the disks of one store give what an instance asks of them: learned from its own fetches.
+
+A store tells what its disks cost, or nothing; a disk that others use too, or that fails, is slower than that. So each
+fetch that was read from disks is compared with what was expected::
+
+    it came whole    -> half of the difference is learned, as a factor
+    a part was late  -> the disks are so slow: learned at once
+    nothing came     -> the disks are at least so slow; how slow is *unknown* until something has come
+
+Disks that are too slow, or of unknown speed, are not asked any more, and nothing would be learned of them. Then a few
+blocks are read now and then that no request waits for (a *trial fetch*): the first time that nothing came, at once, so
+the first encounter with a slow disk costs one wait and no second, longer one. One quick trial proves nothing of disks
+that stand still now and then: only after several in a row less is expected, and each time that it was wrong the next
+trial comes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from memserve.base.errors import UserError
+from memserve.base.types import KVGeometry, TokenArray
+from memserve.base.units import NS_PER_MS, NS_PER_S, ceil_div
+from memserve.instance.scheduler.sequence import Cause, Group
+from memserve.instance.scheduler.state import SchedulerState
+from memserve.kv.costs import CopyCurve, CostModel
+from memserve.kv.reuse import FetchChoice, Prefix, plan_fetches
+from memserve.kv.transfer.events import FetchEnded
+from memserve.kv.transfer.exchange import Exchange
+from memserve.protocol.peers import Holder, PeerInfo
+
+TRIAL_AFTER_NS = 5 * NS_PER_S
+"""How long nothing was learned of slow disks before a trial fetch."""
+TRIAL_AFTER_MAX_NS = 160 * NS_PER_S
+TRIAL_BLOCKS = 8
+GOOD_IN_A_ROW = 3
+"""Fetches that came in time before slow disks count as less slow."""
+TRUSTED_AFTER = 32
+"""Fetches in a row after which disks count as if they had never been late."""
+_SLOW = 1.5
+_SCALE_MIN, _SCALE_MAX = 0.1, 1e4
+_LATE = 2.0
+"""What did not come at all takes at least twice as long as it was waited for."""
+
+
+@dataclass(slots=True)
+class ReadSpeed:
+    """Of the disks of one store."""
+
+    told: CopyCurve
+    """What reading takes, as the store says, or by default."""
+    scale: float = 1.0
+    """How many times longer it takes."""
+    learned_ns: int = 0
+    """When a fetch, or a trial, was last begun or has ended."""
+    trial_after_ns: int = TRIAL_AFTER_NS
+    """How long nothing was learned before the next trial: twice as long with each time that the disks were late."""
+    good: int = 0
+    """Fetches in a row that came in time."""
+    is_unknown: bool = False
+    """Nothing has come since nothing came in time: ``scale`` is the least that reading takes."""
+    hurries: bool = False
+    """The next trial is due at once."""
+    hurried_ns: int = -(1 << 62)
+    """When it was last due at once: at most once in ``trial_after_ns``."""
+
+    @property
+    def curve(self) -> CopyCurve:
+        """What reading takes now; of unknown disks, more than any request waits for."""
+        told, scale = self.told, _SCALE_MAX if self.is_unknown else self.scale
+        return CopyCurve(told.start_ns * scale, told.piece_ns * scale, told.byte_ns * scale)
+
+    def came(self, told_ns: int, spent_ns: int, now_ns: int) -> None:
+        """All that was asked for came; it took ``spent_ns``, and ``told_ns`` by the told curve."""
+        self.learned_ns = now_ns
+        self.good += 1
+        if self.good >= TRUSTED_AFTER:
+            self.trial_after_ns = TRIAL_AFTER_NS
+        ratio = _bounded(spent_ns / max(1, told_ns))
+        if self.is_unknown:  # the first measurement since; the scale was only a bound
+            self.is_unknown = self.hurries = False
+            self.scale = max(self.scale, ratio)
+        elif ratio > self.scale or self.scale <= _SLOW or self.good >= GOOD_IN_A_ROW:
+            self.scale = _bounded((self.scale * ratio) ** 0.5)
+
+    def was_late(self, told_ns: int, spent_ns: int, now_ns: int, *, is_part: bool, was_read: bool = False) -> None:
+        """After ``spent_ns`` less had come than was asked for: a part, which takes ``told_ns`` by the told curve, or
+        nothing of what takes so long. ``was_read``: nothing came, but the store had read it, and moving it was late."""
+        self.learned_ns = now_ns
+        if 0 < self.good < TRUSTED_AFTER:
+            self.trial_after_ns = min(TRIAL_AFTER_MAX_NS, 2 * self.trial_after_ns)
+        self.good = 0
+        ratio = spent_ns / max(1, told_ns) * (1.0 if is_part else _LATE)
+        self.scale = _bounded(max(self.scale, ratio))
+        if is_part:
+            self.is_unknown = self.hurries = False
+        elif not self.is_unknown and not was_read and ratio > _SLOW:
+            self.is_unknown, self.hurries = True, now_ns - self.hurried_ns >= self.trial_after_ns
+            self.hurried_ns = now_ns if self.hurries else self.hurried_ns
+
+    def wants_trial(self, now_ns: int) -> bool:
+        """Whether to look if the disks are still slow."""
+        return self.scale > _SLOW and (self.hurries or now_ns - self.learned_ns >= self.trial_after_ns)
+
+    def trial_begins(self, now_ns: int) -> None:
+        """A few blocks are asked for that no request waits for."""
+        self.learned_ns, self.hurries = now_ns, False
+
+
+def _bounded(scale: float) -> float:
+    return min(_SCALE_MAX, max(_SCALE_MIN, scale))
+
+
+GATHER_NS = NS_PER_MS
+"""Requests that come to a busy instance within this time are decided together: they share the link and the device."""
+LINK_TRIAL_BLOCKS = (8, 2, 16)
+"""Of the first fetches over a link of which nothing is known: their sizes differ, so that a curve follows from them."""
+_LOOKS_AHEAD = 16  # of a line that a request waits behind
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A fetch that is under way."""
+
+    holder: Holder
+    begins_ns: int
+    """When the link is expected to be free for it."""
+    link_ns: int
+    """How long it is expected to be busy with it."""
+    first_block: int
+    end_block: int
+    near: bool
+    """Whether the pages come over no network."""
+    asked_ns: int
+
+    @property
+    def ends_ns(self) -> int:
+        return self.begins_ns + self.link_ns
+
+
+class Fetches:
+    """All requests that may get a prefix from elsewhere."""
+
+    __slots__ = (
+        "_disks",
+        "_exchange",
+        "_flights",
+        "_geometry",
+        "_state",
+        "_trials",
+        "_tried",
+        "_wait_max_ns",
+        "asked",
+        "decide_at_ns",
+        "far",
+        "fetched_ssd_tokens",
+        "fetched_store_tokens",
+        "fetched_tokens",
+        "store_failures",
+        "undecided",
+    )  # fmt: skip
+
+    def __init__(self, state: SchedulerState, exchange: Exchange, geometry: KVGeometry, wait_max_ns: int) -> None:
+        self._state = state
+        self._exchange = exchange
+        self._geometry = geometry
+        self._wait_max_ns = wait_max_ns
+        #: requests whose holders have not been asked yet, in order of arrival
+        self.undecided: list[Group] = []
+        #: when they are decided; None: there are none, or those before them in line come first
+        self.decide_at_ns: int | None = None
+        #: fetch id -> the request that waits for it, and the holder that was asked
+        self.asked: dict[str, tuple[Group, Holder]] = {}
+        #: by fetch id
+        self._flights: dict[str, _Flight] = {}
+        #: fetch ids of those that no request waits for
+        self._trials: set[str] = set()
+        self._tried = 0  # links that were tried
+        #: names of peers with pages that come over a network
+        self.far: dict[str, bool] = {}
+        #: by the names of stores
+        self._disks: dict[str, ReadSpeed] = {}
+        self.fetched_tokens = 0
+        #: of them: out of a store, and out of one that had some of the prefix on its disks
+        self.fetched_store_tokens = self.fetched_ssd_tokens = 0
+        #: fetches from a store that brought nothing: late, gone, or damaged
+        self.store_failures = 0
+
+    def stores_changed(self, stores: Iterable[PeerInfo]) -> None:
+        """All stores among the members. What was learned of one stays while it says the same."""
+        known, self._disks = self._disks, {}
+        for info in stores:
+            name, told = info.peer.name, _disk_of(info)
+            self._disks[name] = known[name] if name in known and known[name].told == told else ReadSpeed(told)
+
+    def begin(self, group: Group, now_ns: int) -> None:
+        """A new request with holders, WAITING_FOR_REMOTE_KV: it goes on at once where nothing can be fetched."""
+        request, remote = group.request, group.remote
+        shares = self._state.memory.pool.config.caching and self._exchange.shares_kv
+        if remote is None or not shares or not request.use_cache or group.prompt_logprobs is not None:
+            self._admit(group)
+            return
+        if any(
+            holder.disk_tokens for holder in remote.holders
+        ):  # less of the prompt, out of memory, may be there sooner
+            remote.holders.sort(key=lambda holder: self._expected_ns(group, holder))
+        else:
+            remote.holders.sort(key=lambda holder: -holder.prefix_tokens)  # stable: the router's order decides ties
+        remote.fetch_until_ns = now_ns + self._wait_max_ns
+        if len(self._state.groups) == 1:  # nothing else to share with
+            self._decide([group], now_ns)
+            return
+        self.undecided.append(group)
+        if self.decide_at_ns is None:
+            self.decide_at_ns = now_ns + GATHER_NS
+
+    def tokens_to_compute(self) -> int:
+        """Tokens of prompts that wait for a prefix from elsewhere, and that are computed here in any case."""
+        size, flights = self._geometry.block_tokens, self._flights
+        asked = sum(
+            len(group.request.prompt) - flights[name].end_block * size for name, (group, _) in self.asked.items()
+        )
+        return asked + sum(len(group.request.prompt) for group in self.undecided)
+
+    def settle(self, now_ns: int) -> None:
+        """Decide for the requests that have gathered, if it is time, as far as there is memory for what they get."""
+        if not self.undecided or (self.decide_at_ns is not None and now_ns < self.decide_at_ns):
+            return
+        self.decide_at_ns = None
+        near = self._near()
+        for group in near:
+            self.undecided.remove(group)
+            if group.remote is not None:
+                group.remote.fetch_until_ns = now_ns + self._wait_max_ns
+        self._decide(near, now_ns)
+
+    def _near(self) -> list[Group]:
+        """The requests to decide for now. What is fetched long before the request has its turn is evicted again: so
+        there must be room for it beside what is being fetched and beside the requests before it in its tenant's line.
+        The first one is decided in any case."""
+        room = self._state.memory.pool.available() - sum(self._blocks_of(group) for group, _ in self.asked.values())
+        near: list[Group] = []
+        held: set[str] = set()  # tenants: those behind it in its line wait, too
+        for group in self.undecided:
+            line = self._state.waiting.line(group.tenant)[:_LOOKS_AHEAD]
+            earlier = sum(self._blocks_of(other.group) for other in line if other.group.arrival < group.arrival)
+            needs, is_first = self._blocks_of(group), not (near or self.asked or earlier)
+            if group.tenant in held or not (is_first or earlier + needs <= room):
+                held.add(group.tenant)
+            else:
+                near.append(group)
+                room -= needs
+        return near
+
+    def _blocks_of(self, group: Group) -> int:
+        return ceil_div(len(group.request.prompt), self._geometry.block_tokens)
+
+    def _decide(self, groups: list[Group], now_ns: int) -> None:
+        """Each of ``groups`` asks the first of its holders that is worth the wait, or is computed here."""
+        while groups:
+            asks = [(group, *found) for group in groups if (found := self._next_holder(group, now_ns)) is not None]
+            if not asks:
+                return
+            groups = []
+            for (group, holder, prefix), choice in zip(asks, self._plan(asks, now_ns), strict=True):
+                group.facts.append(("fetch_decision", choice.reason))
+                if choice.tokens:
+                    self._ask(group, holder, prefix.own_tokens, choice, now_ns)
+                else:
+                    self._try(group, holder, prefix, now_ns)
+                    groups.append(group)  # its next holder may be nearer
+
+    def _next_holder(self, group: Group, now_ns: int) -> tuple[Holder, Prefix] | None:
+        """The next holder with more than there is here, and where the prefix lies. Without one the request goes on."""
+        remote, tokens, block_tokens = group.remote, _tokens_of(group), self._geometry.block_tokens
+        hbm, dram = self._state.memory.pool.match_blocks(group.isolation, tokens)
+        own = (hbm + dram) * block_tokens
+        while remote is not None and remote.holders and now_ns < remote.fetch_until_ns:
+            holder = remote.holders.pop(0)
+            blocks = min(holder.prefix_tokens, len(tokens)) // block_tokens - hbm - dram
+            if blocks > 0:
+                near = not self.far.get(holder.peer.name, False)
+                dram_tokens, remote_tokens = dram * block_tokens, blocks * block_tokens
+                after_ns = self._plans_ns(blocks)
+                on_disk = min(holder.disk_tokens, remote_tokens)
+                speed = self._disks.get(holder.peer.name)
+                disk = speed.curve if speed is not None else None
+                own_hbm, link = own - dram_tokens, self._state.costs.links.curve(holder.peer.name, near)
+                prefix = Prefix(len(tokens), own_hbm, dram_tokens, remote_tokens, near, after_ns, on_disk, disk, link)
+                return holder, prefix
+        self._admit(group)
+        return None
+
+    def _expected_ns(self, group: Group, holder: Holder) -> int:
+        """Until the prompt is computed behind what ``holder`` has, without what is before it."""
+        costs, geometry = self._state.costs.model, self._geometry
+        total = len(_tokens_of(group))
+        there = min(holder.prefix_tokens, total - 1)
+        link = costs.link(not self.far.get(holder.peer.name, False))
+        speed = self._disks.get(holder.peer.name)
+        disk = speed.curve if speed is not None else costs.disk
+        moved_ns = link.kv_ns(there, geometry.block_tokens, geometry.token_bytes)
+        read_ns = disk.kv_ns(min(holder.disk_tokens, there), geometry.block_tokens, geometry.token_bytes)
+        return moved_ns + read_ns + costs.prefill_ns(total - there, there)
+
+    def _plan(self, asks: Items[tuple[Group, Holder, Prefix]], now_ns: int) -> list[FetchChoice]:
+        learnt = self._state.costs
+        return plan_fetches(
+            learnt.model,
+            self._geometry,
+            [prefix for _, _, prefix in asks],
+            queue_ns=learnt.queue_ns(self._state.prefill_tokens_queued()),
+            waits_max_ns=[group.remote.fetch_until_ns - now_ns if group.remote else 0 for group, _, _ in asks],
+            link_busy_ns=self._link_busy_ns(now_ns),
+        )
+
+    def _ask(self, group: Group, holder: Holder, own: int, choice: FetchChoice, now_ns: int) -> None:
+        remote, end = group.remote, own + choice.tokens
+        if remote is None:
+            return
+        remote.fetch_id = self._fetch(group, holder, own, end, now_ns, now_ns + choice.wait_ns, choice.link_ns)
+        self.asked[remote.fetch_id] = (group, holder)
+
+    def _fetch(
+        self, group: Group, holder: Holder, begin: int, end: int, now_ns: int, deadline_ns: int, link_ns: int
+    ) -> str:
+        """Ask for the tokens ``[begin, end)``, whole blocks."""
+        first_block, end_block = begin // self._geometry.block_tokens, end // self._geometry.block_tokens
+        tokens = _tokens_of(group)[:end]
+        near = not self.far.get(holder.peer.name, False)
+        flight = _Flight(holder, now_ns + self._link_busy_ns(now_ns), link_ns, first_block, end_block, near, now_ns)
+        fetch_id = self._exchange.fetch(
+            holder.peer, group.isolation, tokens, first_block, end_block, now_ns, deadline_ns
+        )
+        self._flights[fetch_id] = flight
+        return fetch_id
+
+    def _link_busy_ns(self, now_ns: int) -> int:
+        """Until the link is free, as far as is known."""
+        return max(0, max((flight.ends_ns for flight in self._flights.values()), default=0) - now_ns)
+
+    def _try(self, group: Group, holder: Holder, prefix: Prefix, now_ns: int) -> None:
+        """The prefix is computed. If that is because the holder's disks were slow, or because nothing is known of the
+        link to it: look what they take, with a few blocks that the request does not wait for."""
+        speed, blocks = self._disks.get(holder.peer.name), TRIAL_BLOCKS
+        if self._trials:
+            return
+        if prefix.disk_tokens:
+            if speed is None or not speed.wants_trial(now_ns):
+                return
+            speed.trial_begins(now_ns)
+        elif self._state.costs.is_measured or self._state.costs.links.is_known(prefix.same_host):
+            return
+        else:
+            self._tried = self._tried % len(LINK_TRIAL_BLOCKS) + 1
+            blocks = LINK_TRIAL_BLOCKS[self._tried - 1]
+        end = prefix.own_tokens + min(blocks * self._geometry.block_tokens, prefix.remote_tokens)
+        deadline_ns = now_ns + self._wait_max_ns
+        self._trials.add(self._fetch(group, holder, prefix.own_tokens, end, now_ns, deadline_ns, 0))
+
+    def _plans_ns(self, blocks: int) -> int:
+        """Time until ``blocks`` free blocks may be pulled into: steps under way may still use them."""
+        plans = self._exchange.plans_before_pull(blocks)
+        if not plans:
+            return 0
+        decoding = self._state.decoding.items
+        context = sum([sequence.computed for sequence in decoding])
+        return plans * self._state.costs.model.decode_step_ns(len(decoding), context)
+
+    def _admit(self, group: Group) -> None:
+        for sequence in group.sequences.values():
+            self._state.move(sequence, Cause.FETCH_ENDED)
+
+    def ended(self, outcome: FetchEnded, now_ns: int) -> None:
+        """The KV is in the index, or will not come; then the next holder may be asked."""
+        flight = self._flights.pop(outcome.transfer_id)
+        self._learn(flight, outcome, now_ns)
+        if outcome.transfer_id in self._trials:
+            self._trials.remove(outcome.transfer_id)
+            return
+        group, holder = self.asked.pop(outcome.transfer_id)
+        remote = group.remote
+        if remote is None:
+            return
+        remote.fetch_id = None
+        spans_ns = ("fetch_after_ms", flight.asked_ns - group.arrived_ns), ("fetch_ms", now_ns - flight.asked_ns)
+        group.facts += [(name, round(span_ns / NS_PER_MS, 3)) for name, span_ns in spans_ns]
+        if outcome.ok:
+            tokens = outcome.pulled_blocks * self._geometry.block_tokens
+            self.fetched_tokens += tokens
+            tier = holder.tier.name.lower()
+            if holder.peer.name in self._disks:
+                self.fetched_store_tokens += tokens
+                self.fetched_ssd_tokens += tokens if holder.disk_tokens else 0
+                tier = "ssd" if holder.disk_tokens else "store"
+            if outcome.tokens < flight.end_block * self._geometry.block_tokens:
+                group.facts.append(("fetch_cut", f"{holder.peer.name}: {outcome.reason or 'it gave less'}"))
+            group.facts += [("fetched_tokens", tokens), ("fetched_from", holder.peer.name), ("fetched_tier", tier)]
+            self._admit(group)
+        else:
+            self.store_failures += holder.peer.name in self._disks
+            group.facts.append(("fetch_failed", f"{holder.peer.name}: {outcome.reason}"))
+            self._decide([group], now_ns)
+
+    def _learn(self, flight: _Flight, outcome: FetchEnded, now_ns: int) -> None:
+        """What reading has taken, without waiting for the link and without the link itself."""
+        speed = self._disks.get(flight.holder.peer.name)
+        if speed is None or not flight.holder.disk_tokens:
+            return
+        block_tokens, token_bytes = self._geometry.block_tokens, self._geometry.token_bytes
+        wanted = (flight.end_block - flight.first_block) * block_tokens
+        got = outcome.tokens - flight.first_block * block_tokens if outcome.ok else 0
+        link = self._state.costs.links.curve(flight.holder.peer.name, flight.near)
+        spent_ns = (
+            now_ns - flight.begins_ns - link.kv_ns(outcome.pulled_blocks * block_tokens, block_tokens, token_bytes)
+        )
+        told_ns = speed.told.kv_ns(got or wanted, block_tokens, token_bytes)
+        if got >= wanted:  # also where a part was computed here before it came
+            speed.came(told_ns, spent_ns, now_ns)
+        else:
+            speed.was_late(told_ns, spent_ns, now_ns, is_part=got > 0, was_read=outcome.was_offered)
+
+    def go_on_without(self, group: Group) -> None:
+        """All fetches are about to end silently (:meth:`clear`): ``group`` computes what it waits for."""
+        remote = group.remote
+        if remote is None or not (group in self.undecided or remote.fetch_id is not None):
+            return
+        if group in self.undecided:
+            self.undecided.remove(group)
+            self.decide_at_ns = self.decide_at_ns if self.undecided else None
+        remote.fetch_id = None
+        self._admit(group)
+
+    @property
+    def trials(self) -> frozenset[str]:
+        """Ids of the fetches that no request waits for: no router counts their blocks."""
+        return frozenset(self._trials)
+
+    def give_up_trials(self) -> bool:
+        """A request needs the blocks that trials write to. False: there is no trial."""
+        for fetch_id in self._trials:
+            self._exchange.give_up(fetch_id, "the blocks are needed")
+            del self._flights[fetch_id]
+        had_any = bool(self._trials)
+        self._trials.clear()
+        return had_any
+
+    def clear(self) -> None:
+        """All fetches have ended silently: requests of an earlier life, and trials."""
+        self._flights.clear()
+        self._trials.clear()
+        self.asked.clear()
+
+    def given_up(self, group: Group) -> None:
+        """The request has ended."""
+        if group in self.undecided:
+            self.undecided.remove(group)
+            self.decide_at_ns = self.decide_at_ns if self.undecided else None
+        remote = group.remote
+        if remote is not None and remote.fetch_id is not None:
+            self._exchange.give_up(remote.fetch_id, "the request has ended")
+            del self.asked[remote.fetch_id], self._flights[remote.fetch_id]
+            remote.fetch_id = None
+
+
+def _disk_of(store: PeerInfo) -> CopyCurve:
+    """As the store has measured it; else the default."""
+    try:
+        return CostModel.decoded(store.costs).disk if store.costs else CostModel().disk
+    except UserError:  # of another version
+        return CostModel().disk
+
+
+def _tokens_of(group: Group) -> TokenArray:
+    """What is to be computed: a resumed sequence's own tokens included."""
+    sequences = list(group.sequences.values())
+    return sequences[0].known_tokens() if len(sequences) == 1 else group.request.prompt

@@ -1,0 +1,524 @@
+"""Which blocks of an instance's cache are offered to a store, which keeps them for longer than HBM has room.
+
+::
+
+    published (blocks of a row, of an answer)  --> pending              the cache has got them just now
+    planned, settle                            --> offered              ``store_offers``
+    kept (a named prefix), and what is beyond the limit of lent blocks --> offered later, if it is still cached
+
+No request waits for any of this. Blocks that are lent to the store cannot be evicted, so they are few, they are lent
+for a few seconds at most, and where a request needs the room, they are taken back. Without a store the cache has no
+listener, and nothing of this happens.
+
+The open offers of an instance to its store: what is lent, what the store was told of, and layers under way.
+
+::
+
+    offer --> Offer(insert), a reference on each block             until ``Release``, the lease's end, or taken back
+    the plan that computes the blocks, or a group of its layers, has finished --> seals, Ready --> the store pulls
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from memserve.base.errors import check
+from memserve.base.kv_layout import AS_COMPUTED
+from memserve.base.types import KVGeometry, Role, Tier, TokenArray, TransferMode
+from memserve.base.units import MIB, NS_PER_S, ceil_div
+from memserve.instance.events import StepPlan
+from memserve.instance.scheduler.sequence import Sequence
+from memserve.instance.scheduler.state import SchedulerState
+from memserve.kv.transfer.exchange import Exchange
+from memserve.protocol.events import Send
+from memserve.protocol.messages import KEEP
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.protocol.store import ForgetKv
+
+LEASE_NS = 5 * NS_PER_S
+"""A store that has not taken an offer after this long does not get it."""
+TOLD_MAX = 65_536
+"""Blocks that are known to have been offered."""
+AGAIN_NS = 60 * NS_PER_S
+"""What was offered longer ago, and is computed again, is offered again: the store may have lost it."""
+GROUP_BYTES = 4 * MIB
+"""A plan that computes more than this for an offer announces it in groups of layers that are at least this large. Less
+of it is announced as a whole: messages cost more than the wait."""
+IDENTITY_BYTES = 16
+
+
+def identity_at(identities: bytes, at: int) -> bytes:
+    """The identity of block ``at`` in a run of them."""
+    return identities[at * IDENTITY_BYTES : (at + 1) * IDENTITY_BYTES]
+
+
+def remember(times: dict[bytes, int], identity: bytes, now_ns: int) -> None:
+    """Note when something was told. The newest come last, and there are ``TOLD_MAX`` at most."""
+    times.pop(identity, None)
+    times[identity] = now_ns
+    if len(times) > TOLD_MAX:
+        del times[next(iter(times))]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Neighbouring blocks to be offered: those of ``tokens`` from ``first_block`` to the end."""
+
+    owner: int
+    """``id`` of the sequence that computes them; 0: they lie in the cache."""
+    isolation: str
+    tokens: TokenArray
+    first_block: int
+    blocks: Items[int]
+    """In HBM."""
+    identities: bytes
+    """Of these blocks, 16 bytes each."""
+    written_by: int | None
+    """The plan that has to finish before they hold their final bytes. None: whatever is under way."""
+    dram_blocks: Items[int] = ()
+    """Behind ``blocks``."""
+    keep: bool = False
+    """They have a name."""
+
+    @property
+    def end_block(self) -> int:
+        """Behind the last one."""
+        return self.first_block + len(self.blocks) + len(self.dram_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """An open offer."""
+
+    owner: int
+    blocks: int
+    identities: bytes
+
+
+@dataclass(slots=True)
+class _Layers:
+    """An offer's blocks that a plan under way computes, to be announced group by group of layers."""
+
+    offer_id: str
+    first_block: int
+    end_block: int
+    group: int
+    next_layer: int = 0
+
+
+@dataclass(slots=True)
+class ExportCounters:
+    """Blocks, in total."""
+
+    offered: int = 0
+    taken: int = 0
+    """Of them: the store has them."""
+    failed: int = 0
+    """Of them: refused, too late, or taken back."""
+    dropped: int = 0
+    """Not offered: they had left the cache, or too many waited."""
+
+
+class StoreOffers:
+    """Lends blocks to one store, ``lent_max`` at most at once."""
+
+    __slots__ = ("_exchange", "_geometry", "_layers", "_open", "_told", "counters", "lent", "lent_max")
+
+    def __init__(self, exchange: Exchange, geometry: KVGeometry, lent_max: int) -> None:
+        self._exchange = exchange
+        self._geometry = geometry
+        self.lent_max = lent_max
+        #: blocks of all open offers
+        self.lent = 0
+        self._open: dict[str, _Open] = {}
+        self._layers: dict[int, list[_Layers]] = {}  # plan -> what it computes for offers
+        self._told: dict[bytes, int] = {}  # identity -> when it was offered; oldest first
+        self.counters = ExportCounters()
+
+    @property
+    def room(self) -> int:
+        """Blocks that may be lent beside those that are."""
+        return self.lent_max - self.lent
+
+    def knows(self, identity: bytes) -> bool:
+        """Whether this block was offered a short while ago."""
+        return identity in self._told
+
+    def offer(self, run: BlockRun, to: Peer, now_ns: int, plan: StepPlan | None = None) -> None:
+        """Offer ``run``, in groups of layers where ``plan``, which has just been made, computes much of it."""
+        count, keep = run.end_block - run.first_block, KEEP if run.keep else b""
+        layers, group = self._geometry.num_layers, ceil_div(GROUP_BYTES, count * self._geometry.page_bytes)
+        by_layer = plan is not None and run.written_by == plan.step_id and group < layers
+        offer_id = self._exchange.offer(
+            to,
+            run.isolation,
+            run.tokens,
+            run.blocks or run.dram_blocks,
+            now_ns,
+            tier=Tier.HBM if run.blocks else Tier.DRAM,
+            first_block=run.first_block,
+            dram_blocks=run.dram_blocks if run.blocks else (),
+            mode=TransferMode.BY_LAYER if by_layer else TransferMode.BY_REQUEST_AGG,
+            private=keep,
+            lease_ns=LEASE_NS,
+        )
+        self._open[offer_id] = _Open(run.owner, count, run.identities)
+        self.lent += count
+        self.counters.offered += count
+        for at in range(count):
+            remember(self._told, identity_at(run.identities, at), now_ns)
+        if by_layer and plan is not None:
+            plan.report_layers = min(plan.report_layers or group, group)
+            part = _Layers(offer_id, run.first_block, run.end_block, group)
+            self._layers.setdefault(plan.step_id, []).append(part)
+        else:
+            self._exchange.computed(offer_id, run.first_block, run.end_block, fence=run.written_by)
+
+    # -- while it is computed
+
+    def layer_finished(self, step_id: int, layer: int) -> None:
+        """The device has written ``layer`` for all rows of the plan. The last group waits for the end of the step: no
+        offer is complete while its row may still fail."""
+        for part in self._layers.get(step_id, ()):
+            end = layer + 1
+            if end - part.next_layer >= part.group and end < self._geometry.num_layers:
+                self._announce(part, end)
+
+    def step_finished(self, step_id: int) -> None:
+        """All layers of the plan are written, reported or not."""
+        for part in self._layers.pop(step_id, ()):
+            self._announce(part, self._geometry.num_layers)
+
+    def _announce(self, part: _Layers, end_layer: int) -> None:
+        self._exchange.computed(part.offer_id, part.first_block, part.end_block, part.next_layer, end_layer, fence=0)
+        part.next_layer = end_layer
+
+    # -- endings
+
+    def released(self, offer_id: str, used: bool) -> bool:
+        """An offer has ended. False: it was none of these."""
+        ended = self._open.pop(offer_id, None)
+        if ended is None:
+            return False
+        self.lent -= ended.blocks
+        if used:
+            self.counters.taken += ended.blocks
+        else:
+            self._failed(ended)
+        return True
+
+    def take_back(self, reason: str, owner: int | None = None, spared: Container[int] = ()) -> bool:
+        """End all offers but those of owners that are ``spared``, or those of one owner. False: there were none."""
+        ended = [
+            offer_id
+            for offer_id, known in self._open.items()
+            if owner in (None, known.owner) and known.owner not in spared
+        ]
+        for offer_id in ended:
+            known = self._open.pop(offer_id)
+            self.lent -= known.blocks
+            self._failed(known)
+            self._exchange.withdraw(offer_id, reason)
+        return bool(ended)
+
+    def _failed(self, ended: _Open) -> None:
+        self.counters.failed += ended.blocks
+        self.forget(ended.identities)
+
+    def forget(self, identities: bytes) -> None:
+        """The store does not have these: they are offered again when they are computed again."""
+        for at in range(len(identities) // IDENTITY_BYTES):
+            self._told.pop(identity_at(identities, at), None)
+
+    def expire(self, now_ns: int) -> None:
+        """Forget what was told long ago."""
+        while self._told and now_ns - next(iter(self._told.values())) >= AGAIN_NS:
+            del self._told[next(iter(self._told))]
+
+    def kv_lost(self) -> None:
+        """A step failed; the exchange ends all offers, and says so."""
+        self._layers.clear()
+
+    def store_changed(self) -> None:
+        """Another store, or another incarnation of it, was told of nothing."""
+        self._told.clear()
+
+    def clear(self) -> None:
+        """All offers have ended silently."""
+        self._layers.clear()
+        self._open.clear()
+        self.lent = 0
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` when more or less is lent than the offers say, or more than may be."""
+        lent = sum(known.blocks for known in self._open.values())
+        check(lent == self.lent <= self.lent_max, f"{self.lent} blocks are lent, offers: {lent}, limit {self.lent_max}")
+
+
+LENT_SHARE = 8
+"""At most one of so many HBM blocks is lent to the store at once."""
+LATER_MAX = 64
+"""Prompts and answers whose blocks wait until less is lent; of more, the oldest is dropped."""
+
+
+@dataclass(slots=True)
+class _Later:
+    """Cached blocks of ``tokens`` from ``first_block`` on, to be offered when less is lent."""
+
+    isolation: str
+    tokens: TokenArray
+    first_block: int
+    keep: bool = False
+    """They have a name."""
+
+
+class StoreWriter:
+    """Offers what one instance caches to the nearest store; the listener of ``SequenceMemory``."""
+
+    __slots__ = (
+        "_block_tokens", "_exchange", "_kept", "_later", "_messages", "_pending", "_state", "_stores", "host_id",
+        "offers", "target",
+    )  # fmt: skip
+
+    def __init__(self, state: SchedulerState, exchange: Exchange, geometry: KVGeometry) -> None:
+        self._state = state
+        self._exchange = exchange
+        self._block_tokens = geometry.block_tokens
+        self.offers = StoreOffers(exchange, geometry, max(1, state.memory.pool.config.hbm_blocks // LENT_SHARE))
+        self._stores: dict[str, PeerInfo] = {}
+        #: of this process; empty: not known
+        self.host_id = ""
+        #: the store that gets the offers. None: there is none
+        self.target: Peer | None = None
+        self._pending: list[BlockRun] = []  # a reference on each block
+        self._later: dict[bytes | int, _Later] = {}  # by a named prefix's last identity, or a sequence's ``id``
+        self._kept: dict[bytes, int] = {}  # last identity of a named prefix -> when it was offered as such
+        self._messages: list[Send] = []
+
+    # -- members
+
+    @property
+    def stores(self) -> list[PeerInfo]:
+        """All stores among the members."""
+        return list(self._stores.values())
+
+    def set_members(self, infos: Iterable[PeerInfo]) -> None:
+        """All members but this one."""
+        self._stores = {info.peer.name: info for info in infos if info.role is Role.STORE}
+        self._choose()
+
+    def joined(self, info: PeerInfo) -> None:
+        """A new member."""
+        if info.role is Role.STORE:
+            self._stores[info.peer.name] = info
+            self._choose()
+
+    def gone(self, peer: Peer) -> None:
+        """A member left; its offers have ended."""
+        known = self._stores.get(peer.name)
+        if known is not None and known.peer.generation <= peer.generation:
+            del self._stores[peer.name]
+            self._choose()
+
+    def _choose(self) -> None:
+        """The store on this host, else the first by name. Another one, or another incarnation, was told of nothing."""
+        near = [info for info in self._stores.values() if self.host_id and info.host_id == self.host_id]
+        stores = sorted(near or self._stores.values(), key=lambda info: info.peer.name)
+        caches = self._exchange.shares_kv and self._state.memory.pool.config.caching
+        target = stores[0].peer if stores and caches else None
+        if target != self.target:
+            self.target = target
+            self.offers.store_changed()
+            self._kept.clear()
+            self._drop_later()
+            self._drop_pending()
+        self._state.memory.listener = self if target is not None else None
+
+    # -- what the cache has got (``PublishListener``)
+
+    def published(self, sequence: Sequence, tokens: TokenArray, first_block: int) -> None:
+        """The cache has got the blocks of ``sequence`` from ``first_block`` to the end of ``tokens``, which hold their
+        final bytes once the plan has finished in which the sequence was scheduled last."""
+        isolation, end = sequence.group.isolation, len(tokens) // self._block_tokens
+        pool, owner = self._state.memory.pool, id(sequence)
+        identities = pool.identities(isolation, tokens)
+        while first_block < end and self.offers.knows(identity_at(identities, first_block)):
+            first_block += 1
+        room = max(0, self.offers.room - sum(len(run.blocks) for run in self._pending))
+        if end - first_block > room:
+            self._put_off(owner, _Later(isolation, tokens, first_block + room))
+            end = first_block + room
+        if first_block >= end:
+            return
+        tokens, identities = tokens[: end * self._block_tokens], _between(identities, first_block, end)
+        blocks = sequence.blocks[first_block:end]
+        written_by: int | None = sequence.scheduled_step
+        if pool.access is not None and pool.access.last_write(Tier.HBM, blocks) > sequence.scheduled_step:
+            written_by = None  # they come up from DRAM, with a plan in which the sequence has no row
+        pool.retain(blocks)
+        self._pending.append(BlockRun(owner, isolation, tokens, first_block, blocks, identities, written_by))
+
+    def left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """The cache has got ``tokens`` of ``sequence`` out of DRAM: they are offered out of the cache."""
+        isolation, first, end = sequence.group.isolation, 0, len(tokens) // self._block_tokens
+        identities = self._state.memory.pool.identities(isolation, tokens)
+        while first < end and self.offers.knows(identity_at(identities, first)):
+            first += 1
+        if first < end:
+            self._put_off(id(sequence), _Later(isolation, tokens, first))
+
+    def discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """The KV of ``sequence`` is not to be trusted: neither offers of it nor what stores have of ``tokens``."""
+        owner = id(sequence)
+        mine = [run for run in self._pending if run.owner == owner]
+        self._pending = [run for run in self._pending if run.owner != owner]
+        for run in mine:
+            self._state.memory.pool.release(run.blocks)
+        self._later.pop(owner, None)
+        self.offers.take_back("its KV is not to be trusted", owner)
+        identities = self._state.memory.pool.identities(sequence.group.isolation, tokens)
+        self.offers.forget(identities)
+        if identities:
+            self._messages += [Send(info.peer, ForgetKv(identities)) for info in self._stores.values()]
+
+    # -- what waits
+
+    def keep(self, isolation: str, tokens: TokenArray, now_ns: int) -> None:
+        """The cached prefix of ``tokens`` has a name: the store shall keep it whatever else it keeps. Blocks that the
+        store has already are only marked."""
+        tokens = tokens[: len(tokens) // self._block_tokens * self._block_tokens]
+        if self.target is None or not len(tokens):
+            return
+        last = self._state.memory.pool.identity(isolation, tokens)
+        if now_ns - self._kept.get(last, -AGAIN_NS) >= AGAIN_NS:
+            remember(self._kept, last, now_ns)
+            self._put_off(last, _Later(isolation, tokens, 0, keep=True))
+
+    def _put_off(self, key: bytes | int, later: _Later) -> None:
+        """Offer it when less is lent. An order with this key is replaced, and begins where that one did."""
+        known = self._later.pop(key, None)
+        if known is not None:
+            later.first_block = min(later.first_block, known.first_block)
+        self._later[key] = later
+        if len(self._later) > LATER_MAX:
+            self._dropped(self._later.pop(next(iter(self._later))))
+
+    def _dropped(self, later: _Later) -> None:
+        self.offers.counters.dropped += max(0, len(later.tokens) // self._block_tokens - later.first_block)
+
+    def _offer_later(self, target: Peer, now_ns: int) -> None:
+        """Offer what was put off, as far as it is still cached and there is room."""
+        pool, offers = self._state.memory.pool, self.offers
+        while self._later and offers.room:
+            key, later = next(iter(self._later.items()))
+            first = later.first_block
+            hbm, dram = pool.lend(later.isolation, later.tokens, first)
+            if pool.config.lower_dtype != AS_COMPUTED:  # what lies rounded in DRAM leaves no instance
+                pool.release_dram(dram)
+                dram = dram[:0]
+            cached = first + len(hbm) + len(dram)
+            end = min(cached, first + offers.room)
+            if first < end:
+                tokens = later.tokens[: end * self._block_tokens]
+                identities = _between(pool.identities(later.isolation, tokens), first, end)
+                above = hbm.tolist()[: end - first]
+                below = dram.tolist()[: end - first - len(above)]
+                run = BlockRun(0, later.isolation, tokens, first, above, identities, None, below, later.keep)
+                offers.offer(run, target, now_ns)
+                later.first_block = end
+            if end >= cached:  # all of it; or what is behind has left the cache
+                self._dropped(self._later.pop(key))
+            pool.release(hbm)
+            pool.release_dram(dram)
+
+    # -- offering
+
+    def planned(self, plan: StepPlan, now_ns: int) -> None:
+        """``plan`` has been made: offer what it computes."""
+        if self._pending:
+            self._offer_pending(now_ns, plan)
+
+    def settle(self, now_ns: int) -> None:
+        """Offer what has become known since the last plan, and what was put off."""
+        if self._pending:
+            self._offer_pending(now_ns, None)
+        if self._later and self.target is not None:
+            self._offer_later(self.target, now_ns)
+        self.offers.expire(now_ns)
+
+    def _offer_pending(self, now_ns: int, plan: StepPlan | None) -> None:
+        pending, self._pending = self._pending, []
+        for run in pending:
+            if self.target is not None:
+                self.offers.offer(run, self.target, now_ns, plan)
+            self._state.memory.pool.release(run.blocks)
+
+    # -- endings
+
+    def released(self, offer_id: str, used: bool) -> bool:
+        """An offer has ended. False: it was none of these. A store that has not taken it is too slow for what waits."""
+        is_mine = self.offers.released(offer_id, used)
+        if is_mine and not used:
+            self._drop_later()
+        return is_mine
+
+    def make_room(self) -> bool:
+        """Take back what keeps blocks from a request that needs them. False: there is nothing.
+
+        Blocks of sequences that run stay lent: they are held anyway, and while they are, the store has time to pull.
+        """
+        running = {
+            id(s) for group in self._state.groups.values() for s in group.sequences.values() if s.slot is not None
+        }
+        idle = [run for run in self._pending if run.owner not in running]
+        for run in idle:
+            self._state.memory.pool.release(run.blocks)
+        self._pending = [run for run in self._pending if run.owner in running]
+        if not self.offers.take_back("the blocks are needed", spared=running) and not idle:
+            return False
+        self._drop_later()
+        return True
+
+    def kv_lost(self) -> None:
+        """A step failed: nothing that it computed is offered."""
+        self._drop_pending()
+        self._drop_later()
+        self.offers.kv_lost()
+
+    def clear(self) -> None:
+        """The instance was expelled: all offers have ended silently, and all members are strangers."""
+        self._drop_pending()
+        self.offers.clear()
+        self._messages.clear()
+        self.set_members(())
+
+    def _drop_later(self) -> None:
+        for later in self._later.values():
+            self._dropped(later)
+        self._later.clear()
+
+    def _drop_pending(self) -> None:
+        for run in self._pending:
+            self._state.memory.pool.release(run.blocks)
+        self._pending.clear()
+
+    # -- out
+
+    def take_messages(self) -> list[Send]:
+        """What stores are to be told."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` when blocks are neither offered nor given back."""
+        check(not self._pending, f"{len(self._pending)} runs of blocks are neither offered nor given back")
+        check(len(self._later) <= LATER_MAX, f"{len(self._later)} runs wait")
+        listens = self._state.memory.listener is self
+        check(listens == (self.target is not None), "there is a store and no listener, or the reverse")
+        self.offers.check_invariants()
+
+
+def _between(identities: bytes, first: int, end: int) -> bytes:
+    return identities[first * IDENTITY_BYTES : end * IDENTITY_BYTES]

@@ -1,0 +1,398 @@
+"""KV by layer: a sequence that does not fit in HBM runs with some of its layers there.
+
+Its entries lie by layer (see ``events.PlaceByLayer``): those of a prompt are computed there, layer by layer, and need
+room for two layers at a time; blocks that answers fill, or that were whole before, leave for DRAM beside the next
+plan's rows::
+
+    entries     | cached, whole | by layer: in DRAM, kept layers in frames too | whole: being written |
+    held by     | blocks[:first]| dram_blocks                  kept, staging   | blocks[first:]       |
+
+DRAM has all of it, so a kept layer can be given up at no cost, and what the sequence leaves in the prefix cache are
+ordinary DRAM blocks.
+
+A prompt that has no room whole is computed by layer, and its client has the first token. What steps would have to wait
+for is *parked* then: it gives up HBM, and goes on, whole or by layer, when there is room. So requests wait behind their
+first token instead of before it, in the same order, and memory that comes free is for those that are parked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from typing import TYPE_CHECKING
+
+from memserve.base.errors import check
+from memserve.base.kv_layout import AS_COMPUTED
+from memserve.base.types import Tier, TokenArray
+from memserve.base.units import NS_PER_MS, ceil_div
+from memserve.instance.events import LinkUse, PlaceByLayer, StepPlan
+from memserve.instance.layerwise.budget import CHUNK_BLOCKS, LayerBudget, LayerPolicy, Lying, Overtaking, layer_order
+from memserve.instance.layerwise.copies import LayerMoves, SwapIns
+from memserve.instance.layerwise.state import LayeredKV
+from memserve.instance.scheduler.sequence import Phase
+
+if TYPE_CHECKING:
+    from memserve.instance.scheduler.sequence import Sequence
+    from memserve.kv.costs import PreemptionModel
+    from memserve.kv.pool import BlockPool
+
+_RESERVE_SHARE = 16  # of HBM: 1 / this, at most
+_IDLE_SHARE = 4  # 1 / this of HBM lies idle: rather than leave that to what may come, let a parked sequence have it
+_RESUMES_SHARE = 3, 4  # of what the link carries may be read back once a sequence resumes: else it is parked again
+
+
+class LayerPlacer:
+    """Admits by layer what does not fit whole, moves pages with each plan, and says what is parked."""
+
+    __slots__ = (
+        "_block_tokens", "_budget", "_chunk_max", "_costs", "_moves", "_plan", "_pool", "_steps_in_flight", "_usual",
+        "_wanted", "admitted", "arrivals", "converted", "link", "overtaking", "parked", "policy", "resumed",
+        "sequences",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_tokens: int,
+        budget: LayerBudget,
+        policy: LayerPolicy,
+        costs: PreemptionModel,
+        chunk_blocks_max: int,
+        steps_in_flight: int,
+    ) -> None:
+        """``chunk_blocks_max``: the most that one plan computes of any sequence."""
+        self._pool = pool
+        self._block_tokens = block_tokens
+        self._budget = budget
+        self.policy = policy
+        self._costs = costs
+        self._chunk_max = chunk_blocks_max
+        self._steps_in_flight = steps_in_flight
+        #: those that lie by layer, in order of admission
+        self.sequences: list[Sequence] = []
+        self.arrivals = SwapIns(pool, budget.num_layers)
+        self._moves = LayerMoves(pool, budget.num_layers, block_tokens)
+        self._plan: StepPlan | None = None  # that is being made
+        self._wanted = 0  # blocks that a prompt needs which could begin by layer, and lacks
+        self._usual = 0  # blocks that the last one needed
+        self.admitted = self.converted = self.parked = self.resumed = 0
+        self.link = LinkUse()
+        self.overtaking = Overtaking(block_tokens, costs.model.free_tokens)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything lies by layer, or comes up."""
+        return bool(self.arrivals or self._lying())
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model: pages of a block."""
+        return self._budget.num_layers
+
+    @property
+    def link_bytes_s(self) -> float:
+        """What the link between HBM and DRAM carries, as far as is known."""
+        return self._budget.link_bytes_s
+
+    @property
+    def _window(self) -> int:
+        """Blocks that a sequence has whole until they have moved: what plans under way, and the next one, compute."""
+        return (1 + self._steps_in_flight) * min(CHUNK_BLOCKS, self._chunk_max) + 1
+
+    # -- coming
+
+    def bring_up(self, sequence: Sequence) -> bool:
+        """Bring the blocks of a parked sequence up, whole, beside the plan that is being made. False: no room."""
+        check(self._plan is not None, "blocks come up, and no plan is being made")
+        return self._plan is not None and self.arrivals.begin(sequence)
+
+    def arrives(self, sequence: Sequence) -> bool:
+        """Whether its blocks come up beside the rows of others: it has none yet."""
+        return self.arrivals.has(sequence)
+
+    def may_lie_by_layer(self, sequence: Sequence) -> bool:
+        """One line of tokens, of which nothing but tokens is reported; where DRAM rounds, one that stays here."""
+        group, remote = sequence.group, sequence.group.remote
+        leaves = group.tokens_here is not None or (remote is not None and (remote.home is not None or remote.return_kv))
+        if leaves and self._pool.config.lower_dtype != AS_COMPUTED:
+            return False
+        return group.beam is None and group.request.n == 1 and group.prompt_logprobs is None and not group.muted
+
+    def attach(self, sequence: Sequence, headroom: int, *, reads_cache: bool, crowded: bool) -> bool:
+        """Let a waiting sequence begin that has no room whole. False: it cannot, or that would not help. ``crowded``:
+        others are parked; what it takes whole would be theirs."""
+        pool, known = self._pool, sequence.known
+        complete, entries = known // self._block_tokens, ceil_div(known + 1, self._block_tokens)
+        if sequence.dram_blocks or not self.may_lie_by_layer(sequence) or complete > pool.available(Tier.DRAM):
+            return False
+        if self.piece_tokens(sequence) > self._chunk_max * self._block_tokens:
+            return False  # reading back would take longer than computing
+        needed = 2 * ceil_div(complete, self.num_layers) + entries - complete + headroom
+        if needed >= entries + headroom and not crowded:
+            return False
+        self._wanted = needed
+        if not self.give_up_kept(needed):
+            return False
+        self._wanted, self._usual = 0, needed
+        hbm, dram = pool.lend(sequence.group.isolation, sequence.known_tokens()[: known - 1 if reads_cache else 0])
+        first, cached = len(hbm), len(hbm) + len(dram)
+        fresh = pool.allocate_dram_ids(complete - cached)
+        frames = self._staging(complete - first) if fresh is not None and needed <= pool.available() else None
+        if fresh is None or frames is None:
+            pool.release(hbm)
+            pool.release_dram(dram)
+            pool.release_dram(fresh if fresh is not None else ())
+            return False
+        sequence.blocks = hbm.tolist()
+        sequence.layered = LayeredKV(first, cached, 0, [*dram.tolist(), *fresh.tolist()], {}, frames)
+        sequence.computed, sequence.writable_until = cached * self._block_tokens, complete * self._block_tokens
+        self._begin_lying(sequence, ("begins_by_layer", f"{needed} of {entries} blocks"))
+        self.admitted += 1
+        return True
+
+    def piece_tokens(self, sequence: Sequence) -> int:
+        """The least piece of its prompt whose computing hides reading back, were it to lie by layer."""
+        entries = ceil_div(sequence.known + 1, self._block_tokens)
+        block_ns = self._costs.model.prefill.token_ns * self._block_tokens if self._costs.samples else 0.0
+        return min(self._budget.chunk_blocks(entries, block_ns), entries) * self._block_tokens
+
+    def overtaking_tokens(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of ``budget`` for the next piece of a prompt without room, which reads back what is before it."""
+        token_ns, entries = self._costs.model.prefill.token_ns, sequence.computed // self._block_tokens
+        link_ns = self._budget.link_ns(entries)
+        least = min(int((link_ns - self._costs.decode_ns) / max(1.0, token_ns)), sequence.known - sequence.computed)
+        return self.overtaking.limit(budget, least)
+
+    def writes(self, sequence: Sequence, start: int, end: int) -> None:
+        """The plan that is being made computes tokens ``[start, end)`` of ``sequence``."""
+        kv, access = sequence.layered, self._pool.access
+        if sequence.overtakes:
+            self.overtaking.add(end - start)
+        if kv is not None and access is not None:
+            first, last = start // self._block_tokens - kv.first, ceil_div(end, self._block_tokens) - kv.first
+            access.copied(Tier.HBM, (), Tier.DRAM, kv.dram_blocks[max(0, first) : max(0, last)])
+
+    def resume(self, sequence: Sequence, headroom: int) -> bool:
+        """Let a parked sequence go on with all of its layers in DRAM, if steps read them back without waiting. False:
+        they would wait, or it has no room."""
+        pool, complete = self._pool, sequence.computed // self._block_tokens
+        dram, tail = sequence.dram_blocks[:complete], sequence.dram_blocks[complete:]
+        needed = 2 * ceil_div(complete, self.num_layers) + 1 + headroom
+        pages = self._pages_read_back() + complete * self.num_layers
+        if not complete or not self.may_lie_by_layer(sequence) or needed > pool.available():
+            return False
+        if not self._budget.allows(pages * _RESUMES_SHARE[1] // _RESUMES_SHARE[0], self._costs.decode_ns):
+            return False
+        frames = self._staging(complete)
+        blocks = pool.swap_in(tail) if frames is not None else None
+        if frames is None or blocks is None:
+            pool.release([*frames[0], *frames[1]] if frames is not None else [])
+            return False
+        sequence.blocks, sequence.dram_blocks = blocks, []
+        sequence.layered = LayeredKV(0, 0, 0, dram, {}, frames)
+        sequence.writable_until = (complete + len(blocks)) * self._block_tokens
+        self._begin_lying(sequence, ("resumes_by_layer", f"{complete} blocks"))
+        self.resumed += 1
+        return True
+
+    def _staging(self, entries: int) -> tuple[list[int], list[int]] | None:
+        each = ceil_div(entries, self.num_layers)
+        frames = self._pool.allocate(2 * each)
+        return (frames[:each], frames[each:]) if frames is not None else None
+
+    def _begin_lying(self, sequence: Sequence, fact: tuple[str, str]) -> None:
+        # preempted by the plan that is being made, and admitted again by it: it is listed still
+        self.sequences = [other for other in self.sequences if other is not sequence]
+        self.sequences.append(sequence)
+        sequence.group.facts.append(fact)
+
+    def reserve(self, blocks: int) -> int:
+        """HBM blocks to leave to prompts where a parked sequence, which needs ``blocks``, may go on: what the next one
+        lacks or, if none waits and not much lies idle, a little, so that it need not wait for an end."""
+        total = self._pool.config.hbm_blocks
+        little = min(self._usual, total // _RESERVE_SHARE) if self._pool.available() < total // _IDLE_SHARE else 0
+        return max(0, min(max(self._wanted, little), total - blocks))
+
+    def convert(self, running: Many[Sequence], head: Sequence) -> None:
+        """``head`` waits for room: let the latest of ``running`` that may lie by layer do so from now on."""
+        pool, layers = self._pool, self.num_layers
+        if any(kv.moving is not None for _, kv in self._lying()):
+            return  # room is on its way
+        pages = self._pages_read_back()
+        pages += ceil_div(head.known + 1, self._block_tokens) * layers if self.may_lie_by_layer(head) else 0
+        for sequence in sorted(running, key=lambda sequence: sequence.rank, reverse=True):
+            entries = len(sequence.blocks)
+            if sequence.layered is not None or not self.may_lie_by_layer(sequence) or self.arrives(sequence):
+                continue
+            if sequence.group.tokens_here is not None or entries < 2 * self._window:
+                continue  # it is offered where it lies, or too short
+            fits = 2 * ceil_div(entries, layers) <= pool.available() and entries <= pool.available(Tier.DRAM)
+            if fits and self._budget.allows(pages + entries * layers, self._costs.decode_ns):
+                self._begin_by_layer(sequence)
+                return
+
+    def _begin_by_layer(self, sequence: Sequence) -> None:
+        chunk_tokens = min(CHUNK_BLOCKS, self._chunk_max) * self._block_tokens
+        sequence.layered = LayeredKV(0, sequence.published // self._block_tokens, chunk_tokens)
+        if sequence.lease is not None:
+            self._pool.unpin(sequence.lease)
+        sequence.lease, sequence.published = None, 0
+        self._begin_lying(sequence, ("goes_on_by_layer", f"{len(sequence.blocks)} blocks"))
+        self.converted += 1
+
+    # -- running
+
+    def begin(self, plan: StepPlan, *, beside: bool) -> None:
+        """``plan`` is begun: what the last one has moved is where it should be. ``beside``: others decode in it, and
+        shall not wait for what comes up."""
+        self._plan, self._wanted = plan, 0
+        self.overtaking.begin(beside=beside and self.policy.bounds_delays)
+        pages_max = self._budget.pages_max(self._costs.decode_ns)
+        self.arrivals.go_on(plan, pages_max // self.num_layers if beside else None)
+        self.sequences = [sequence for sequence in self.sequences if sequence.layered is not None]
+        for sequence, kv in self._lying():
+            if kv.moving is not None:
+                self._moves.settle(sequence, kv, kv.moving)
+
+    def to_park(self) -> list[Sequence]:
+        """The sequences that decode and give up HBM before the plan that is being made, as the policy has it."""
+        some = sorted(self._lying(), key=lambda lying: lying[0].rank, reverse=True)
+        lying, step_ns = [self._seen(*one) for one in some], self._costs.decode_ns
+        chosen = self.policy.to_park(lying, self._budget, step_ns, self._pool.blocks_free)
+        self.parked += len(chosen)
+        return [some[at][0] for at in chosen]
+
+    def _seen(self, sequence: Sequence, kv: LayeredKV) -> Lying:
+        decodes = sequence.phase is Phase.DECODING
+        settled = bool(kv.dram_blocks) and self._moves.complete(sequence, kv) <= 1  # else the most of it still moves
+        return Lying(sequence.group.arrival, len(kv.dram_blocks), len(kv.kept), decodes, decodes and settled)
+
+    def move(self, plan: StepPlan, *, keeps: bool) -> None:
+        """Before the rows of ``plan``: what is complete moves. ``keeps``: free HBM may be used to keep layers."""
+        for sequence, kv in self._lying():
+            most = self.policy.kept_most(sequence.group.arrival, self.num_layers)
+            while len(kv.kept) > most and self._may_give_up(kv):
+                self._give_up_last(kv)
+            if kv.moving is not None or self._moves.spill(plan, sequence, kv, self.make_room) or not keeps:
+                continue
+            room = self._window + 2 * len(kv.staging[0])
+            if self._moves.complete(sequence, kv) >= 0 and self._pool.blocks_free >= room:
+                self._keep_one_more(plan, sequence, kv)
+
+    def _keep_one_more(self, plan: StepPlan, sequence: Sequence, kv: LayeredKV) -> None:
+        number = sequence.group.arrival
+        if len(kv.kept) < self.policy.kept_most(number, self.num_layers):
+            order = layer_order(self.num_layers, number if self.policy.is_staggered else 0)
+            self._moves.keep(plan, kv, next(layer for layer in order if layer not in kv.kept))
+
+    def place(self, plan: StepPlan) -> None:
+        """Behind the rows of a plan: tell the device where everything lies."""
+        self._plan = None
+        self.arrivals.made()
+        for sequence, kv in self._lying():
+            if kv.changed and sequence.opened and sequence.slot is not None:
+                kv.changed = False
+                if kv.dram_blocks:
+                    kept = {layer: list(frames) for layer, frames in kv.kept.items()}
+                    staging = list(kv.staging[0]), list(kv.staging[1])
+                    order = PlaceByLayer(sequence.slot, kv.first, list(kv.dram_blocks), kept, staging)
+                    plan.place.append(order)
+
+    def stepped(self, link: LinkUse) -> None:
+        """A step has used the link: all that lie by layer have waited as long as it has."""
+        self.link.add(link)
+        self._budget.link.learn(link.up_bytes + link.down_bytes, link.busy_ns)
+        for _, kv in self._lying():
+            kv.waited_ns += link.waited_ns
+
+    def tell(self, sequence: Sequence) -> None:
+        """``sequence`` lies by layer no more, or ends: say how it lay, for its client."""
+        if (kv := sequence.layered) is not None:
+            kept = f"{len(kv.kept)} of {self.num_layers} layers in HBM"
+            waited = f"waited {kv.waited_ns / NS_PER_MS:.1f} ms for the others"
+            sequence.group.facts.append(("by_layer", f"{kept}, {waited}"))
+
+    def _lying(self) -> list[tuple[Sequence, LayeredKV]]:
+        return [(sequence, kv) for sequence in self.sequences if (kv := sequence.layered) is not None]
+
+    def _pages_read_back(self) -> int:
+        decoding = [kv for sequence, kv in self._lying() if sequence.phase is Phase.DECODING]
+        return sum(kv.passing_pages(self.num_layers) for kv in decoding)
+
+    def make_room(self) -> bool:
+        """Give up one kept layer, of the latest request that keeps one. False: none does."""
+        for sequence in reversed(self.sequences):
+            if (kv := sequence.layered) is not None and kv.kept and self._may_give_up(kv):
+                self._give_up_last(kv)
+                return True
+        return False
+
+    def _give_up_last(self, kv: LayeredKV) -> None:
+        layer = next(reversed(kv.kept))
+        self._pool.release(kv.kept.pop(layer))
+        if kv.moving is not None:
+            self._pool.release(kv.moving.frames.pop(layer, []))
+        kv.changed = True
+
+    def _may_give_up(self, kv: LayeredKV) -> bool:
+        return kv.moving is None or kv.moving.plan is not self._plan
+
+    def give_up_kept(self, needed: int) -> bool:
+        """Give up kept layers until ``needed`` blocks are available. False: that would not do, and none is given up."""
+        kvs = [kv for sequence in self.sequences if (kv := sequence.layered) is not None and self._may_give_up(kv)]
+        kept = sum(len(frames) for kv in kvs for frames in kv.kept.values())
+        if needed > self._pool.available() + kept:
+            return False
+        while needed > self._pool.available() and self.make_room():
+            pass
+        return needed <= self._pool.available()
+
+    # -- going
+
+    def is_in_dram(self, sequence: Sequence) -> bool:
+        """Whether DRAM has nearly all of its KV already."""
+        return sequence.layered is not None or self.arrives(sequence)
+
+    def to_dram(self, sequence: Sequence) -> list[int] | None:
+        """Give up all HBM of ``sequence``, which lies by layer or is about to come up, for blocks of DRAM. None: DRAM
+        has no room for what is not there, and nothing has changed."""
+        if self.arrives(sequence):
+            return self.arrivals.call_off(sequence)
+        kv = sequence.layered
+        check(kv is not None, "{} does not lie by layer", sequence)
+        if kv is None:
+            return None
+        if kv.moving is not None and kv.moving.plan is self._plan:
+            self._moves.call_off(kv, kv.moving)
+        elif kv.moving is not None:
+            self._moves.settle(sequence, kv, kv.moving)
+        computed = ceil_div(sequence.computed, self._block_tokens)
+        by_layer = max(0, min(computed - kv.first, len(kv.dram_blocks)))
+        whole = sequence.blocks[: computed - by_layer]
+        below = self._pool.swap_out(whole) if whole else []
+        if below is None:
+            return None
+        self._pool.release(sequence.blocks[len(whole) :])
+        self._pool.release(kv.frames)
+        self._pool.release_dram(kv.dram_blocks[by_layer:])
+        self.tell(sequence)
+        sequence.layered = None
+        return [*below[: kv.first], *kv.dram_blocks[:by_layer], *below[kv.first :]]
+
+    def detach(self, sequence: Sequence, *, publishes: bool) -> TokenArray | None:
+        """Leave what lies in DRAM to the prefix cache, if ``publishes``, and give up everything but whole blocks.
+        Returns the tokens that the cache has got."""
+        self.arrivals.forget(sequence)
+        kv, pool, tokens = sequence.layered, self._pool, None
+        if kv is None:
+            return None
+        if kv.moving is not None and kv.moving.plan is self._plan:
+            self._moves.call_off(kv, kv.moving)
+        if publishes and kv.dram_blocks:
+            count = len(kv.dram_blocks) + min(0, self._moves.complete(sequence, kv))
+            tokens = sequence.known_tokens()[: (kv.first + count) * self._block_tokens]
+            blocks = [*sequence.blocks[: kv.first], *kv.dram_blocks[:count]]
+            pool.insert(sequence.group.isolation, tokens, blocks, kv.first)
+        pool.release_dram([*kv.dram_blocks, *(kv.moving.dram_blocks if kv.moving is not None else ())])
+        pool.release(kv.frames)
+        sequence.layered = None
+        return tokens

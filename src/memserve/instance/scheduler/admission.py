@@ -1,0 +1,313 @@
+"""Which sequences are admitted, and which give way when tenants want more than there is.
+
+Memory: the sequences of a tenant hold it in rank order, and where the earlier ones already hold much, the later ones
+give way first. So each tenant's first sequence stands as high as any other, and the oldest of those can take from all
+others: that is why there is always progress.
+
+::
+
+    tenant a   [ 0: 40 blocks ][ 40: 30 ][ 70: 25 ]        number: what the earlier ones hold, by weight
+    tenant b   [ 0: 10 blocks ][ 10: 10 ]                  the highest gives way first
+
+Slots and memory for the head of the line: while its tenant, with what it wants, has at most its share of the slots and
+half of its share of the memory, and another tenant more than its own, the last sequences of the latter give way. What
+is taken cannot be taken back: it belonged to a tenant above its share, which keeps its share of the slots. Sequences
+grow, so the limit for memory is half of the share; the rest comes by turns, as sequences end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from memserve.base.fairness import SCALE
+from memserve.base.units import NS_PER_MS, ceil_div
+from memserve.instance.scheduler.capacity import headroom_blocks
+from memserve.instance.scheduler.sequence import Cause, Phase, Sequence
+from memserve.instance.scheduler.state import SchedulerState
+
+_HOLDS_PER_PLAN = 64  # how far behind held-back sequences one plan looks
+_HOLDS_PER_REQUEST = 256  # after N the request no longer steps aside
+_OVERTAKES_MAX = 256  # after N prompts the next parked sequence goes on before any other begins
+
+Standing = tuple[int, int, int, int]
+"""(urgency, what earlier sequences of the tenant hold, arrival, index): the highest gives way first."""
+
+
+class SequenceAdmission:
+    """Admits by turns of tenants, in rank order within one. The caller stops at the first sequence that does not fit,
+    so that it is not overtaken for ever."""
+
+    __slots__ = ("_overtakes", "due", "state")
+
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
+        #: the head of the line that others have made way for: what is parked for it does not come before it
+        self.due: Sequence | None = None
+        self._overtakes = 0  # prompts that began since a parked sequence went on
+
+    def remote_kv_ready(self) -> Iterator[Sequence]:
+        """Sequences whose KV has come from another instance, by turns of their tenants. The caller admits each, or asks
+        for no more."""
+        ready, turns = self.state.remote_kv_ready, self.state.turns
+        while ready:
+            yield ready.line(turns.in_turn(ready.tenants)[0])[0]
+
+    def waiting(self, tenant: str, urgency: int, publishing: list[Sequence]) -> Iterator[Sequence]:
+        """Waiting sequences of ``tenant`` and ``urgency`` in rank order, without those that better wait one step.
+
+        The caller admits each, or asks for no more. ``publishing``: sequences of which full blocks the plan being
+        made publishes; the caller adds to it.
+        """
+        waiting = self.state.waiting.line(tenant)
+        holds = 0
+        while holds < min(_HOLDS_PER_PLAN, len(waiting)):  # a line may be long: it is not copied for the few in front
+            sequence = waiting[holds]
+            if sequence.rank[0] > urgency:
+                return
+            if publishing and self._should_hold(sequence, publishing):
+                sequence.group.held_steps += 1
+                self.state.counters.prefix_holds += 1
+                holds += 1
+            else:
+                yield sequence
+
+    def _should_hold(self, sequence: Sequence, publishing: list[Sequence]) -> bool:
+        """Whether this plan computes the very next block of ``sequence`` for another one."""
+        memory, group = self.state.memory, sequence.group
+        if sequence.dram_blocks or group.held_steps >= _HOLDS_PER_REQUEST or not memory.reads_cache(sequence):
+            return False
+        isolation, tokens = group.isolation, sequence.known_tokens()
+        first_block = tokens[: memory.block_tokens]
+        cached: int | None = None
+        for leader in publishing:
+            prompt = leader.group.request.prompt
+            if leader.group.isolation != isolation or not np.array_equal(prompt[: len(first_block)], first_block):
+                continue
+            if cached is None:
+                cached = memory.pool.match(isolation, tokens)
+            end = cached + memory.block_tokens
+            if end > len(tokens) or not cached < min(leader.computed, leader.prompt_tokens) >= end:
+                continue
+            if np.array_equal(prompt[:end], tokens[:end]):
+                return True
+        return False
+
+    def admit(self, sequence: Sequence, now_ns: int) -> bool:
+        """Give ``sequence`` its slots and blocks. False: there are not enough, and nothing has changed."""
+        state, group = self.state, sequence.group
+        if 1 + group.forks_pending > len(state.free_slots):
+            return False
+        from_dram = -state.memory.dram_tokens_reused
+        has_blocks = sequence.phase is Phase.REMOTE_KV_READY
+        if not has_blocks and not self._attach(sequence, headroom_blocks(len(state.decoding))):
+            return False
+        from_dram += state.memory.dram_tokens_reused
+        state.take_slot(sequence)
+        state.reserve_slots(group)
+        sequence.left = sequence.draws_left
+        if group.admitted_ns is None:
+            self._first_time(sequence, now_ns, from_dram)
+        if sequence.phase is Phase.PARKED:
+            parked_ns = now_ns - sequence.parked_since_ns
+            sequence.parked_ns += parked_ns
+            group.facts.append(("parked_ms", parked_ns // NS_PER_MS))
+        state.move(sequence, Cause.ADMITTED)
+        return True
+
+    def _attach(self, sequence: Sequence, headroom: int) -> bool:
+        """Whole, or by layer. Memory that comes free is first of all for those that are parked; prompts that may lie by
+        layer take only what they need to be computed."""
+        memory, layers = self.state.memory, self.state.memory.layers
+        if layers is None:
+            return memory.attach(sequence, headroom)
+        is_parked = sequence.phase is Phase.PARKED
+        crowded = not is_parked and bool(self.state.parked) and layers.may_lie_by_layer(sequence)
+        crowded = crowded and sequence is not self.due
+        if is_parked:
+            headroom += layers.reserve(ceil_div(sequence.known, memory.block_tokens) + headroom)
+        if not crowded or sequence.dram_blocks:
+            fits = memory.attach(sequence, headroom)
+            if fits or (memory.make_room_for(sequence, headroom) and memory.attach(sequence, headroom)):
+                return True
+        if is_parked:
+            return layers.resume(sequence, headroom)
+        if layers.overtaking.left_tokens == 0 or (crowded and self._overtakes > _OVERTAKES_MAX):
+            return False
+        begins = memory.attach_by_layer(sequence, headroom, crowded=crowded)
+        self._overtakes += crowded and begins
+        return begins
+
+    def parked(self) -> Iterator[Sequence]:
+        """Parked sequences by turns of their tenants, in rank order within one. The caller admits each, or asks for no
+        more."""
+        parked, turns, objectives = self.state.parked, self.state.turns, self.state.objectives
+        while parked:
+            line = parked.line(turns.in_turn(parked.tenants)[0])
+            yield line[0] if objectives is None else objectives.next_in_turn(line, self.state.now)
+            self._overtakes = 0  # one has been admitted
+
+    def _first_time(self, sequence: Sequence, now_ns: int, from_dram: int) -> None:
+        group, counters = sequence.group, self.state.counters
+        group.admitted_ns = now_ns
+        group.cached_tokens = min(sequence.computed, sequence.prompt_tokens - 1)  # a resumed one may have more
+        counters.queued_ns += now_ns - group.arrived_ns
+        counters.prompt_tokens += sequence.prompt_tokens
+        counters.cached_tokens += group.cached_tokens
+        if group.remote is not None:
+            from_hbm = max(0, sequence.computed - from_dram)
+            group.facts += [("cached_tokens_hbm", from_hbm), ("cached_tokens_dram", from_dram)]
+
+
+class PrefixSharing:
+    """Chooses the sequences to preempt, and for which others."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    def victim_for(self, needy: Sequence, step_id: int) -> Sequence | None:
+        """The sequence to preempt so that ``needy`` gets a block in the plan ``step_id``.
+
+        First one with its last token under way: it needs its blocks no more. Else the one that stands lowest, if that
+        is below ``needy``; never one that is scheduled in this plan already, nor one that is being handed over: its
+        blocks are held for the receiver as well, and it leaves soon.
+        """
+        for sequence in self._state.idle:
+            leaves = sequence.group.tokens_here is not None
+            if sequence.left == 0 and sequence.scheduled_step != step_id and sequence.blocks and not leaves:
+                return sequence
+        return self._lowest_ranked(needy, step_id) if len(self._state.turns) == 1 else self._lowest(needy, step_id)
+
+    def _lowest_ranked(self, needy: Sequence, step_id: int) -> Sequence | None:
+        """The last one in rank order, where a single tenant has sequences."""
+        lowest = needy
+        for sequences in self._holding():
+            for sequence in reversed(sequences):
+                if sequence.rank <= lowest.rank:
+                    break
+                if sequence.scheduled_step != step_id and sequence.group.tokens_here is None:
+                    lowest = sequence
+                    break
+        return None if lowest is needy else lowest
+
+    def _lowest(self, needy: Sequence, step_id: int) -> Sequence | None:
+        standings = self._standings()
+        lowest, at = None, standings[needy]
+        for sequence, standing in standings.items():
+            stays = sequence.scheduled_step == step_id or sequence.group.tokens_here is not None
+            if standing > at and not stays:
+                lowest, at = sequence, standing
+        return lowest
+
+    def _standings(self) -> dict[Sequence, Standing]:
+        """The standings of all sequences that hold blocks."""
+        held: dict[str, int] = {}
+        standings: dict[Sequence, Standing] = {}
+        turns = self._state.turns
+        holders = [sequence for sequences in self._holding() for sequence in sequences]
+        for sequence in sorted(holders, key=lambda sequence: sequence.rank):
+            group = sequence.group
+            before = held.get(group.tenant, 0)
+            urgency, _, arrival, index = sequence.rank
+            standings[sequence] = urgency, before * SCALE // turns.weight(group.tenant), arrival, index
+            held[group.tenant] = before + sequence.blocks_held
+        return standings
+
+    def _holding(self) -> Iterator[list[Sequence]]:
+        """All sequences that hold blocks, in lists in rank order."""
+        state = self._state
+        yield from (state.decoding.items, state.prefilling.items, state.idle.items)
+        yield from state.remote_kv_ready.lines
+
+    # -- the head of the line
+
+    def make_way(self, head: Sequence) -> bool:
+        """Preempt for ``head``, which did not fit, as far as that is its tenant's due; before a plan is begun.
+
+        For those behind it in its tenant's line there are slots as well, as far as they are due: a burst within the
+        share waits for one plan, not for one plan each. Returns whether ``head`` has room now; ``False`` where a single
+        tenant has nothing to share.
+        """
+        state, tenant = self._state, head.group.tenant
+        if len(state.turns) == 1 or head.phase not in (Phase.WAITING, Phase.REMOTE_KV_READY):
+            return False
+        slots = 1 + head.group.forks_pending
+        if not self._make_slots(head, slots):
+            return False
+        for sequence in state.waiting.line(tenant)[: state.slots]:
+            slots += 0 if sequence is head else 1 + sequence.group.forks_pending
+            if not self._make_slots(head, slots):
+                break
+        if head.phase is Phase.REMOTE_KV_READY:
+            return True
+        blocks, total = ceil_div(head.known, state.memory.block_tokens), state.memory.pool.config.hbm_blocks
+        while not state.memory.has_blocks_for(head, headroom_blocks(len(state.decoding))):
+            held = self._blocks_held()
+            if 2 * (held.get(tenant, 0) + blocks) > state.turns.share(tenant, total):
+                return False
+            if not self._give_way(head, blocks, held, total):
+                return False
+        return True
+
+    def slots_due(self, tenant: str) -> int:
+        """Slots that ``tenant`` may have besides its own, before others that wait have had theirs.
+
+        A tenant without any may have what the head of its line needs, even above its share: else a request with more
+        sequences than that would be overtaken for ever.
+        """
+        state = self._state
+        if len(state.turns) == 1:
+            return state.slots
+        share, held = state.turns.share(tenant, state.slots), self._slots_held().get(tenant, 0)
+        line = state.waiting.line(tenant)
+        return share - held if held or not line else max(share, 1 + line[0].group.forks_pending)
+
+    def _make_slots(self, head: Sequence, count: int) -> bool:
+        """Preempt until ``count`` slots are free. False: the tenant of ``head`` is not due as many."""
+        state = self._state
+        while count > len(state.free_slots):
+            if not self._give_way(head, count, self._slots_held(), state.slots):
+                return False
+            state.counters.preempted_for_slots += 1
+        return True
+
+    def _give_way(self, head: Sequence, wanted: int, held: dict[str, int], total: int) -> bool:
+        """Preempt the last sequence of the tenant that is furthest above its share. False: none is."""
+        turns, tenant = self._state.turns, head.group.tenant
+        if held.get(tenant, 0) + wanted > turns.share(tenant, total):
+            return False
+        most = max(held, key=lambda name: held[name] / turns.share(name, total), default=tenant)
+        is_above = most != tenant and held[most] > turns.share(most, total)
+        victim = self._last_of(most) if is_above else None
+        if victim is None or victim.rank[0] < head.rank[0]:
+            return False
+        self._state.preempt(victim)
+        return True
+
+    def _last_of(self, tenant: str) -> Sequence | None:
+        state = self._state
+        lists = (state.decoding.items, state.prefilling.items, state.idle.items)
+        lasts = [next((s for s in reversed(items) if _may_go(s, tenant)), None) for items in lists]
+        return max((s for s in lasts if s is not None), key=lambda sequence: sequence.rank, default=None)
+
+    def _slots_held(self) -> dict[str, int]:
+        held: dict[str, int] = {}
+        for ranked in (self._state.decoding, self._state.prefilling, self._state.idle):
+            for tenant, count in ranked.tenants.items():
+                held[tenant] = held.get(tenant, 0) + count
+        return held
+
+    def _blocks_held(self) -> dict[str, int]:
+        held: dict[str, int] = {}
+        for sequences in self._holding():
+            for sequence in sequences:
+                tenant = sequence.group.tenant
+                held[tenant] = held.get(tenant, 0) + sequence.blocks_held
+        return held
+
+
+def _may_go(sequence: Sequence, tenant: str) -> bool:
+    return sequence.group.tenant == tenant and sequence.group.tokens_here is None

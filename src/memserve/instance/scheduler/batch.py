@@ -1,0 +1,260 @@
+"""The batch of one step: its plan as it is being filled, and what is remembered of the plan while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from memserve import _core
+from memserve.base.units import ceil_div
+from memserve.instance.events import Before, LateDraw, OpenSequence, StepPlan
+from memserve.instance.scheduler.sequence import Cause, Group, Sequence
+from memserve.instance.scheduler.state import SchedulerState
+from memserve.kv.costs import attended_pairs
+
+
+@dataclass(slots=True)
+class InflightPlan:
+    """A plan that the device has not answered yet, and the sequences that its results belong to."""
+
+    step_id: int
+    plan: StepPlan
+    #: the sequences that get the sampled tokens, in the order of ``plan.draws``
+    targets: list[Sequence] = field(default_factory=list)
+    #: sequences with a row that samples nothing
+    chunks: list[Sequence] = field(default_factory=list)
+    #: row -> (sequence, first position), for prompt logprobs
+    prompt_rows: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
+    prefill_tokens: int = 0
+    #: pairs of a prefill token and one that it attends to: the work of its attention
+    prefill_pairs: int = 0
+    #: of them, those of prompts that have no room whole, and are computed before it is their turn
+    overtaking_tokens: int = 0
+    #: the first of ``targets`` that were decoding when the plan was begun
+    decode_rows: int = 0
+    #: slot -> how many drafted tokens stand in its row; the last of ``targets`` have them
+    drafts: dict[int, int] = field(default_factory=dict)
+    #: an earlier plan failed: the results of this one are dropped
+    void: bool = False
+
+    def by_slot(self) -> dict[int, Sequence]:
+        """Slot -> the sequence that had a row or a draw there in this plan; it may have ended since."""
+        plan = self.plan
+        silent = (slot for slot, slots in zip(plan.slots, plan.sample_slots, strict=True) if not slots)
+        return dict(zip(plan.draws, self.targets, strict=True)) | dict(zip(silent, self.chunks, strict=True))
+
+    def __repr__(self) -> str:
+        void = " void" if self.void else ""
+        return f"<InflightPlan {self.step_id}{void} targets={len(self.targets)} chunks={len(self.chunks)}>"
+
+
+class BatchBuilder:
+    """Adds rows to a plan, and keeps the sequences in step with what the plan tells the device."""
+
+    __slots__ = ("forking", "inflight", "plan", "prompt_logprobs", "publishing", "state")
+
+    def __init__(self, state: SchedulerState, step_id: int) -> None:
+        self.state = state
+        self.plan = StepPlan(step_id)
+        self.inflight = InflightPlan(step_id, self.plan)
+        self.prompt_logprobs = 0  # prompt tokens of which this plan materialises logits
+        #: sequences of which this plan computes full blocks and publishes
+        self.publishing: list[Sequence] = []
+        #: (row, first sequence) of requests with a prompt that ends in this plan, where other sequences fork
+        self.forking: list[tuple[int, Sequence]] = []
+
+    # -- blocks
+
+    def append_blocks(self, sequence: Sequence, blocks: list[int]) -> None:
+        """New blocks behind the last one."""
+        self.state.memory.append(sequence, blocks)
+        if sequence.opened:
+            self.plan.grow.append((sequence.slot, blocks))  # type: ignore[arg-type]  # a sequence with a row has a slot
+
+    def make_writable(self, sequence: Sequence, end: int) -> bool:
+        """Give ``sequence`` private blocks for the tokens ``[computed, end)``. False: the pool has no room."""
+        if sequence.writable_until >= end:
+            return True
+        memory = self.state.memory
+        if sequence.computed >= sequence.writable_until and memory.next_write_is_shared(sequence):
+            place = sequence.computed // memory.block_tokens
+            before = sequence.blocks[place]
+            if not memory.make_private(sequence):
+                return False
+            if sequence.opened and sequence.blocks[place] != before:
+                self.plan.replace.append((sequence.slot, place, sequence.blocks[place]))  # type: ignore[arg-type]  # a sequence with a row has a slot
+        missing = ceil_div(end, memory.block_tokens) - sequence.entries
+        if missing <= 0:
+            return True
+        blocks = memory.pool.allocate(missing)
+        if blocks is None:
+            return False
+        self.append_blocks(sequence, blocks)
+        return True
+
+    def forget(self, sequence: Sequence) -> None:
+        """Take out the blocks that ``sequence``, which is about to be preempted, got in this plan."""
+        self.plan.grow = [entry for entry in self.plan.grow if entry[0] != sequence.slot]
+        self.plan.replace = [entry for entry in self.plan.replace if entry[0] != sequence.slot]
+
+    # -- rows
+
+    def add_decodes(self, all_writable: bool) -> int:
+        """Add a row for each decoding sequence that may write its next token. Returns the number of rows.
+
+        ``all_writable``: each of them may. The hot loop of the machine.
+        """
+        plan, step_id = self.plan, self.plan.step_id
+        targets = self.state.decoding.items
+        if all_writable:
+            targets = targets.copy()
+        else:
+            targets = [sequence for sequence in targets if sequence.computed < sequence.writable_until]
+        plan.decodes = len(targets)
+        plan.counts = [1] * len(targets)
+        plan.starts, plan.slots, plan.sample_slots, ended = _core.plan_decodes(targets, step_id)
+        for sequence in ended:
+            self.state.move(sequence, Cause.ALL_SCHEDULED)
+        self.inflight.targets = targets
+        self.inflight.decode_rows = len(targets)
+        return len(targets)
+
+    @staticmethod
+    def reports_prompt(sequence: Sequence) -> bool:
+        """Whether the next row of ``sequence`` reports prompt logprobs."""
+        if sequence.group.prompt_logprobs is None or sequence.out:
+            return False
+        return sequence.computed < sequence.prompt_tokens
+
+    def add_chunk(self, sequence: Sequence, end: int) -> int:
+        """Add a row for the known tokens ``[computed, end)``, which draws a token when no known one is left behind it.
+        Returns the number of tokens."""
+        plan, inflight, start = self.plan, self.inflight, sequence.computed
+        if not sequence.opened:
+            self._open(sequence)
+        row = len(plan.slots)
+        plan.slots.append(sequence.slot)  # type: ignore[arg-type]  # a sequence with a row has a slot
+        plan.starts.append(start)
+        plan.counts.append(end - start)
+        inflight.prefill_tokens += end - start
+        inflight.prefill_pairs += attended_pairs(end - start, start)
+        inflight.overtaking_tokens += end - start if sequence.overtakes else 0
+        if self.reports_prompt(sequence):
+            self.prompt_logprobs += end - start
+            plan.prompt_logprob_rows.append(row)
+            inflight.prompt_rows[row] = (sequence, start)
+        if sequence.layered is not None and self.state.memory.layers is not None:
+            self.state.memory.layers.writes(sequence, start, end)
+        sequence.computed = end
+        sequence.scheduled_step = plan.step_id
+        self.state.turns.serve(sequence.group.tenant, end - start)
+        block_tokens = self.state.memory.block_tokens
+        if sequence.lease is not None and end // block_tokens * block_tokens > sequence.published:
+            self.publishing.append(sequence)
+        if end < sequence.known:
+            plan.sample_slots.append(())
+            inflight.chunks.append(sequence)
+        else:
+            self._draw(sequence, row)
+        return end - start
+
+    def add_late_draws(self) -> None:
+        """Let the sequences draw whose masks were late, and are there now. Only rows with drafts may follow."""
+        for sequence in self.state.late_masks.due():
+            self.plan.late_draws.append(LateDraw(sequence.slot, sequence.known))  # type: ignore[arg-type]  # it waits with its slot
+            self.inflight.targets.append(sequence)
+            self.state.late_masks.drop(sequence, self.state.now)
+            sequence.inflight += 1
+            sequence.left -= 1
+            if sequence.left:
+                self.state.move(sequence, Cause.TOKENS_KNOWN)
+
+    def add_drafts(self, sequence: Sequence, drafts: list[int]) -> None:
+        """Add a row for the last known token of a held sequence, which draws, and ``drafts`` behind it. No row but
+        further ones with drafts may follow."""
+        plan, slot = self.plan, sequence.draw[0]
+        plan.drafts[len(plan.slots)] = drafts
+        plan.slots.append(slot)
+        plan.starts.append(sequence.computed)
+        plan.counts.append(1 + len(drafts))
+        plan.sample_slots.append(sequence.draw)
+        self.inflight.drafts[slot] = len(drafts)
+        self.inflight.targets.append(sequence)
+        sequence.computed += 1  # what is kept counts when it is known
+        sequence.inflight += 1
+        sequence.left -= 1
+
+    def _open(self, sequence: Sequence) -> None:
+        group = sequence.group
+        self.plan.open.append(
+            OpenSequence(
+                slot=sequence.slot,  # type: ignore[arg-type]  # a sequence with a row has a slot
+                tokens=sequence.known_tokens(),
+                prompt_tokens=sequence.prompt_tokens,
+                index=sequence.index,
+                sampling=group.request.sampling,
+                blocks=_table(sequence),
+                beam_candidates=group.beam.candidates_wanted if group.beam is not None else 0,
+                stop=group.request.stop,
+                before=_before(group),
+                adapter=group.request.adapter,
+                grammar_job=self.state.grammars.job_of(group.wanted_grammar),
+            )
+        )
+        sequence.opened = True
+
+    def _draw(self, sequence: Sequence, row: int) -> None:
+        """The last known token is computed: the row draws the next one."""
+        self.plan.sample_slots.append(sequence.draw)
+        self.inflight.targets.append(sequence)
+        sequence.inflight += 1
+        group = sequence.group
+        if group.beam is not None:
+            self.state.move(sequence, Cause.ALL_SCHEDULED)  # until all beams have their candidates
+            return
+        if group.forks_pending:
+            self.forking.append((row, sequence))
+        sequence.left -= 1
+        self.state.move(sequence, Cause.PROMPT_SCHEDULED if sequence.left else Cause.ALL_SCHEDULED)
+
+    # -- the end of the plan
+
+    def finish(self) -> None:
+        """Publish what the plan computes, then fork."""
+        for sequence in self.publishing:
+            self.state.memory.publish(sequence)
+        if self.forking:
+            self._fork()
+
+    def _fork(self) -> None:
+        """Parallel sampling: the other sequences of a request draw from the same row and share all blocks so far."""
+        for row, first in self.forking:
+            group = first.group
+            draws = list(self.plan.sample_slots[row])
+            place = self.inflight.targets.index(first) + 1
+            for _ in range(group.forks_pending):
+                child = group.new_sequence()
+                self.state.take_slot(child)
+                self.state.memory.fork(first, child)
+                self._open(child)
+                child.inflight = 1
+                child.left = first.left
+                child.scheduled_step = self.plan.step_id
+                self.state.move(child, Cause.PROMPT_SCHEDULED if child.left else Cause.ALL_SCHEDULED)
+                draws.append(child.slot)  # type: ignore[arg-type]  # a sequence that draws has a slot
+                self.inflight.targets.insert(place, child)
+                place += 1
+            self.plan.sample_slots[row] = tuple(draws)
+            group.forks_pending = 0
+
+
+def _before(group: Group) -> Before | None:
+    span = group.span
+    return Before(group.request.request_id, span.before, span.segments) if span is not None and span.segments else None
+
+
+def _table(sequence: Sequence) -> list[int]:
+    """The block table; entries that lie by layer are placed by the plan."""
+    if sequence.layered is None:
+        return list(sequence.blocks)
+    first = sequence.layered.first
+    return [*sequence.blocks[:first], *(0 for _ in sequence.layered.dram_blocks), *sequence.blocks[first:]]

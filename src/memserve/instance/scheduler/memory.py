@@ -1,0 +1,447 @@
+"""A sequence's blocks: the only module that talks to the pool on a sequence's behalf.
+
+Nothing here preempts: a call that lacks room changes nothing and says so.
+
+Named prefixes that stay in the cache until their time is over.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from memserve.base.errors import check
+from memserve.base.fairness import TenantStore
+from memserve.base.types import NamedPrefix, TokenArray
+from memserve.base.units import ceil_div
+from memserve.kv.pool import BlockPool, Lease
+
+if TYPE_CHECKING:
+    from memserve.base.types import Request, TokenArray
+    from memserve.instance.layerwise.placer import LayerPlacer
+    from memserve.instance.scheduler.sequence import Sequence
+    from memserve.kv.costs import PreemptionModel
+    from memserve.kv.pool import BlockPool, Lease
+
+
+class PublishListener(Protocol):
+    """Hears what sequences put into the prefix cache."""
+
+    def published(self, sequence: Sequence, tokens: TokenArray, first_block: int) -> None:
+        """The cache has got the blocks from ``first_block`` on of ``tokens``; they are the sequence's own now."""
+
+    def left_in_dram(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """The cache has got ``tokens`` from a sequence that lay by layer, and that lets go of them now."""
+
+    def discarded(self, sequence: Sequence, tokens: TokenArray) -> None:
+        """What the sequence has published, ``tokens``, is not to be trusted."""
+
+
+class SequenceMemory:
+    """Gives blocks to sequences and takes them back, each reference exactly once."""
+
+    __slots__ = (
+        "_caches",
+        "block_tokens",
+        "copied_on_write",
+        "costs",
+        "dram_tokens_reused",
+        "layers",
+        "listener",
+        "pool",
+    )
+
+    def __init__(self, pool: BlockPool, block_tokens: int, costs: PreemptionModel) -> None:
+        self.pool = pool
+        self._caches = pool.config.caching
+        self.costs = costs
+        self.block_tokens = block_tokens
+        self.copied_on_write = 0
+        #: None: every block lies whole
+        self.layers: LayerPlacer | None = None
+        #: None: no store keeps what is cached here
+        self.listener: PublishListener | None = None
+        self.dram_tokens_reused = 0  # brought up from DRAM by a match instead of being computed
+
+    # -- coming
+
+    def attach(self, sequence: Sequence, headroom: int) -> bool:
+        """Give a waiting sequence the blocks of all its known tokens, from the cache as far as possible.
+
+        ``headroom`` blocks more must be available, and stay so. Sets ``computed`` to the tokens with KV that is there
+        already: at most ``known - 1``, since the last one's logits are needed.
+        """
+        if sequence.dram_blocks:
+            return self._swap_in(sequence, headroom)
+        tokens = sequence.known_tokens()
+        if self._missing_blocks(sequence, tokens) + headroom > self.pool.available():
+            return False
+        reusable = tokens[: self._worth_reusing(sequence, tokens)]
+        if self._attach_prefix(sequence, tokens, reusable):
+            return True
+        # A fully cached prompt needs a copy of its last block, one block more than its tokens have. Where that does not
+        # fit, the last token is computed in a new block.
+        return self._attach_prefix(sequence, tokens, reusable[: len(tokens) - 1])
+
+    def make_room_for(self, sequence: Sequence, headroom: int) -> bool:
+        """Give up layers that others keep in HBM without need, if :meth:`attach` then has the blocks that it needs."""
+        return self.layers is not None and self.layers.give_up_kept(self._needed(sequence) + headroom)
+
+    def attach_by_layer(self, sequence: Sequence, headroom: int, *, crowded: bool) -> bool:
+        """As :meth:`attach`, for a sequence that has no room whole or, if ``crowded``, shall take none that parked ones
+        wait for. False: nothing has changed."""
+        reads = self.reads_cache(sequence)
+        if self.layers is None or not self.layers.attach(sequence, headroom, reads_cache=reads, crowded=crowded):
+            return False
+        self.dram_tokens_reused += sequence.computed - len(sequence.blocks) * self.block_tokens
+        return True
+
+    def _worth_reusing(self, sequence: Sequence, tokens: TokenArray) -> int:
+        """How many of ``tokens`` may come from the cache: copying some of them up from DRAM may take too long."""
+        if not self.pool.config.dram_blocks or not self.reads_cache(sequence):
+            return len(tokens)
+        hbm, dram = self.pool.match_blocks(sequence.group.isolation, tokens)
+        blocks = self.costs.reusable_blocks(len(tokens), self.block_tokens, hbm, dram)
+        return len(tokens) if blocks == hbm + dram else blocks * self.block_tokens
+
+    def adopt(self, sequence: Sequence, blocks: list[int], lease: Lease | None, tokens: int) -> None:
+        """Take over ``blocks`` with the KV of the first ``tokens`` tokens, their references, and the pin."""
+        sequence.blocks, sequence.lease = blocks, lease
+        sequence.published = lease.tokens if lease is not None else 0
+        sequence.computed = sequence.writable_until = tokens
+
+    def reads_cache(self, sequence: Sequence) -> bool:
+        """Whether cached KV may stand in for computing. Logprobs of the prompt need every prompt position computed."""
+        group = sequence.group
+        return self._shares(group.request) and (group.prompt_logprobs is None or bool(sequence.out))
+
+    def _shares(self, request: Request) -> bool:
+        """Whether the request takes part in the cache at all: then, and only then, its sequences have leases."""
+        return self._caches and request.use_cache
+
+    def has_blocks_for(self, sequence: Sequence, headroom: int) -> bool:
+        """Whether :meth:`attach` has the blocks that it needs at least."""
+        return self._needed(sequence) + headroom <= self.pool.available()
+
+    def _needed(self, sequence: Sequence) -> int:
+        return len(sequence.dram_blocks) or self._missing_blocks(sequence, sequence.known_tokens())
+
+    def _missing_blocks(self, sequence: Sequence, tokens: TokenArray) -> int:
+        blocks = ceil_div(len(tokens), self.block_tokens)
+        if self.reads_cache(sequence):
+            blocks -= self.pool.match(sequence.group.isolation, tokens) // self.block_tokens
+        return blocks
+
+    def _acquire(self, sequence: Sequence, tokens: TokenArray) -> Lease | None:
+        request = sequence.group.request
+        if not self._shares(request):
+            return None
+        return self.pool.acquire(sequence.group.isolation, tokens if self.reads_cache(sequence) else tokens[:0])
+
+    def _attach_prefix(self, sequence: Sequence, tokens: TokenArray, reusable: TokenArray) -> bool:
+        """Acquire the cached prefix of ``reusable`` and allocate the rest of ``tokens``."""
+        lease = self._acquire(sequence, reusable)
+        blocks = list(lease.blocks) if lease is not None else []
+        sequence.lease, sequence.blocks = lease, blocks
+        sequence.published = lease.tokens if lease is not None else 0
+        sequence.computed = min(sequence.published, len(tokens) - 1)
+        missing = ceil_div(len(tokens), self.block_tokens) - len(blocks)
+        fits = self.make_private(sequence) if missing <= 0 else self._extend(sequence, missing)
+        if not fits:
+            self._drop(sequence)
+        elif lease is not None:
+            self.dram_tokens_reused += lease.dram_tokens
+        return fits
+
+    def _extend(self, sequence: Sequence, count: int) -> bool:
+        got = self.pool.allocate(count)
+        if got is None:
+            return False
+        self.append(sequence, got)
+        return True
+
+    def append(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Add blocks that were allocated for this sequence."""
+        sequence.blocks.extend(blocks)
+        sequence.writable_until = sequence.entries * self.block_tokens
+
+    # -- running
+
+    def next_write_is_shared(self, sequence: Sequence) -> bool:
+        """Whether the next token falls into a block of the sequence that a fork may share."""
+        return sequence.layered is None and sequence.computed < len(sequence.blocks) * self.block_tokens
+
+    def make_private(self, sequence: Sequence) -> bool:
+        """Copy-on-write: make the block of the next token private. False: no room for a copy."""
+        place = sequence.computed // self.block_tokens
+        old = sequence.blocks[place]
+        if self.pool.is_shared(old):
+            new = self.pool.copy_block(old)
+            if new is None:
+                return False
+            sequence.blocks[place] = new
+            self.pool.release([old])
+            self.copied_on_write += 1
+        sequence.writable_until = len(sequence.blocks) * self.block_tokens
+        return True
+
+    def unpin_published(self, sequence: Sequence) -> bool:
+        """Give up the pin on the published prefix. False: there is none.
+
+        Where the cache has other blocks for these tokens (they were computed twice, or copied on write), the pin keeps
+        those from eviction although the sequence does not read them.
+        """
+        if sequence.lease is None or not sequence.published:
+            return False
+        self.pool.unpin(sequence.lease)
+        request = sequence.group.request
+        sequence.lease = self.pool.acquire(sequence.group.isolation, request.prompt[:0])
+        sequence.published = 0
+        return True
+
+    def publish(self, sequence: Sequence) -> None:
+        """Put the full blocks of the known tokens computed so far into the prefix cache."""
+        if sequence.lease is None:
+            return
+        full = min(sequence.computed, sequence.known, _trusted(sequence)) // self.block_tokens
+        tokens = full * self.block_tokens
+        if tokens > sequence.published:
+            known, blocks = sequence.known_tokens()[:tokens], sequence.blocks[:full]
+            isolation = sequence.group.isolation
+            self.pool.publish(sequence.lease, isolation, known, blocks, written_by=sequence.scheduled_step)
+            if self.listener is not None:
+                self.listener.published(sequence, known, sequence.published // self.block_tokens)
+            sequence.published = tokens
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let ``child`` share all KV of ``parent``, which has computed all known tokens of ``child`` but the last.
+
+        The child pins the published prefix, too: it may outlive the parent.
+        """
+        shared = parent.blocks
+        if parent.lease is not None:
+            tokens = parent.known_tokens()[: parent.published]
+            child.lease = self.pool.acquire(parent.group.isolation, tokens)
+            child.published = child.lease.tokens
+            shared = shared[len(child.lease.blocks) :]
+            child.blocks = list(child.lease.blocks)
+        self.pool.retain(shared)
+        child.blocks = child.blocks + shared
+        child.computed = parent.computed
+        child.writable_until = parent.writable_until = parent.computed
+
+    # -- going
+
+    def detach(self, sequence: Sequence) -> None:
+        """Publish full blocks, then return every block on every tier."""
+        if self.layers is not None and self.layers.arrives(sequence):
+            self.abandon(sequence)  # its blocks have nothing yet
+            return
+        if sequence.dram_blocks:
+            self.pool.release_dram(sequence.dram_blocks)
+            sequence.dram_blocks = []
+        self.publish(sequence)
+        if self.layers is not None:
+            left = self.layers.detach(sequence, publishes=self._shares(sequence.group.request))
+            if left is not None and self.listener is not None:
+                self.listener.left_in_dram(sequence, left)
+        self._drop(sequence)
+
+    def abandon(self, sequence: Sequence) -> None:
+        """Return every block without publishing: its content cannot be relied upon."""
+        if sequence.dram_blocks:
+            self.pool.release_dram(sequence.dram_blocks)
+            sequence.dram_blocks = []
+        self._drop(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Return every block, and remove the tokens from the index, except blocks that others hold at this moment: the
+        next request with this prefix computes it."""
+        by_layer = sequence.layered
+        reused = sequence.published if by_layer is None else by_layer.cached * self.block_tokens
+        cached = sequence.known_tokens()[:reused]
+        shares = self._shares(sequence.group.request) and len(cached)
+        self.abandon(sequence)
+        if shares:
+            self.pool.delete(sequence.group.isolation, cached)
+            if self.listener is not None:
+                self.listener.discarded(sequence, cached)
+
+    def _drop(self, sequence: Sequence) -> None:
+        if self.layers is not None:
+            self.layers.detach(sequence, publishes=False)
+        if sequence.lease is not None:
+            self.pool.unpin(sequence.lease)
+            sequence.lease = None
+        if sequence.blocks:
+            self.pool.release(sequence.blocks)
+            sequence.blocks = []
+        sequence.computed = sequence.published = sequence.writable_until = 0
+
+    # -- swapping
+
+    def is_swapped_at_no_cost(self, sequence: Sequence) -> bool:
+        """Whether DRAM has the KV already, all but the last blocks of it."""
+        return self.layers is not None and self.layers.is_in_dram(sequence)
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Move the blocks to DRAM. False: it has no room. ``computed`` stays.
+
+        No further block is published: blocks that the index holds, too, would occupy both tiers.
+        """
+        if self.layers is not None and self.layers.is_in_dram(sequence):
+            dram_blocks = self.layers.to_dram(sequence)
+        else:
+            dram_blocks = self._copy_out(sequence)
+        if dram_blocks is None:
+            return False
+        if self.layers is not None:
+            self.layers.arrivals.forget(sequence)
+        if sequence.lease is not None:
+            self.pool.unpin(sequence.lease)
+            sequence.lease = None
+        sequence.dram_blocks, sequence.blocks = dram_blocks, []
+        sequence.published = sequence.writable_until = 0
+        return True
+
+    def _copy_out(self, sequence: Sequence) -> list[int] | None:
+        blocks = sequence.blocks[: ceil_div(sequence.computed, self.block_tokens)]
+        dram_blocks = self.pool.swap_out(blocks) if blocks else None
+        if dram_blocks is not None and len(blocks) < len(sequence.blocks):
+            self.pool.release(sequence.blocks[len(blocks) :])  # nothing is written there
+        return dram_blocks
+
+    def _swap_in(self, sequence: Sequence, headroom: int) -> bool:
+        check(not sequence.blocks, f"{sequence.request_id} is swapped out but has HBM blocks")
+        missing = ceil_div(sequence.known, self.block_tokens)
+        if missing + headroom > self.pool.available():
+            return False
+        if not (self._copy_in(sequence) if self.layers is None else self.layers.bring_up(sequence)):
+            return False
+        request = sequence.group.request
+        if self._shares(request):
+            sequence.lease = self.pool.acquire(sequence.group.isolation, request.prompt[:0])
+        # Blocks of tokens that are not computed yet: where they are lacking, the step asks for them again.
+        sequence.writable_until = len(sequence.blocks) * self.block_tokens
+        extra = missing - len(sequence.blocks)
+        if extra > 0:
+            self._extend(sequence, extra)
+        return True
+
+    def _copy_in(self, sequence: Sequence) -> bool:
+        blocks = self.pool.swap_in(sequence.dram_blocks)
+        if blocks is None:
+            return False
+        sequence.dram_blocks, sequence.blocks = [], blocks
+        return True
+
+
+def _trusted(sequence: Sequence) -> int:
+    """How many tokens have KV that no step under way can spoil. Where earlier parts of the sequence lie elsewhere, a
+    step may fail to read them: what it has computed counts when a token is known that was drawn behind it."""
+    span = sequence.group.span
+    if span is None or not span.segments:
+        return sequence.known
+    return sequence.known - 1 if len(sequence.out) > sequence.resumed else 0
+
+
+PINNED_TOKENS_MAX = 4 << 20
+"""Tokens of all pins whose tenants are known here. Beyond, the tenant with most tokens loses its oldest pin."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pin:
+    handle: str
+    lease: Lease  # the pin alone: the references on its blocks were released at once
+    until_ns: int
+    tenant: str | None
+
+
+class Pins:
+    """Keeps cached paths from eviction, by name.
+
+    Pins are best effort: when nothing else can make room, all are given up.
+    """
+
+    __slots__ = ("_made", "_pins", "_pool", "_quota", "_times", "lost")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        #: in the order in which they were made or renewed
+        self._pins: dict[str, _Pin] = {}
+        #: heap of (end of its time, order of making, pin); some pins may have ended
+        self._times: list[tuple[int, int, _Pin]] = []
+        self._made = 0
+        #: pins of tenants known here
+        self._quota: TenantStore[str] = TenantStore(PINNED_TOKENS_MAX)
+        #: names that were given up for memory, or because their KV was lost; the machine empties the list
+        self.lost: list[str] = []
+
+    def pin(self, handle: str, isolation: str, tokens: TokenArray, until_ns: int, *, tenant: str | None = None) -> int:
+        """Keep the cached prefix of ``tokens``, brought up from DRAM as far as HBM has room. Returns its tokens.
+
+        An earlier pin of this name ends: it is renewed, extended or shortened. ``tenant``: the pin counts in its share
+        of all pins, of which the oldest go. None: a router has counted it.
+        """
+        lease = self._pool.acquire(isolation, tokens)
+        self._pool.release(lease.blocks)
+        self.unpin(handle)
+        if lease.tokens:
+            pin = self._pins[handle] = _Pin(handle, lease, until_ns, tenant)
+            heapq.heappush(self._times, (until_ns, self._made, pin))
+            self._made += 1
+            if tenant is not None:
+                for gone in self._quota.put(tenant, handle, handle, len(tokens)):
+                    self.unpin(gone)
+        else:
+            self._pool.unpin(lease)
+        return lease.tokens
+
+    def unpin(self, handle: str) -> None:
+        """Give up a name; unknown ones are ignored."""
+        pin = self._pins.pop(handle, None)
+        if pin is not None:
+            self._pool.unpin(pin.lease)
+            if pin.tenant is not None:
+                self._quota.pop(pin.tenant, handle)
+            self._forget_times()
+
+    def tokens(self, handle: str) -> int:
+        """Tokens kept under the name. 0: the name is unknown."""
+        pin = self._pins.get(handle)
+        return pin.lease.tokens if pin is not None else 0
+
+    def of(self, tenant: str) -> list[NamedPrefix]:
+        """The prefixes of a tenant that is known here, under the names that :meth:`pin` was given."""
+        pins = [self._pins[handle] for handle in self._quota.of(tenant)]
+        return [NamedPrefix(pin.handle, pin.lease.tokens, pin.until_ns) for pin in pins]
+
+    def expire(self, now_ns: int) -> None:
+        """End the pins with no time left."""
+        while self._times and self._times[0][0] <= now_ns:
+            self.unpin(self._times[0][2].handle)
+
+    def release_all(self) -> bool:
+        """Give up every pin. False: there was none."""
+        names = list(self._pins)
+        for handle in names:
+            self.unpin(handle)
+        self.lost += names
+        return bool(names)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`expire` is worth calling. None: there is no pin."""
+        return self._times[0][0] if self._times else None
+
+    def _forget_times(self) -> None:
+        """Keep the first of the heap, and most of the rest, live pins."""
+        if len(self._times) > 2 * len(self._pins) + 8:
+            self._times = [entry for entry in self._times if self._pins.get(entry[2].handle) is entry[2]]
+            heapq.heapify(self._times)
+        while self._times and self._pins.get(self._times[0][2].handle) is not self._times[0][2]:
+            heapq.heappop(self._times)
+
+    def __len__(self) -> int:
+        return len(self._pins)

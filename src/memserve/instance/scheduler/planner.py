@@ -1,0 +1,369 @@
+"""How a step is made: iteration-level batching with chunked prefill.
+
+A plan is filled in four passes, each by turns of tenants, and in rank order within one:
+
+1. decodes: one token each; a sequence that needs a block gets one, if need be from one of lower rank;
+2. prefills: pieces of prompts already admitted, beams, resumed sequences;
+3. admission: from the waiting lines while there are slots, blocks and budget;
+4. what the plan computes is published and forked. Not earlier: inside one plan no row may depend on another.
+
+Progress: the sequence of the highest rank is served first in its pass, may take blocks from all others, and fits alone
+(checked on arrival), so it ends after finitely many steps. The one way to stand still is that no sequence may take
+from another: beams that wait for each other across requests. When nothing is under way and nothing could be planned,
+pins are given up, everything is preempted and the queue starts over from its head.
+"""
+
+from __future__ import annotations
+
+from memserve import _core
+from memserve.base.config import PROMPT_LOGPROBS_MAX, SchedulerConfig
+from memserve.base.errors import check
+from memserve.instance.events import StepPlan
+from memserve.instance.scheduler.admission import PrefixSharing, SequenceAdmission
+from memserve.instance.scheduler.batch import BatchBuilder, InflightPlan
+from memserve.instance.scheduler.capacity import chunk_tokens
+from memserve.instance.scheduler.memory import Pins
+from memserve.instance.scheduler.sequence import Phase, Sequence
+from memserve.instance.scheduler.speculation import Speculation
+from memserve.instance.scheduler.state import SchedulerState
+
+_LOOKS_AHEAD = 8  # of a line: how many of those that wait the budget of a step is kept for
+
+
+class Planner:
+    """Makes plans for the device out of the scheduler's state."""
+
+    __slots__ = ("_no_room_for", "admission", "config", "next_step_id", "pins", "sharing", "speculation", "state")
+
+    def __init__(
+        self, state: SchedulerState, config: SchedulerConfig, pins: Pins | None, speculation: Speculation | None
+    ) -> None:
+        self.state = state
+        self.config = config
+        self.pins = pins
+        #: None: no drafts
+        self.speculation = speculation
+        self.admission = SequenceAdmission(state)
+        self.sharing = PrefixSharing(state)
+        #: the head of the line, when the last plan had no room for it
+        self._no_room_for: Sequence | None = None
+        self.next_step_id = 1
+
+    def make(
+        self, now_ns: int, begins_ns: int, *, nothing_under_way: bool, copies_only: bool
+    ) -> tuple[StepPlan, InflightPlan] | None:
+        """The next plan, which the device is expected to begin at ``begins_ns``. None: there is nothing to compute.
+
+        ``copies_only``: a transfer waits for copies that are recorded already, so a plan without rows is of use.
+        """
+        state = self.state
+        if self.speculation is not None and not (nothing_under_way or copies_only) and self.speculation.waits():
+            return None
+        lines = state.decoding.items, state.prefilling.items, state.waiting, state.remote_kv_ready, state.parked
+        if any(lines) or state.late_masks.due():
+            batch = self._fill(now_ns, begins_ns)
+            stands = not (batch.plan.gives_tokens or batch.plan.moves)
+            if stands and nothing_under_way and not state.late_masks:  # masks come, or their sequences end
+                batch = self._start_over(batch, now_ns, begins_ns)
+        elif copies_only:
+            batch = BatchBuilder(state, self.next_step_id)
+        else:
+            return None
+        if not (batch.plan.gives_tokens or batch.plan.moves or copies_only):
+            return None
+        self.next_step_id += 1
+        return self._seal(batch)
+
+    def _start_over(self, batch: BatchBuilder, now_ns: int, begins_ns: int) -> BatchBuilder:
+        """No sequence can move: give up all pins, then preempt everything and begin at the head of the queue.
+
+        That must suffice, unless memory is lent to other instances. Then time helps: every lease has an end.
+        """
+        state = self.state
+        if self.pins is not None and self.pins.release_all():
+            batch = self._fill(now_ns, begins_ns)
+        if not batch.plan.slots and state.holds_blocks:
+            state.counters.standstills += 1
+            state.preempt_all()
+            batch = self._fill(now_ns, begins_ns)
+        pool = state.memory.pool
+        lent = pool.available() < pool.config.hbm_blocks
+        check(batch.plan.slots or batch.plan.moves or lent, "standing still with everything free: {}", state)
+        return batch
+
+    def _fill(self, now_ns: int, begins_ns: int) -> BatchBuilder:
+        head, self._no_room_for = self._without_slot() or self._no_room_for, None
+        has_room = head is None or self.sharing.make_way(head)
+        self.admission.due = head if has_room else None
+        batch = BatchBuilder(self.state, self.next_step_id)
+        layers = self.state.memory.layers
+        if layers is not None:
+            layers.begin(batch.plan, beside=bool(self.state.decoding.items))
+            for sequence in layers.to_park():
+                self.state.preempt(sequence)
+            layers.move(batch.plan, keeps=not (self.state.waiting or self.state.parked))
+        budget = self.config.step_tokens
+        stalled, drafts = False, []
+        if self.state.decoding.items:
+            allowed = self._within_objectives(budget, begins_ns)
+            self.state.serve_decodes(1)
+            if self.speculation is not None:
+                drafts = self.speculation.choose(batch, budget)
+                budget -= sum([1 + len(tokens) for _, tokens in drafts])
+            stalled = self._make_room_for_decodes(batch)
+            budget = min(budget - batch.add_decodes(not stalled), allowed)
+        budget -= self._go_on(batch)
+        if self.state.prefilling.items or self.state.waiting or self.state.remote_kv_ready:
+            opens = has_room and bool(self.state.free_slots)  # else the budget kept for the waiting line may be lost
+            self._prefill(batch, budget, now_ns, stalled, opens)
+        if not stalled:
+            for sequence in self.admission.parked():
+                if not self.admission.admit(sequence, now_ns):
+                    break
+        if self.state.late_masks:
+            batch.add_late_draws()
+        for sequence, tokens in drafts:
+            batch.add_drafts(sequence, tokens)
+        return batch
+
+    def _go_on(self, batch: BatchBuilder) -> int:
+        """A row for each sequence that was parked and is up again, whatever prompts may have. Returns their number."""
+        rows, layers = 0, self.state.memory.layers
+        if layers is not None:
+            for sequence in self.state.prefilling.items.copy():
+                end = sequence.known
+                is_next = sequence.out and sequence.computed == end - 1 and sequence.phase is Phase.PREFILLING
+                if (
+                    is_next
+                    and not layers.arrives(sequence)
+                    and sequence.group.beam is None
+                    and self._make_writable(batch, sequence, end)
+                ):
+                    rows += batch.add_chunk(sequence, end)
+        return rows
+
+    def _within_objectives(self, budget: int, begins_ns: int) -> int:
+        """What the objectives of requests that decode leave of ``budget`` for prompts."""
+        state = self.state
+        lines = (state.prefilling.items, *state.remote_kv_ready.lines, *state.waiting.lines)
+        first = next((line[0] for line in lines if line), None)
+        if state.objectives is None or first is None:
+            return budget
+        left = state.objectives.prefill_tokens(state.decoding.items, first, budget, begins_ns, list(state.parked))
+        least, layers = state.memory.block_tokens, state.memory.layers
+        if layers is not None and first.layered is not None:
+            least = min(layers.piece_tokens(first), first.known - first.computed)  # each piece reads back the others
+        return left if left >= min(budget, least) else 0  # crumbs cost more than they bring
+
+    def _without_slot(self) -> Sequence | None:
+        """The head of the waiting lines, when no slot is free and several tenants want one."""
+        state, turns = self.state, self.state.turns
+        if state.free_slots or len(turns) == 1 or not state.waiting:
+            return None
+        tenant = min(state.waiting.tenants, key=lambda name: (state.first_urgency(name), turns.at(name)))
+        return state.waiting.line(tenant)[0]
+
+    def _prefill(self, batch: BatchBuilder, budget: int, now_ns: int, stalled: bool, opens: bool) -> None:
+        """Passes 2 and 3. Of several tenants each gets its share of the budget, and what the ones before it leave.
+
+        ``opens``: the waiting line is likely to move, so a part of the budget is kept for it.
+        """
+        state, turns, starved = self.state, self.state.turns, False
+        if len(turns) == 1:  # nothing to share
+            left, starved = self._continue_prefills(batch, budget, state.prefilling.items.copy())
+            if (state.waiting or state.remote_kv_ready) and not (stalled or starved):
+                self._admit(batch, left, [(tenant, 0) for tenant in turns], now_ns)
+            return
+        tenants = sorted(
+            {**state.prefilling.tenants, **dict.fromkeys(state.waiting.tenants)},
+            key=lambda tenant: (state.first_urgency(tenant), turns.at(tenant)),
+        )
+        budget = self._budget_beside_others(tenants, budget, opens)
+        weights = sum([turns.weight(tenant) for tenant in tenants])
+        kept: list[tuple[str, int]] = []  # for the waiting line
+        for tenant in tenants:
+            weight = turns.weight(tenant)
+            share = budget if weight == weights else min(budget, max(1, budget * weight // weights))
+            weights -= weight
+            left = share
+            if tenant in state.prefilling.tenants:
+                left, lacks = self._continue_prefills(batch, share, state.prefilling.of(tenant))
+                starved |= lacks
+            line = state.waiting.line(tenant) if opens else []
+            keep = min(left, _core.count_tokens(line[:_LOOKS_AHEAD])[1]) if line else 0
+            kept.append((tenant, keep))
+            budget -= share - left + keep
+        if not (stalled or starved):
+            self._admit(batch, budget, kept, now_ns)
+
+    def _budget_beside_others(self, tenants: list[str], budget: int, opens: bool) -> int:
+        """Where several tenants have prompts to compute, the one with most fills at most half of the step beside the
+        others' tokens: a short prompt of another tenant shall not wait for a step of full length."""
+        prefilling, waiting = self.state.prefilling, self.state.waiting
+        wanted = [
+            _core.count_tokens(prefilling.of(tenant)[:_LOOKS_AHEAD])[1]
+            + (_core.count_tokens(waiting.line(tenant)[:_LOOKS_AHEAD])[1] if opens else 0)
+            for tenant in tenants
+        ]
+        others = sum(wanted) - max(wanted, default=0)
+        return min(budget, others + max(1, budget // 2)) if others else budget
+
+    def _seal(self, batch: BatchBuilder) -> tuple[StepPlan, InflightPlan]:
+        """Publish, fork, and hand over everything that has to happen on the device before the rows."""
+        state, plan = self.state, batch.plan
+        batch.finish()
+        if state.memory.layers is not None:
+            state.memory.layers.place(plan)
+        plan.close, state.closing = state.closing, []
+        plan.reset_slots, state.slots_unknown = state.slots_unknown, False
+        plan.copies = state.memory.pool.take_copies()
+        state.counters.steps += 1
+        state.counters.prefill_tokens += batch.inflight.prefill_tokens
+        drafted = sum([1 + len(tokens) for tokens in plan.drafts.values()])
+        state.counters.decode_tokens += batch.inflight.decode_rows + drafted
+        return plan, batch.inflight
+
+    # -- pass 1
+
+    def _make_room_for_decodes(self, batch: BatchBuilder) -> bool:
+        """Give blocks to the decodes that reached the end of theirs. Returns whether one goes without."""
+        needy = _core.out_of_room(self.state.decoding.items)
+        if not needy:
+            return False
+        memory = self.state.memory
+        growing = [sequence for sequence in needy if not memory.next_write_is_shared(sequence)]
+        blocks = memory.pool.allocate(len(growing)) if growing else []
+        if blocks is not None:
+            for sequence, block in zip(growing, blocks, strict=True):
+                batch.append_blocks(sequence, [block])
+            if len(growing) == len(needy):
+                return False
+        stalled = False
+        for sequence in needy:
+            if sequence.phase is Phase.DECODING and sequence.computed >= sequence.writable_until:
+                stalled |= not self._make_writable(batch, sequence, sequence.computed + 1)
+        return stalled
+
+    def _make_writable(self, batch: BatchBuilder, sequence: Sequence, end: int) -> bool:
+        """Blocks for the tokens up to ``end``, private ones; preempts others for them if that helps."""
+        while not batch.make_writable(sequence, end):
+            if self._take_back_lent() or self._give_up_kept_layer():
+                continue
+            victim = self.sharing.victim_for(sequence, batch.plan.step_id)
+            if victim is not None:
+                batch.forget(victim)
+                self.state.preempt(victim)
+            elif not self.state.memory.unpin_published(sequence):
+                return False
+        return True
+
+    def _give_up_kept_layer(self) -> bool:
+        layers = self.state.memory.layers
+        return layers is not None and layers.make_room()
+
+    # -- pass 2
+
+    def _continue_prefills(self, batch: BatchBuilder, budget: int, sequences: list[Sequence]) -> tuple[int, bool]:
+        """Rows for admitted sequences. Returns the budget left, and whether one of them goes without blocks."""
+        starved = False
+        for sequence in sequences:
+            if budget <= 0:
+                break
+            if sequence.phase is not Phase.PREFILLING:
+                continue  # preempted for an earlier one
+            count = self._chunk(batch, sequence, budget)
+            if not count:
+                continue
+            end = sequence.computed + count
+            if self._make_writable(batch, sequence, end):
+                budget -= batch.add_chunk(sequence, end)
+            else:
+                starved = True
+        return budget, starved
+
+    def _chunk(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
+        """Tokens of ``sequence`` for this plan. 0: it has to wait for the next one."""
+        block_tokens, layers = self.state.memory.block_tokens, self.state.memory.layers
+        if layers is not None and layers.arrives(sequence):
+            return 0
+        chunk_max = self.config.chunk_tokens
+        if sequence.layered is not None and sequence.layered.chunk_tokens:
+            chunk_max = min(chunk_max, sequence.layered.chunk_tokens)
+        if layers is not None and sequence.overtakes:
+            budget = layers.overtaking_tokens(sequence, budget)
+        if batch.reports_prompt(sequence):
+            chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
+        return chunk_tokens(sequence.computed, sequence.known, chunk_max, budget, block_tokens)
+
+    # -- pass 3
+
+    def _admit(self, batch: BatchBuilder, budget: int, kept: list[tuple[str, int]], now_ns: int) -> None:
+        """Admit from the waiting lines, and give admitted sequences their first rows.
+
+        ``kept``: tenants in turn, and what of the budget is kept for each; ``budget`` is left beside that.
+        """
+        later = sum([keep for _, keep in kept])
+        budget += later
+        for sequence in self.admission.remote_kv_ready():
+            if budget <= 0 or not self._enter(batch, sequence, now_ns):
+                return
+            spent = self._first_row(batch, sequence, budget)
+            if not spent:
+                return
+            budget -= spent
+        urgency: int | None = None
+        while (level := self.state.waiting.first_urgency()) is not None and level != urgency:
+            urgency, behind = level, later
+            for tenant, keep in kept:
+                behind -= keep
+                left = self._admit_line(batch, tenant, level, budget - behind, now_ns, self.sharing.slots_due(tenant))
+                if left is None:
+                    return
+                budget = left + behind
+            for tenant, _ in kept if len(kept) > 1 else ():  # slots that the others leave
+                left = self._admit_line(batch, tenant, level, budget, now_ns, self.state.slots)
+                if left is None:
+                    return
+                budget = left
+
+    def _admit_line(
+        self, batch: BatchBuilder, tenant: str, urgency: int, budget: int, now_ns: int, slots_max: int
+    ) -> int | None:
+        """Admit from the line of one tenant, as many sequences as there are slots for it. Returns the budget left.
+        None: the plan admits no more."""
+        for sequence in self.admission.waiting(tenant, urgency, batch.publishing):
+            slots_max -= 1 + sequence.group.forks_pending
+            if budget <= 0 or slots_max < 0:
+                break
+            if not self._enter(batch, sequence, now_ns):
+                return None
+            layers = self.state.memory.layers
+            if layers is not None and layers.arrives(sequence):
+                continue
+            spent = self._first_row(batch, sequence, budget)
+            if not spent:
+                return None
+            budget -= spent
+        return budget
+
+    def _enter(self, batch: BatchBuilder, sequence: Sequence, now_ns: int) -> bool:
+        """Admit. The first sequence that does not fit is remembered, and none is admitted behind it."""
+        if self.admission.admit(sequence, now_ns) or (
+            self._take_back_lent() and self.admission.admit(sequence, now_ns)
+        ):
+            return True
+        self._no_room_for = sequence
+        layers = self.state.memory.layers
+        if layers is not None and self.state.free_slots:
+            layers.convert([*self.state.decoding.items, *self.state.prefilling.items], sequence)
+        return False
+
+    def _take_back_lent(self) -> bool:
+        """Make room without cost to any sequence. False: there is none to be made."""
+        return self.state.transfers is not None and self.state.transfers.make_room()
+
+    def _first_row(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
+        """A row for an admitted sequence; returns its tokens. 0: the row comes with a later plan."""
+        count = self._chunk(batch, sequence, budget)
+        end = sequence.computed + count
+        return batch.add_chunk(sequence, end) if count and batch.make_writable(sequence, end) else 0

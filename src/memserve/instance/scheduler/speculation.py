@@ -1,0 +1,176 @@
+"""Speculation: sequences whose next step computes drafted tokens, too, and keeps those that are drawn.
+
+    plan k        DECODING, a token under way: is a draft worth it?  -> no plan behind it, until the token is known
+    plan k + 1    DECODING, all tokens known: drafts are looked up   -> one row: the last token and the drafts behind it
+    meanwhile     IDLE (``held``): what comes next is known with the result
+    its result    the first draw, and the draws that drafts foretold -> DECODING
+
+Drafts lie in blocks that the sequence has, so none is allocated for tokens that may not come; what was computed for
+drafts that were not kept is written over. Only plain draws are foretold: with changed logits or reported logprobs each
+token is drawn from what the one before it left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from memserve.instance.events import StepFinished
+from memserve.instance.scheduler.batch import BatchBuilder, InflightPlan
+from memserve.instance.scheduler.drafts import (
+    CACHED,
+    EXPECTED,
+    HANDOVER_NS,
+    Chances,
+    Draft,
+    Pace,
+    Price,
+    Worth,
+    following,
+    gain_ns,
+    length,
+)
+from memserve.instance.scheduler.sequence import Group, Sequence
+from memserve.instance.scheduler.state import SchedulerState
+
+Proposal = Callable[[Sequence, int], Draft]
+"""Up to so many tokens that may follow those that are known."""
+
+LOOKS, MISSES_MAX = 4, 4
+"""Sequences in a step that are looked at for each token, in the mean, where nothing is found for the first time; where
+nothing was found so many times in a row, as many times less."""
+
+FADE_SEEN = 0.995
+"""What is left of what all sequences have seen with each further draft."""
+
+
+class Speculation:
+    """Chooses drafts for a plan, and learns from what became of them."""
+
+    __slots__ = ("chances", "length_max", "propose", "state", "worth")
+
+    def __init__(self, state: SchedulerState, length_max: int) -> None:
+        """``length_max``: drafted tokens of a row."""
+        self.state = state
+        self.length_max = length_max
+        self.worth = Worth()
+        #: of all sequences
+        self.chances = Chances(FADE_SEEN)
+        #: where drafts come from
+        self.propose: Proposal = self.look_up
+
+    # -- before a step
+
+    def waits(self) -> bool:
+        """Whether to make no plan while tokens are under way: they decide on drafts that are worth more than a plan
+        ahead. Prompts are never kept waiting."""
+        state = self.state
+        if state.prefilling.items or state.waiting or state.remote_kv_ready or state.parked:
+            return False
+        if not any(sequence.inflight for sequence in state.decoding.items):
+            return False
+        return bool(self._worthwhile(self.length_max * len(state.decoding.items), enough_ns=HANDOVER_NS))
+
+    def choose(self, batch: BatchBuilder, budget: int) -> list[tuple[Sequence, list[int]]]:
+        """The sequences that get a row with drafts in this plan, ``budget`` tokens of rows at most. They are taken out
+        of the sequences that decode."""
+        budget -= len(self.state.decoding.items) + len(self.state.prefilling.items)  # drafts delay no prompt
+        chosen: list[tuple[Sequence, list[int]]] = []
+        for sequence, draft in self._worthwhile(budget):
+            if not sequence.inflight and batch.make_writable(sequence, sequence.computed + 1):
+                drafts = draft.tokens[: sequence.writable_until - sequence.computed - 1]
+                if drafts and sequence.pace is not None:
+                    sequence.pace.source = draft.source
+                    self.state.hold(sequence)
+                    sequence.scheduled_step = batch.plan.step_id  # its blocks are not for others any more
+                    chosen.append((sequence, drafts))
+        return chosen
+
+    def _worthwhile(self, budget: int, enough_ns: float = math.inf) -> list[tuple[Sequence, Draft]]:
+        """The drafts that pay in the next step, ``budget`` tokens at most, or as many as save ``enough_ns``; none if
+        all together do not pay."""
+        decoding = self.state.decoding.items
+        if budget <= 0 or not self.worth.pays(len(decoding)):
+            return []
+        price, found, saved_ns = self.worth.price(len(decoding)), [], 0.0
+        for sequence in decoding:
+            draft, gain_ns = self._draft(sequence, price, budget)
+            if draft.tokens:
+                budget -= len(draft.tokens)
+                saved_ns += gain_ns
+                found.append((sequence, draft))
+                if saved_ns > enough_ns:
+                    break
+        return found if saved_ns > HANDOVER_NS else []
+
+    def _draft(self, sequence: Sequence, price: Price, budget: int) -> tuple[Draft, float]:
+        """The tokens that pay, and what they save in ns."""
+        pace = sequence.pace
+        if pace is None:
+            pace = sequence.pace = Pace() if foretellable(sequence.group) else NEVER
+        room = min(self.length_max, sequence.left - 1, budget)
+        if pace is NEVER or room <= 0 or len(sequence.out) < pace.due:
+            return Draft(), 0.0
+        draft = self.propose(sequence, room)
+        count, chance = 0, 0.0
+        if draft.tokens:
+            chance = pace.own.chance(draft.source, self.chances.chance(draft.source, EXPECTED[draft.source]))
+            count = length(chance, price, len(draft.tokens))
+            if not count:
+                pace.own.forget(draft.source)
+                self.chances.forget(draft.source)
+        if not count:
+            # looking takes time, too: 10 to 30 us, of a token that takes little where many share a step
+            pace.misses = min(pace.misses + 1, MISSES_MAX)
+            pace.due = len(sequence.out) + pace.misses * len(self.state.decoding.items) // LOOKS
+        else:
+            pace.misses = 0
+        return Draft(draft.tokens[:count], draft.source), gain_ns(chance, price, count)
+
+    def look_up(self, sequence: Sequence, count: int) -> Draft:
+        """What followed these tokens in an earlier request of the tenant, else what followed the last ones before;
+        behind those that are under way."""
+        tokens, group, under_way = sequence.known_tokens(), sequence.group, sequence.inflight
+        draft = Draft()
+        if group.request.use_cache:
+            draft = Draft(self.state.memory.pool.continuation(group.isolation, tokens, count + under_way), CACHED)
+        if len(draft.tokens) <= under_way:
+            draft = following(tokens, count + under_way)
+        return Draft(draft.tokens[under_way:], draft.source)
+
+    # -- after it
+
+    def learn(self, plan: InflightPlan, event: StepFinished) -> None:
+        """What a step has taken, and given."""
+        if plan.prefill_tokens or event.failed:
+            return
+        if not plan.drafts:
+            if plan.decode_rows:
+                self.worth.plain(plan.decode_rows, event.device_ns)
+            return
+        more = sum(map(len, event.kept.values()))
+        sequences = len(plan.targets)
+        self.worth.drafted(sequences, sequences + more, sum(plan.drafts.values()), event.device_ns)
+
+    def told(self, sequence: Sequence, drafted: int, kept: int) -> None:
+        """What became of a sequence's drafts."""
+        if sequence.pace is not None:
+            self.chances.told(sequence.pace.source, drafted, kept)
+            sequence.pace.told(drafted, kept)
+
+
+NEVER = Pace()
+"""Of a sequence whose draws are not foretold."""
+
+
+def foretellable(group: Group) -> bool:
+    """Whether what the sequences of a request draw depends on nothing but the logits and the position."""
+    request = group.request
+    sampling, stop = request.sampling, request.stop
+    changes = sampling.changes_logits or bool(stop.min_tokens and stop.stop_token_ids)
+    return not (changes or sampling.logprobs is not None or group.beam is not None or _moves(group))
+
+
+def _moves(group: Group) -> bool:
+    """Whether it leaves, or is a part of a longer sequence."""
+    return group.tokens_here is not None or group.span is not None

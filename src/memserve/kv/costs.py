@@ -1,0 +1,572 @@
+"""What computing and moving KV cost on one machine: the curves, the fit to measurements, and the model of an instance.
+
+::
+
+    prefill   step + token * new + pair * (pairs of query and key)     LayerKV, equation 3: the quadratic part
+    decode    step + row * batch + context * (tokens attended to)
+    copy      start + piece * pieces + byte * bytes                    discrete and aggregated differ in pieces only
+
+Each coefficient has a meaning, and none is negative (MemServe 5.3 and figure 13). ``memserve profile`` measures them.
+The defaults take computing to be quick and moving to be slow: without a profile only what clearly pays is moved.
+
+What computing and moving KV costs, learnt while an instance serves: curves through its own steps, copies and pulls.
+
+::
+
+    measured so far            the curve
+    nothing                    as it was told: a profile, or what is assumed
+    little, or much alike      as it was told, scaled
+    five, of different sizes   fitted to the newest
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from statistics import median
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve.base.errors import UserError
+from memserve.base.units import GIB, MIB, NS_PER_MS, NS_PER_S, ceil_div
+
+VERSION = 1
+"""Of the dictionary form."""
+
+_NS_MAX = 1e15
+"""No measured coefficient exceeds 11 days; the limit keeps sums finite."""
+_REFITS = 8
+_FAR = 1.5
+"""Errors beyond this multiple of the median error weigh less in a fit."""
+_ERROR_MIN = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCurve:
+    """Time to compute a prompt, or the rest of one."""
+
+    step_ns: float = 2.0 * NS_PER_MS
+    """The fixed time of a step: reading the weights once."""
+    token_ns: float = 200_000.0
+    """For each new token: the linear layers."""
+    pair_ns: float = 10.0
+    """For each pair of a new token and one that it attends to, over all layers and heads."""
+
+    def ns(self, new_tokens: int, context_tokens: int) -> int:
+        """Time to compute ``new_tokens`` behind ``context_tokens`` whose KV is present."""
+        return self.step(new_tokens, attended_pairs(new_tokens, context_tokens))
+
+    def step(self, new_tokens: int, pairs: int) -> int:
+        """Time of one step over pieces of several prompts: ``new_tokens`` and their ``pairs``, summed over the
+        pieces."""
+        return round(self.step_ns + self.work_ns(new_tokens, pairs)) if new_tokens > 0 else 0
+
+    def work_ns(self, new_tokens: int, pairs: int) -> float:
+        """Of that, what grows with the tokens."""
+        return self.token_ns * new_tokens + self.pair_ns * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCurve:
+    """Time of one step that gives each sequence of a batch its next token."""
+
+    step_ns: float = 10.0 * NS_PER_MS
+    row_ns: float = 200_000.0
+    """For each sequence of the batch."""
+    context_ns: float = 30.0
+    """For each token attended to, summed over the batch: its KV is read."""
+
+    def ns(self, batch: int, context_tokens: int) -> int:
+        """Time of a step of ``batch`` sequences with ``context_tokens`` altogether."""
+        return round(self.step_ns + self.row_ns * batch + self.context_ns * context_tokens) if batch > 0 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCurve:
+    """Time to move bytes over one link, in contiguous pieces."""
+
+    start_ns: float
+    piece_ns: float
+    byte_ns: float
+
+    def ns(self, copy_bytes: int, pieces: int = 1) -> int:
+        """Time to move ``copy_bytes`` altogether, in ``pieces`` pieces."""
+        return round(self.start_ns + self.piece_ns * pieces + self.byte_ns * copy_bytes) if copy_bytes > 0 else 0
+
+    def bytes_s(self, piece_bytes: int) -> float:
+        """Bytes a second of a long copy in pieces of ``piece_bytes``."""
+        return NS_PER_S / max(self.byte_ns + self.piece_ns / piece_bytes, 1e-3)
+
+    def kv_ns(self, tokens: int, block_tokens: int, token_bytes: int, block_pieces: int = 1) -> int:
+        """Time to move the KV of ``tokens`` tokens, in whole blocks of ``block_pieces`` pieces: 1 when a block is moved
+        as one piece, the number of layers when it is moved page by page.
+
+        The price of every swap and every transfer, at the router and at the instances; ``_core.cheapest`` repeats it.
+        """
+        blocks = ceil_div(tokens, block_tokens)
+        return self.ns(blocks * block_tokens * token_bytes, blocks * block_pieces)
+
+
+def attended_pairs(new_tokens: int, context_tokens: int) -> int:
+    """Pairs of query and key when ``new_tokens`` attend to ``context_tokens`` before them and, causally, to each
+    other."""
+    return new_tokens * context_tokens + new_tokens * (new_tokens + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Expected times of one instance in nanoseconds: never negative, and never less for more work."""
+
+    prefill: PrefillCurve = field(default_factory=PrefillCurve)
+    decode: DecodeCurve = field(default_factory=DecodeCurve)
+    swap_in: CopyCurve = field(default_factory=lambda: CopyCurve(100_000.0, 5_000.0, 0.2))
+    """Host memory to the arena that attention reads (0.2 ns a byte = 5 GB/s)."""
+    swap_out: CopyCurve = field(default_factory=lambda: CopyCurve(100_000.0, 5_000.0, 0.2))
+    same_host: CopyCurve = field(default_factory=lambda: CopyCurve(2.0 * NS_PER_MS, 10_000.0, 0.25))
+    """From another process's shared memory, messages included."""
+    network: CopyCurve = field(default_factory=lambda: CopyCurve(10.0 * NS_PER_MS, 30_000.0, 2.0))
+    """From another host (2 ns a byte = 0.5 GB/s)."""
+    disk: CopyCurve = field(default_factory=lambda: CopyCurve(2.0 * NS_PER_MS, 100_000.0, 2.0))
+    """Of a store: from its disks into its memory, checked; the link comes on top (2 ns a byte = 0.5 GB/s)."""
+    machine: str = ""
+    """Where it was measured; empty: these are the defaults."""
+    model: str = ""
+    """With which model, dtype, device and threads."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the costs come from a profile."""
+        return bool(self.machine)
+
+    def link(self, same_host: bool) -> CopyCurve:
+        """The curve of transfers from another instance to this one."""
+        return self.same_host if same_host else self.network
+
+    def prefill_ns(self, new_tokens: int, context_tokens: int = 0) -> int:
+        """Time to compute ``new_tokens`` behind ``context_tokens`` whose KV is present."""
+        return self.prefill.ns(new_tokens, context_tokens)
+
+    def decode_step_ns(self, batch: int, context_tokens: int) -> int:
+        """Time of one step of ``batch`` sequences that attend to ``context_tokens`` tokens altogether."""
+        return self.decode.ns(batch, context_tokens)
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens of a prompt that a step of decodes is expected to compute in no more time: while it reads the weights
+        for a few rows, it has arithmetic to spare."""
+        return int(max(0.0, self.decode.step_ns - self.prefill.step_ns) / max(1.0, self.prefill.token_ns))
+
+    def scaled(self, prefill_scale: float) -> CostModel:
+        """These costs with prefill times scaled, as learned from finished steps."""
+        old = self.prefill
+        scaled = (old.step_ns * prefill_scale, old.token_ns * prefill_scale, old.pair_ns * prefill_scale)
+        return replace(self, prefill=PrefillCurve(*scaled))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dictionary for JSON."""
+        return {"version": VERSION, **asdict(self)}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> CostModel:
+        """The reverse of :meth:`to_dict`. Raises :class:`UserError` for another version, or malformed values."""
+        if values.get("version") != VERSION:
+            raise UserError(f"a cost profile of version {values.get('version')!r}", hint="run: memserve profile")
+        try:
+            model = msgspec.convert({k: v for k, v in values.items() if k != "version"}, CostModel)
+        except msgspec.ValidationError as error:
+            raise UserError(f"not a cost profile: {error}", hint="run: memserve profile") from None
+        links = (model.swap_in, model.swap_out, model.same_host, model.network, model.disk)
+        curves = (model.prefill, model.decode, *links)
+        if not all(0 <= value <= _NS_MAX for curve in curves for value in asdict(curve).values()):
+            raise UserError("a cost profile with impossible times", hint="run: memserve profile")
+        return model
+
+    def encode(self) -> bytes:
+        """As JSON, for other processes."""
+        return msgspec.json.encode(self.to_dict())
+
+    @staticmethod
+    def decoded(data: bytes) -> CostModel:
+        """The reverse of :meth:`encode`. Raises :class:`UserError` as :meth:`from_dict`."""
+        try:
+            values = msgspec.json.decode(data, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise UserError(f"not a cost profile: {error}", hint="run: memserve profile") from None
+        return CostModel.from_dict(values)
+
+
+# -- from measurements to curves
+
+Curve = TypeVar("Curve", PrefillCurve, DecodeCurve, CopyCurve)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One measurement: the two arguments of a curve's ``ns``, and the time that it really took.
+
+    Prefill: new tokens, cached tokens. Decode: batch, tokens attended to. Copies: bytes, pieces.
+    """
+
+    first: int
+    second: int
+    ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How well a curve predicts samples that it was not fitted to: relative errors, 0.1 = 10 %."""
+
+    samples: int
+    median_error: float
+    worst_error: float
+
+
+def fit_prefill(samples: Sequence[Sample]) -> PrefillCurve:
+    """From samples of (new tokens, cached tokens). Raises :class:`UserError` for fewer than three."""
+    rows = [(1, sample.first, attended_pairs(sample.first, sample.second)) for sample in samples]
+    return PrefillCurve(*_coefficients(rows, samples))
+
+
+def fit_decode(samples: Sequence[Sample]) -> DecodeCurve:
+    """From samples of (batch, tokens attended to). Raises :class:`UserError` for fewer than three."""
+    return DecodeCurve(*_coefficients([(1, sample.first, sample.second) for sample in samples], samples))
+
+
+def fit_copy(samples: Sequence[Sample]) -> CopyCurve:
+    """From samples of (bytes, pieces). Raises :class:`UserError` for fewer than three.
+
+    If all pieces have one size, bytes and pieces cannot be told apart: then bytes carry all of the cost.
+    """
+    one_size = len({sample.first * samples[0].second - samples[0].first * sample.second for sample in samples}) == 1
+    rows = [(1, 0 if one_size else sample.second, sample.first) for sample in samples]
+    return CopyCurve(*_coefficients(rows, samples))
+
+
+Row = tuple[float, float, float]
+"""What a time is made of: what the coefficients of a curve are multiplied with."""
+
+
+def fit_rows(kind: type[Curve], rows: Sequence[Row], times_ns: Sequence[int]) -> Curve:
+    """The curve of ``kind`` through ``times_ns``. Raises :class:`UserError` for fewer than three."""
+    features = [(row[0], row[1], row[2]) for row in rows]
+    if kind is CopyCurve and len({row[2] / max(1.0, row[1]) for row in rows}) == 1:
+        features = [(row[0], 0.0, row[2]) for row in rows]  # pieces of one size: as in fit_copy
+    return kind(*_coefficients(features, [Sample(0, 0, ns) for ns in times_ns]))
+
+
+def fit_held_out(samples: Sequence[Sample], fit: Callable[[Sequence[Sample]], Curve]) -> tuple[Curve, Quality]:
+    """The curve through all samples, and how well one through two thirds of them predicts the rest.
+
+    A third of the samples is left out, three times over, so that each is predicted once by a curve that has not seen
+    it. The thirds run diagonally through a grid of any width, so that none of them is a whole row or column.
+    """
+    ordered = sorted(samples, key=lambda sample: (sample.first, sample.second))
+    errors: list[float] = []
+    for turn in range(3):
+        curve = fit([sample for at, sample in enumerate(ordered) if (at + at // 3) % 3 != turn])
+        unseen = [sample for at, sample in enumerate(ordered) if (at + at // 3) % 3 == turn]
+        errors += [abs(curve.ns(sample.first, sample.second) - sample.ns) / sample.ns for sample in unseen]
+    return fit(ordered), Quality(len(errors), median(errors), max(errors))
+
+
+def _coefficients(features: Sequence[Row], samples: Sequence[Sample]) -> tuple[float, float, float]:
+    """Least squares of the relative error: a prompt of 100 tokens is estimated as well as one of 8,000.
+
+    Fitted repeatedly with less weight on outliers (Huber): one slow moment of the machine must not distort
+    the curve.
+    """
+    if len(samples) < 3 or any(sample.ns <= 0 for sample in samples):
+        raise UserError(f"{len(samples)} samples make no curve", hint="measure at least three, all above zero")
+    times = np.array([sample.ns for sample in samples], dtype=np.float64)
+    relative = np.array(features, dtype=np.float64) / times[:, None]
+    weights = np.ones(len(samples))
+    for _ in range(_REFITS):
+        found = _solve_not_negative(relative, weights)
+        errors = np.abs(relative @ found - 1.0)
+        usual = max(float(np.median(errors)), _ERROR_MIN) * _FAR
+        weights = np.sqrt(np.minimum(1.0, usual / np.maximum(errors, 1e-12)))
+    first, second, third = (float(value) for value in found)
+    return first, second, third
+
+
+def _solve_not_negative(rows: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Coefficients >= 0 that bring ``rows @ coefficients`` closest to 1, the squares weighted by ``weights ** 2``.
+
+    The best solution uses some subset of the columns and is a plain least-squares solution there; three columns have
+    seven subsets.
+    """
+    columns = rows.shape[1]
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    scaled = rows / scale * weights[:, None]
+    best, best_loss = np.zeros(columns), float(np.square(weights).sum())
+    for size in range(1, columns + 1):
+        for chosen in itertools.combinations(range(columns), size):
+            part = scaled[:, chosen]
+            solution = np.linalg.lstsq(part, weights, rcond=None)[0]
+            loss = float(np.square(part @ solution - weights).sum())
+            if (solution >= 0).all() and loss < best_loss:
+                best, best_loss = np.zeros(columns), loss
+                best[list(chosen)] = solution
+    return np.asarray(best / scale)
+
+
+LEARNT = "learnt while serving"
+"""The machine of costs that no profile has measured."""
+KEPT = 64
+"""Measurements of a curve, the newest."""
+SAMPLES_MIN = 5
+"""Of different sizes, for a fit."""
+LINK_SAMPLES_MIN = 3
+"""Pulls after which a link is known."""
+_SPREAD_MIN = 2.0  # largest to smallest: else sizes are alike, and say nothing of other ones
+_FIT_EVERY = 8  # measurements, once there are many
+_PEERS_MAX = 1024
+_SMOOTHING = 8  # the weight of a new measurement is 1/8
+_TYPICAL_TOKENS = 256
+_STEP_SHARE_MIN = 8  # prefill tokens per decode row: a step with fewer says little about prefill
+_TOLD_AGAIN = 0.1  # the share by which a time must change to be told again
+
+
+class LearntCurve(Generic[Curve]):
+    """One curve, whose three coefficients stand for three features of what is measured."""
+
+    __slots__ = ("_rows", "_times_ns", "_told", "count", "curve", "is_fitted")
+
+    def __init__(self, told: Curve) -> None:
+        self._told: Curve = told
+        self._rows: deque[Row] = deque(maxlen=KEPT)
+        self._times_ns: deque[int] = deque(maxlen=KEPT)
+        #: as it is now
+        self.curve: Curve = told
+        self.is_fitted = False
+        #: measurements since the start
+        self.count = 0
+
+    def add(self, row: Row, spent_ns: int) -> bool:
+        """What ``row`` describes took ``spent_ns``, above 0. Returns whether the curve has changed."""
+        self._rows.append(row)
+        self._times_ns.append(max(1, spent_ns))
+        self.count += 1
+        if self.count > 2 * SAMPLES_MIN and self.count % _FIT_EVERY:
+            return False
+        if len(self._rows) >= SAMPLES_MIN and self._differ():
+            self.curve, self.is_fitted = fit_rows(type(self._told), list(self._rows), list(self._times_ns)), True
+        elif not self.is_fitted:
+            told = [max(1.0, _time_ns(self._told, row)) for row in self._rows]
+            scale = median(ns / told_ns for ns, told_ns in zip(self._times_ns, told, strict=True))
+            self.curve = type(self._told)(*(value * scale for value in astuple(self._told)))
+        return True
+
+    def _differ(self) -> bool:
+        sizes = [row[2] or row[1] for row in self._rows]
+        return max(sizes) >= _SPREAD_MIN * max(1.0, min(sizes))
+
+
+def _time_ns(curve: Curve, row: Row) -> float:
+    return float(sum(value * part for value, part in zip(astuple(curve), row, strict=True)))
+
+
+class LearntLinks:
+    """The curves of pulls: from each peer, and from all of this host and of others where one is not known yet."""
+
+    __slots__ = ("_kinds", "_peers")
+
+    def __init__(self, same_host: CopyCurve, network: CopyCurve) -> None:
+        self._kinds = {True: LearntCurve(same_host), False: LearntCurve(network)}
+        self._peers: dict[str, LearntCurve[CopyCurve]] = {}
+
+    def learn(self, peer: str, near: bool, copied_bytes: int, pieces: int, spent_ns: int) -> bool:
+        """A pull from ``peer``, over no network if ``near``. Returns whether the curve of its kind has changed."""
+        row = (1.0, float(pieces), float(copied_bytes))
+        known = self._peers.pop(peer, None)
+        known = known if known is not None else LearntCurve(self._kinds[near].curve)
+        known.add(row, spent_ns)
+        self._peers[peer] = known
+        if len(self._peers) > _PEERS_MAX:
+            del self._peers[next(iter(self._peers))]
+        return self._kinds[near].add(row, spent_ns)
+
+    def curve(self, peer: str, near: bool) -> CopyCurve:
+        """What pulls from ``peer`` cost; of a peer that is not known, what they cost from others like it."""
+        known = self._peers.get(peer)
+        is_known = known is not None and known.count >= LINK_SAMPLES_MIN
+        curve: CopyCurve = known.curve if known is not None and is_known else self._kinds[near].curve
+        return curve
+
+    def is_known(self, near: bool) -> bool:
+        """Whether enough has come from peers of this host, or from others."""
+        return self._kinds[near].count >= LINK_SAMPLES_MIN
+
+    def kind(self, near: bool) -> LearntCurve[CopyCurve]:
+        """Of all peers of this host, or of others."""
+        return self._kinds[near]
+
+
+# -- sequences that are preempted, and prefixes in DRAM
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionCosts:
+    """Costs that are assumed before anything is measured."""
+
+    block_bytes: int = 1 << 20
+    """Bytes of one block over all layers (``KVGeometry.block_bytes``)."""
+    link_bytes_per_s: int = 5_000_000_000
+    """Rate of copies between the arena and host memory, one way."""
+    prefill_ns_per_token: int = 500_000
+    """First guess; replaced by measurements as steps finish."""
+    profile: CostModel | None = None
+    """Measured on this machine: replaces the two rates above."""
+
+    @property
+    def model(self) -> CostModel:
+        """The profile, else a model from these rates."""
+        if self.profile is not None:
+            return self.profile
+        copy = CopyCurve(0.0, 0.0, NS_PER_S / self.link_bytes_per_s)
+        return CostModel(prefill=PrefillCurve(0.0, self.prefill_ns_per_token, 0.0), swap_in=copy, swap_out=copy)
+
+
+class PreemptionModel:
+    """Costs in nanoseconds; learns from finished steps how quickly prompts are computed now."""
+
+    __slots__ = (
+        "_block_bytes", "_decode", "_known", "_prefill", "_scale", "_swap", "_told", "decode_ns", "is_measured",
+        "links", "model", "samples",
+    )  # fmt: skip
+
+    def __init__(self, costs: PreemptionCosts) -> None:
+        self._block_bytes = costs.block_bytes
+        self._known = costs.model
+        #: all costs, prefill at the learned speed
+        self.model = costs.model
+        self._scale = 1.0
+        #: whether a profile was measured; one that was learnt is learnt further
+        self.is_measured = costs.profile is not None and costs.profile.machine != LEARNT
+        self.samples = int(self.is_measured)
+        #: of a step without prefill, lately; 0: none was measured
+        self.decode_ns = 0
+        self._prefill, self._decode = LearntCurve(self.model.prefill), LearntCurve(self.model.decode)
+        self._swap = LearntCurve(self.model.swap_in)
+        self.links = LearntLinks(self.model.same_host, self.model.network)
+        self._told = b""
+
+    def learn(self, prefill_tokens: int, decode_rows: int, device_ns: int, prefill_pairs: int = 0) -> None:
+        """Learn from a finished step if it had no prefill, or was mostly prefill: the time of other steps says little.
+
+        ``prefill_pairs``: see :func:`memserve.kv.costs.attended_pairs`, over all pieces of prompts. The first step
+        replaces a guess; later steps, and all steps where there is a profile, have a weight of one eighth.
+        """
+        if device_ns > 0 and decode_rows and not prefill_tokens:
+            before_ns = self.decode_ns or device_ns
+            self.decode_ns = before_ns + (device_ns - before_ns) // _SMOOTHING
+        if device_ns <= 0 or prefill_tokens < _STEP_SHARE_MIN * (decode_rows + 1):
+            return
+        tokens = prefill_tokens + decode_rows
+        scale = device_ns / max(1, self._known.prefill.step(tokens, prefill_pairs))
+        self._scale = scale if self.samples == 0 else self._scale + (scale - self._scale) / _SMOOTHING
+        self.samples += 1
+        learns = not self.is_measured and self._prefill.add((1.0, tokens, prefill_pairs), device_ns)
+        if learns and self._prefill.is_fitted:
+            self._known, self._scale = replace(self._known, prefill=self._prefill.curve), 1.0
+        self._know()
+
+    def learn_decode(self, rows: int, context_tokens: int, device_ns: int) -> None:
+        """A step without prompts computed ``rows`` tokens, which attend to ``context_tokens`` altogether."""
+        if not self.is_measured and device_ns > 0 and self._decode.add((1.0, rows, context_tokens), device_ns):
+            self._known = replace(self._known, decode=self._decode.curve)
+            self._know()
+
+    def learn_swap(self, blocks: int, spent_ns: int) -> None:
+        """Copies of ``blocks`` blocks between the tiers, in either direction, took ``spent_ns``."""
+        row = (1.0, blocks, blocks * self._block_bytes)
+        if blocks and not self.is_measured and spent_ns > 0 and self._swap.add(row, spent_ns):
+            self._known = replace(self._known, swap_in=self._swap.curve, swap_out=self._swap.curve)
+            self._know()
+
+    def learn_link(self, peer: str, near: bool, copied_bytes: int, pieces: int, spent_ns: int) -> None:
+        """A pull of ``copied_bytes`` in ``pieces`` pieces from ``peer``, over no network if ``near``."""
+        if copied_bytes > 0 and spent_ns > 0 and self.links.learn(peer, near, copied_bytes, pieces, spent_ns):
+            self._know()
+
+    def _know(self) -> None:
+        near, far = self.links.kind(near=True).curve, self.links.kind(near=False).curve
+        self.model = replace(self._known.scaled(self._scale), same_host=near, network=far)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether what prompts and answers cost was measured: before, or since the start."""
+        return self.is_measured or (self.samples > 0 and self._decode.count > 0)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether steps of different sizes have shown what prompts and answers cost: worth keeping."""
+        return not self.is_measured and self._prefill.is_fitted and self._decode.is_fitted
+
+    def told(self) -> bytes:
+        """The costs for routers, encoded: as they were when they last differed much. Empty: nothing is known yet."""
+        if self.is_known and (not self._told or not are_alike(self.model, CostModel.decoded(self._told), _TOLD_AGAIN)):
+            self._told = replace(self.model, machine=self.model.machine or LEARNT).encode()
+        return self._told
+
+    def step_ns(self, prefill_tokens: int, decode_rows: int, prefill_pairs: int) -> int:
+        """Expected time of a step; 0: it has no prefill, or no step with prefill was measured yet."""
+        if not (prefill_tokens and self.samples):
+            return 0
+        return self.model.prefill.step(prefill_tokens + decode_rows, prefill_pairs)
+
+    @property
+    def prefill_ns_per_token(self) -> int:
+        """Prefill time per token of a prompt of typical length."""
+        return max(1, round(self.recompute_ns(_TYPICAL_TOKENS) / _TYPICAL_TOKENS))
+
+    def recompute_ns(self, tokens: int) -> int:
+        """Time to run ``tokens`` through the model again."""
+        return self.model.prefill_ns(tokens)
+
+    def queue_ns(self, tokens: int) -> int:
+        """Time to compute the ``tokens`` of several waiting prompts of typical length."""
+        return tokens * self.prefill_ns_per_token
+
+    def swap_ns(self, blocks: int) -> int:
+        """Time to copy ``blocks`` out and in again."""
+        copy_bytes = blocks * self._block_bytes
+        return self._known.swap_out.ns(copy_bytes, blocks) + self._known.swap_in.ns(copy_bytes, blocks)
+
+    def reusable_blocks(self, tokens: int, block_tokens: int, hbm_blocks: int, dram_blocks: int) -> int:
+        """Blocks of a cached prefix to reuse for ``tokens`` tokens: those in HBM, and behind them those in DRAM if
+        bringing them up is quicker than computing them again.
+
+        Without a profile all of them are reused: only a profile can show that computing is quicker.
+        """
+        if not (self.is_measured and dram_blocks):
+            return hbm_blocks + dram_blocks
+        own = min(hbm_blocks * block_tokens, tokens - 1)
+        all_of_it = min((hbm_blocks + dram_blocks) * block_tokens, tokens - 1)
+        copy_ns = self._known.swap_in.ns(dram_blocks * self._block_bytes, dram_blocks)
+        saved_ns = self.model.prefill_ns(tokens - own, own) - self.model.prefill_ns(tokens - all_of_it, all_of_it)
+        return hbm_blocks + (dram_blocks if copy_ns <= saved_ns else 0)
+
+    def prefers_swap(self, mode: str, tokens: int, blocks: int) -> bool:
+        """Whether to swap: as ``mode`` says, or by cost when it is ``auto``."""
+        if mode == "auto":
+            return self.swap_ns(blocks) < self.recompute_ns(tokens)
+        return mode == "swap"
+
+
+def are_alike(costs: CostModel, other: CostModel, share: float) -> bool:
+    """Whether all of some typical times are equal, but for ``share``."""
+    pairs = zip(_typical_ns(costs), _typical_ns(other), strict=True)
+    return all(abs(time_ns - other_ns) <= share * max(1, other_ns) for time_ns, other_ns in pairs)
+
+
+def _typical_ns(costs: CostModel) -> tuple[int, ...]:
+    links = costs.swap_in, costs.same_host, costs.network
+    copies = [link.ns(copied_bytes, 8) for link in links for copied_bytes in (MIB, GIB)]
+    steps = costs.prefill_ns(64), costs.prefill_ns(4096), costs.decode_step_ns(1, 1024), costs.decode_step_ns(32, 65536)
+    return (*steps, *copies)

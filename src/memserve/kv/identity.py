@@ -1,0 +1,64 @@
+"""Names of namespaces and blocks, equal on every process and machine of a cluster.
+
+``identity[i] = SipHash-2-4-128(key, identity[i-1] || tokens of block i as little-endian int32)``, starting from the
+namespace. A block's identity therefore names its whole prefix.
+
+The key is derived from the cluster's secret. Identities follow from what clients send, and decide the place in the
+router's directory: with a public key, a client could compute prompts whose blocks all fall into one place, which makes
+every look-up slow; and a reader of the journal could test which prompts were cached.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from memserve import _core
+from memserve.base.types import TokenArray
+
+DEFAULT_KEY = b"memserve-kv-0001"
+"""16 bytes, public: for pools that share their identities with no other cluster member (one engine alone, the
+simulator)."""
+
+NAMES_MAX = 1024
+"""Largest number of namespace names that a pool or a router caches."""
+
+
+_NAMES_KV = "kv="
+
+
+def secrets_in(text: str) -> tuple[str, ...]:
+    """The secrets in the text of a secret file, one a line: that of this process first, then those that other members
+    may still, or already, have while the secret is being changed."""
+    lines = (line.strip() for line in text.splitlines())
+    return tuple(line for line in lines if line and not line.startswith(_NAMES_KV))
+
+
+def kv_secret(text: str) -> str:
+    """The secret that KV is named after: that of this process, or that of a line ``kv=SECRET``, where the secret has
+    changed since the KV was computed."""
+    lines = (line.strip() for line in text.splitlines())
+    named = [line.removeprefix(_NAMES_KV) for line in lines if line.startswith(_NAMES_KV)]
+    return (*named, *secrets_in(text), "")[0]
+
+
+def identity_key(text: str) -> bytes:
+    """The key of the cluster with this secret: 16 bytes, from which the secret cannot be found."""
+    return blake2b(kv_secret(text).encode(), digest_size=16, person=b"memserve-kv").digest()
+
+
+def namespace_id(tenant: str, fingerprint: str, key: bytes = DEFAULT_KEY) -> bytes:
+    """16 bytes that name (tenant, model and weights, dtype, layout); different inputs never share KV.
+
+    The tenant's length goes first, so that no two pairs spell the same message.
+    """
+    name = tenant.encode("utf-8", "surrogatepass")
+    message = len(name).to_bytes(8, "little") + name + fingerprint.encode("utf-8", "surrogatepass")
+    return _core.siphash128(key, message)
+
+
+def block_identities(
+    namespace: bytes, tokens: TokenArray, block_tokens: int, key: bytes = DEFAULT_KEY, first: int = 0
+) -> list[bytes]:
+    """The identity of each whole block of ``tokens`` from block ``first`` on, 16 bytes each."""
+    packed = _core.block_identities(key, namespace, tokens, block_tokens)
+    return [packed[at : at + 16] for at in range(16 * first, len(packed), 16)]

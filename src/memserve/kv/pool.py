@@ -1,0 +1,392 @@
+"""The blocks and the prefix cache of one instance: accounting only, it moves no bytes.
+
+    acquire ------> Lease: cached prefix, pinned, one reference a block for the caller
+    allocate -----> blocks with one reference each, for what is not cached
+    publish ------> the index takes references of its own and the lease's pin moves down
+    unpin, release: the caller is done; cached blocks stay until they are evicted
+
+References: a block of HBM is free, or held by its reference count. The index holds one reference on each block
+that it names. Every other reference belongs to a caller of this class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from memserve import _core
+from memserve.base.config import PoolConfig
+from memserve.base.errors import InvariantError
+from memserve.base.types import CopyBlocks, Tier, TokenArray, tenant_of
+from memserve.kv.block_access import BlockAccessLog, CopyLog
+from memserve.kv.events import EventLog, KvEvent, PoolReport, TierReport
+from memserve.kv.identity import DEFAULT_KEY, NAMES_MAX, block_identities, namespace_id
+
+
+@dataclass(slots=True)
+class Lease:
+    """A pinned path of the index."""
+
+    blocks: list[int] = field(default_factory=list)
+    """HBM blocks of the matched prefix, in order, each with one reference for the caller."""
+    tokens: int = 0
+    """``len(blocks) * block_tokens``."""
+    dram_tokens: int = 0
+    """How many of these tokens had to be copied up from DRAM (copies recorded)."""
+    pin: int = 0
+    """The index's handle of the path's end; 0: nothing is pinned."""
+
+
+def _promised(blocks: _core.BlockIds | None) -> _core.BlockIds:
+    if blocks is None:
+        raise InvariantError("the allocator has less room than the count of evictable blocks promised")
+    return blocks
+
+
+class BlockPool:
+    """Blocks of HBM and DRAM, and the radix index over them."""
+
+    def __init__(
+        self, config: PoolConfig, geometry_block_tokens: int, namespace: str, *, event_capacity: int = 0
+    ) -> None:
+        """``namespace`` names model and weights, dtype and layout. ``event_capacity`` 0: no KV events."""
+        self.config = config
+        self.block_tokens = geometry_block_tokens
+        self._namespace = namespace
+        self._key = config.identity_key or DEFAULT_KEY
+        self._names: dict[str, bytes] = {}  # isolation -> namespace id
+        self._owners: dict[str, bytes] = {}  # isolation -> namespace id of its tenant
+        self._hbm = _core.BlockAllocator(config.hbm_blocks)
+        self._dram = _core.BlockAllocator(config.dram_blocks)
+        self._index = _core.RadixIndex(geometry_block_tokens, self._hbm, self._dram)
+        self._copies = CopyLog()
+        self._events = EventLog(event_capacity)
+        #: None unless something other than plans touches blocks (see ``kv_transfer/barriers``)
+        self.access: BlockAccessLog | None = None
+
+    @property
+    def namespace(self) -> str:
+        """Model and weights, dtype and layout: what was given to the constructor."""
+        return self._namespace
+
+    def identity(self, tenant: str, tokens: TokenArray) -> bytes:
+        """Identity of the last whole block of ``tokens``, 16 bytes; b"": there is none."""
+        return self.identities(tenant, tokens)[-16:]
+
+    def identities(self, tenant: str, tokens: TokenArray) -> bytes:
+        """Of all whole blocks of ``tokens``, 16 bytes each: it names namespace, tenant, and tokens up to there."""
+        return _core.block_identities(self._key, self._name(tenant), tokens, self.block_tokens)
+
+    # -- prefix cache
+
+    def match(self, tenant: str, tokens: TokenArray) -> int:
+        """Cached prefix of ``tokens`` in tokens, whole blocks. Changes nothing, not even the order of eviction."""
+        name = self._names.get(tenant) or self._name(tenant)
+        return self._index.match(name, tokens) if self.config.caching else 0
+
+    def match_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
+        """Blocks of the cached prefix of ``tokens`` in HBM, and behind them in DRAM. Changes nothing."""
+        if not self.config.caching:
+            return 0, 0
+        found = self._index.match_blocks(self._name(tenant), tokens)
+        return len(found.hbm), len(found.dram)
+
+    def continuation(self, tenant: str, tokens: TokenArray, count: int) -> list[int]:
+        """Up to ``count`` tokens that followed ``tokens`` in an earlier request. Empty: none did, or not all of
+        ``tokens`` are cached. Changes nothing."""
+        return self._index.continuation(self._name(tenant), tokens, count)
+
+    def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
+        """The longest cached prefix of ``tokens`` (whole blocks), pinned, with one reference a block for the caller.
+
+        Blocks in DRAM are copied up as far as HBM has room (which may evict unpinned blocks); the prefix is cut behind
+        them.
+        """
+        if not self.config.caching:
+            return Lease()
+        found = self._index.acquire(self._name(tenant), tokens)
+        lease = Lease(found.hbm.tolist(), found.tokens, 0, found.pin)
+        if len(found.dram):
+            self._bring_up(lease, len(found.dram))
+        return lease
+
+    def publish(self, lease: Lease, tenant: str, tokens: TokenArray, blocks: Sequence[int], *, written_by: int) -> int:
+        """Make the KV of ``tokens`` (whole blocks of it) reusable; ``blocks``, all in HBM, hold it at the latest when
+        plan ``written_by`` has finished (0: they do now).
+
+        The index takes a reference on each new block. It keeps a block that it has for these tokens already, unless
+        that lies in DRAM: then it takes the caller's and frees its own. The lease's pin moves to the end of ``tokens``.
+        Returns the number of blocks that the index took.
+        """
+        if not self.config.caching or len(tokens) < self.block_tokens:
+            return 0
+        name = self._name(tenant)
+        done = self._index.insert(name, tokens, blocks, pin=True, owner=self._owners[tenant])
+        self._index.unpin(lease.pin)
+        lease.pin = done.pin
+        if self.access is not None:  # new blocks come last, except those that were in DRAM
+            self.access.filled(blocks if len(done.adopted_dram) else blocks[len(blocks) - done.added :], written_by)
+        if self._events.enabled:
+            self._tell_published(name, tokens, done)
+        return done.added
+
+    def borrow(self, tenant: str, tokens: TokenArray) -> _core.BlockIds:
+        """As :meth:`acquire` without a lease: HBM blocks of the cached prefix, one reference each, nothing pinned.
+
+        Eviction may remove their entries from the index meanwhile; the caller keeps the blocks until ``release``.
+        """
+        if not self.config.caching:
+            return _core.BlockIds()
+        found = self._index.acquire(self._name(tenant), tokens)
+        if not len(found.dram):
+            self._index.unpin(found.pin)
+            return found.hbm
+        lease = Lease(found.hbm.tolist(), found.tokens, 0, found.pin)
+        self._bring_up(lease, len(found.dram))
+        self._index.unpin(lease.pin)
+        return _core.BlockIds(lease.blocks)
+
+    def lend(self, tenant: str, tokens: TokenArray, first_block: int = 0) -> tuple[_core.BlockIds, _core.BlockIds]:
+        """Blocks of the cached prefix from ``first_block`` on, where they lie: in HBM, and behind it in DRAM; one
+        reference each, nothing pinned.
+
+        Eviction may remove their entries from the index meanwhile; the blocks keep their contents until they are given
+        back by ``release`` and ``release_dram``.
+        """
+        if not self.config.caching:
+            return _core.BlockIds(), _core.BlockIds()
+        found = self._index.acquire(self._name(tenant), tokens)
+        hbm, dram = found.hbm[first_block:], found.dram[max(0, first_block - len(found.hbm)) :]
+        self._dram.retain(dram)
+        self._index.unpin(found.pin)
+        self.release(found.hbm[:first_block])
+        return hbm, dram
+
+    def insert(self, tenant: str, tokens: TokenArray, blocks: _core.Ids, hbm_blocks: int) -> int:
+        """As :meth:`publish` without a lease; ``blocks[:hbm_blocks]`` lie in HBM, the rest in DRAM."""
+        if not self.config.caching:
+            return 0
+        name = self._name(tenant)
+        done = self._index.insert(name, tokens, blocks, hbm_blocks, owner=self._owners[tenant])
+        if self._events.enabled:
+            self._tell_published(name, tokens, done)
+        return done.added
+
+    def delete(self, tenant: str, tokens: TokenArray) -> int:
+        """Remove what only ``tokens`` (whole blocks) leads to from the index; returns the number of blocks.
+
+        That is: every unpinned entry that extends ``tokens``, then the blocks of ``tokens`` from the end upwards as
+        far as they are unpinned and lead nowhere else. Removes nothing if ``tokens`` is not cached in full.
+        """
+        gone = self._index.delete(self._name(tenant), tokens)
+        self._events_of(gone)
+        return len(gone.dropped_hbm) + len(gone.dropped_dram)
+
+    def demote(self, count: int) -> int:
+        """Move up to ``count`` unpinned cached blocks, in the order of eviction, to DRAM; returns how many moved."""
+        room = self._dram.blocks_free + self._dram.blocks_evictable
+        return self._evict(min(count, self._hbm.blocks_evictable, room))
+
+    def unpin(self, lease: Lease) -> None:
+        """End the lease's protection from eviction. Its blocks are returned separately, by :meth:`release`."""
+        self._index.unpin(lease.pin)
+        lease.pin = 0
+
+    # -- blocks
+
+    def allocate(self, count: int) -> list[int] | None:
+        """``count`` HBM blocks with one reference each. None: no room, and nothing changed.
+
+        To make room, unpinned cached blocks are evicted, the least recently used of the tenant with most first: to DRAM
+        while there is room (or can be made by the same rule), else dropped.
+        """
+        blocks = self.allocate_ids(count)
+        return None if blocks is None else blocks.tolist()
+
+    def allocate_ids(self, count: int) -> _core.BlockIds | None:
+        """As :meth:`allocate`, without making a Python list."""
+        blocks = self._hbm.allocate(count)
+        if blocks is not None:
+            return blocks
+        missing = count - self._hbm.blocks_free
+        if missing > self._hbm.blocks_evictable:
+            return None
+        self._evict(missing)
+        return self._hbm.allocate(count)
+
+    def allocate_dram_ids(self, count: int) -> _core.BlockIds | None:
+        """``count`` DRAM blocks with one reference each; cached blocks are evicted to make room. None: no room."""
+        missing = count - self._dram.blocks_free
+        if missing > self._dram.blocks_evictable:
+            return None
+        if missing > 0:
+            self._events_of(self._index.evict(Tier.DRAM, missing))
+        return self._dram.allocate(count)
+
+    def available(self, tier: Tier = Tier.HBM) -> int:
+        """Blocks of ``tier`` that can be allocated now: free ones and evictable ones."""
+        allocator = self._dram if tier is Tier.DRAM else self._hbm
+        return allocator.blocks_free + allocator.blocks_evictable
+
+    @property
+    def blocks_free(self) -> int:
+        """HBM blocks without a reference, not even of the cache: allocating them changes nothing else."""
+        return self._hbm.blocks_free
+
+    def retain(self, blocks: Sequence[int]) -> None:
+        """One more reference on each block."""
+        self._hbm.retain(blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference on each block; a block without references is free."""
+        if self.access is not None:
+            self.access.let_go(blocks)
+        self._hbm.release(blocks)
+
+    def retain_dram(self, dram_blocks: Sequence[int]) -> None:
+        """One more reference on each DRAM block, until :meth:`release_dram`."""
+        self._dram.retain(dram_blocks)
+
+    def ref_count(self, tier: Tier, block: int) -> int:
+        """References on a block: the index's and those of callers."""
+        return (self._hbm if tier == Tier.HBM else self._dram).ref_count(block)
+
+    def is_shared(self, block: int) -> bool:
+        """Whether writing to ``block`` needs a copy first."""
+        return self._hbm.ref_count(block) > 1
+
+    def copy_block(self, block: int) -> int | None:
+        """A new block with the contents of ``block`` (copy recorded). None: no room. The caller keeps its reference on
+        the old block."""
+        fresh = self.allocate_ids(1)
+        if fresh is None:
+            return None
+        self._copy(Tier.HBM, (block,), Tier.HBM, fresh)
+        return fresh[0]
+
+    # -- preemption by swap
+
+    def swap_out(self, blocks: Sequence[int]) -> list[int] | None:
+        """Copy ``blocks`` to DRAM (which may evict cached blocks there), and drop the caller's references on
+        them. None: no room, nothing changed."""
+        below = self.allocate_dram_ids(len(blocks))
+        if below is None:
+            return None
+        self._copy(Tier.HBM, blocks, Tier.DRAM, below)
+        self._hbm.release(blocks)
+        return below.tolist()
+
+    def swap_in(self, dram_blocks: Sequence[int]) -> list[int] | None:
+        """Copy ``dram_blocks`` to new HBM blocks (one reference each) and free them. None: no room."""
+        above = self.allocate_ids(len(dram_blocks))
+        if above is None:
+            return None
+        self._copy(Tier.DRAM, dram_blocks, Tier.HBM, above)
+        self._dram.release(dram_blocks)
+        return above.tolist()
+
+    def release_dram(self, dram_blocks: Sequence[int]) -> None:
+        """Drop one reference on each DRAM block; a block without references is free."""
+        self._dram.release(dram_blocks)
+
+    # -- out
+
+    def take_copies(self) -> list[CopyBlocks]:
+        """Copies recorded since the last call, in order."""
+        return self._copies.take() if len(self._copies) else []
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether there are copies that :meth:`take_copies` has not returned."""
+        return len(self._copies) > 0
+
+    def take_events(self) -> list[KvEvent]:
+        """KV events since the last call, in order (none when the pool was built without a buffer for them)."""
+        return self._events.take()
+
+    @property
+    def next_event(self) -> int:
+        """Number of the next KV event."""
+        return self._events.next_number
+
+    def cached_identities(self, tier: Tier) -> bytes:
+        """Identities of all blocks that the index holds on ``tier``, 16 bytes each; needs a pool with KV events."""
+        return self._events.held(tier)
+
+    def report(self) -> PoolReport:
+        """The state of the memory."""
+        tiers = self._report_of(Tier.HBM, self._hbm), self._report_of(Tier.DRAM, self._dram)
+        return PoolReport(tiers=tiers, block_tokens=self.block_tokens, copies_pending=len(self._copies))
+
+    def _report_of(self, tier: Tier, blocks: _core.BlockAllocator) -> TierReport:
+        cached = self._index.blocks(tier), self._index.blocks_pinned(tier), blocks.blocks_evictable
+        sizes = blocks.blocks_total, blocks.blocks_free, blocks.blocks_used
+        return TierReport(tier, *sizes, *cached, blocks.pages_free, blocks.pages_stranded)
+
+    def index_bytes(self) -> int:
+        """Host memory of the index itself: nodes, token copies, block ids, hash table."""
+        return self._index.nbytes
+
+    def clear_cache(self) -> int:
+        """Drop every unpinned entry of the index; returns how many blocks it named."""
+        gone = self._index.clear()
+        self._events_of(gone)
+        return len(gone.dropped_hbm) + len(gone.dropped_dram)
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the accounts do not balance."""
+        self._hbm.check_invariants()
+        self._dram.check_invariants()
+        self._index.check_invariants()
+
+    # -- inside
+
+    def _copy(self, src_tier: Tier, src: Sequence[int], dst_tier: Tier, dst: Sequence[int]) -> None:
+        self._copies.record(src_tier, src, dst_tier, dst)
+        if self.access is not None:
+            self.access.copied(src_tier, src, dst_tier, dst)
+
+    def _name(self, tenant: str) -> bytes:
+        name = self._names.get(tenant)
+        if name is None:
+            if len(self._names) >= NAMES_MAX:  # salts come and go; names are quick to recompute
+                self._names.clear()
+                self._owners.clear()
+            name = self._names[tenant] = namespace_id(tenant, self._namespace, self._key)
+            self._owners[tenant] = namespace_id(tenant_of(tenant), self._namespace, self._key)
+        return name
+
+    def _evict(self, count: int) -> int:
+        """Free ``count`` HBM blocks of the cache, down to DRAM where it has room; returns how many went there."""
+        gone = self._index.evict(Tier.HBM, count)
+        moved = gone.moved_from
+        self._copy(Tier.HBM, moved, Tier.DRAM, gone.moved_to)
+        self._events_of(gone)
+        return len(moved)
+
+    def _bring_up(self, lease: Lease, dram_blocks: int) -> None:
+        above = _promised(self.allocate_ids(min(dram_blocks, self.available())))
+        moved = self._index.promote(lease.pin, above)
+        lease.pin = moved.pin
+        self._hbm.retain(above)
+        self._copy(Tier.DRAM, moved.left_dram, Tier.HBM, above)
+        if self._events.enabled:
+            self._events.promoted(moved.left_dram, above)
+        lease.blocks += above.tolist()
+        lease.tokens = len(lease.blocks) * self.block_tokens
+        lease.dram_tokens = len(above) * self.block_tokens
+
+    def _events_of(self, gone: _core.Eviction) -> None:
+        if self._events.enabled:
+            self._events.changed(gone.changes)
+
+    def _tell_published(self, name: bytes, tokens: TokenArray, done: _core.Insertion) -> None:
+        """The index has all of ``tokens`` now: report what is new and what came up from DRAM."""
+        adopted = done.adopted_dram.tolist()
+        if not done.added and not adopted:
+            return
+        found = self._index.match_blocks(name, tokens)
+        hbm, dram = found.hbm, found.dram.tolist()
+        first = 0 if adopted or dram else len(hbm) - done.added  # new blocks come last
+        identities = block_identities(name, tokens, self.block_tokens, self._key, first)
+        self._events.published(hbm[first:].tolist(), dram, identities, adopted)

@@ -1,0 +1,407 @@
+"""All dealings of one pool with the pools of other processes: offers, pulls, fetches, leases, barriers.
+
+Accounting and protocol only: no bytes move here. Messages, sealed and pulled pages go in through :meth:`handle`; what
+is to be sent, sealed and pulled comes out of :meth:`take_actions`, results for the owner as outcomes.
+
+    event -> exchange.handle(event, now_ns) -> outcomes
+             exchange.advance(now)       -> outcomes     on every event: leases, imports that wait for room
+             exchange.take_actions()     -> Send | SealPages | PullPages | CancelPulls
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from memserve.base.config import ExchangeConfig
+from memserve.base.errors import check
+from memserve.base.types import KVGeometry, Request, Tier, TokenArray, TokenOutput, TransferMode
+from memserve.kv.transfer.barriers import Barriers
+from memserve.kv.transfer.context import (
+    Deadlines,
+    ExchangeAction,
+    PeerStatus,
+    Place,
+    Room,
+    TransferContext,
+    TransferPool,
+)
+from memserve.kv.transfer.events import ExchangeCounters, Firsts, Outcome, PagesPulled, PagesSealed
+from memserve.kv.transfer.imports import Fetching, Import
+from memserve.kv.transfer.receiver import Receiver
+from memserve.kv.transfer.remote_allocation import Allocation, AllocCall, RemoteAllocation
+from memserve.kv.transfer.sender import Export, Sender
+from memserve.protocol.events import MessageArrived
+from memserve.protocol.messages import (
+    Alloc,
+    Allocated,
+    Fetch,
+    Free,
+    Handoff,
+    MoreBlocks,
+    Offer,
+    Ready,
+    Release,
+    Wanted,
+    Withdraw,
+)
+from memserve.protocol.peers import Peer, PeerInfo
+
+
+class Exchange:
+    """Gives blocks of one pool to peers and takes theirs; ``memserve.protocol.messages`` tells the order of the
+    messages.
+
+    =====================  ==================================================================================
+    ``sender``             own offers: references, seals, ``Ready``, leases
+    ``receiver``           offers of others: room, pages, checks; ``imports`` knows how one is placed and how it ends
+    ``pulls``              fetches that wait for an offer; jobs for the host, with references on what they write to
+    ``remote_allocation``  blocks allocated for peers, and at peers
+    ``barriers``           which plan must have finished before blocks are read or written beside plans
+    ``context``            what all of these share: pool, peers, configuration, counters, actions
+    =====================  ==================================================================================
+
+    Every method that may end a transfer returns outcomes. After each call the owner takes the actions.
+    """
+
+    def __init__(
+        self, pool: TransferPool, geometry: KVGeometry, config: ExchangeConfig, me: Peer, namespace: str | None = None
+    ) -> None:
+        """``namespace`` and ``geometry`` are those in the own ``PeerInfo``: peers with others are refused.
+        ``namespace`` None: the pool's."""
+        self.shares_kv = config.shares_kv
+        context = TransferContext(pool, geometry, config, me, pool.namespace if namespace is None else namespace)
+        self._context = context
+        self.misfit = context.misfit
+        self._barriers, self._deadlines = Barriers(pool), Deadlines()
+        self._sender = Sender(context, self._barriers, self._deadlines)
+        self._remote = RemoteAllocation(context, self._deadlines)
+        self._receiver = Receiver(context, self._barriers, self._deadlines, self._remote)
+
+    # -- the owner of blocks
+
+    def offer(
+        self,
+        to: Peer,
+        tenant: str,
+        tokens: TokenArray,
+        blocks: Sequence[int],
+        now_ns: int,
+        *,
+        tier: Tier = Tier.HBM,
+        first_block: int = 0,
+        dram_blocks: Sequence[int] = (),
+        mode: TransferMode = TransferMode.BY_REQUEST_AGG,
+        insert: bool = True,
+        request: Request | None = None,
+        deadline_in_ns: int | None = None,
+        return_kv: bool = False,
+        private: bytes = b"",
+        dst_blocks: Sequence[int] = (),
+        dst_tier: Tier = Tier.HBM,
+        lease_ns: int = 0,
+        router: Peer | None = None,
+    ) -> str:
+        """Offer ``blocks`` (on ``tier``), and behind them ``dram_blocks``, to ``to``; returns the transfer id.
+
+        ``blocks[i]`` holds, or will hold, block ``first_block + i`` of ``tokens``. The exchange takes a reference of
+        its own on each until the receiver's ``Release``, the lease's end, :meth:`withdraw` or the peer's death; the
+        caller's references stay the caller's. :meth:`computed` announces pages to the receiver. With ``request`` the
+        offer is a handoff of all of ``tokens``, whose blocks may come later (:meth:`more_blocks`).
+        """
+        context, tokens = self._context, tokens.copy()
+        transfer_id = context.new_transfer_id()
+        offer = Offer(
+            transfer_id=transfer_id,
+            tenant=tenant,
+            tokens=tokens,
+            identity=context.pool.identity(tenant, tokens),
+            tier=tier,
+            first_block=first_block,
+            blocks=tuple(blocks),
+            lease_ns=lease_ns or context.config.lease_ns,
+            mode=mode,
+            insert=insert,
+            request=request,
+            deadline_in_ns=deadline_in_ns,
+            return_kv=return_kv,
+            dst_blocks=tuple(dst_blocks),
+            dst_tier=dst_tier,
+            private=private,
+            dram_blocks=tuple(dram_blocks),
+            router=router,
+        )
+        context.retain(tier, blocks)
+        context.retain(Tier.DRAM, dram_blocks)
+        places = [(tier, block) for block in blocks] + [(Tier.DRAM, block) for block in dram_blocks]
+        self._sender.begin(to, offer, places, now_ns)
+        return transfer_id
+
+    def more_blocks(self, transfer_id: str, blocks: Sequence[int]) -> None:
+        """Extend a handoff by HBM ``blocks``, with a reference each. Ignored when it has ended."""
+        self._sender.extend(transfer_id, blocks)
+
+    def computed(
+        self,
+        transfer_id: str,
+        first_block: int,
+        end_block: int,
+        first_layer: int = 0,
+        end_layer: int | None = None,
+        fence: int | None = None,
+    ) -> None:
+        """Layers ``[first_layer, end_layer)`` of blocks ``[first_block, end_block)`` (from the prompt's start) hold
+        their final bytes once plan ``fence`` has finished: then they are sealed and announced to the receiver.
+
+        ``fence`` None: :attr:`fence`, right for what any plan made so far computes or copies. 0: they are there now,
+        since the plan, or this layer of it, has finished. ``end_layer`` None: all layers. These pages must not be
+        written while the offer lives, and each is named once. Ignored when the offer has ended.
+        """
+        end_layer = self._context.geometry.num_layers if end_layer is None else end_layer
+        self._sender.computed(transfer_id, (first_block, end_block), (first_layer, end_layer), fence)
+
+    def hand_off(
+        self, transfer_id: str, first_tokens: Firsts, ended: tuple[int, ...] = (), told: tuple[TokenOutput, ...] = ()
+    ) -> None:
+        """The prefill is done, every page of the offer has been named by :meth:`computed`: ``Handoff`` follows the
+        last ``Ready``. Ignored when the offer has ended."""
+        self._sender.hand_off(Handoff(transfer_id, first_tokens, ended, told))
+
+    def withdraw(self, transfer_id: str, reason: str) -> None:
+        """Take an offer back. Ignored when it has ended."""
+        self._sender.withdraw(transfer_id, reason)
+
+    # -- the receiver of blocks
+
+    def fetch(
+        self,
+        holder: Peer,
+        tenant: str,
+        tokens: TokenArray,
+        first_block: int,
+        end_block: int,
+        now_ns: int,
+        deadline_ns: int,
+    ) -> str:
+        """Ask ``holder`` for the KV of blocks ``[first_block, end_block)`` of ``tokens``; returns the transfer id.
+
+        ``deadline_ns`` is absolute. Blocks before ``first_block`` are in the own index: they are pinned meanwhile. One
+        :class:`FetchEnded` follows, at the deadline at the latest, unless the fetch is given up. Blocks that have come
+        by then without a gap are kept.
+        """
+        blocks = first_block, end_block
+        return self._receiver.fetches.ask(holder, tenant, tokens.copy(), blocks, now_ns, max(now_ns, deadline_ns))
+
+    def give_up(self, transfer_id: str, reason: str) -> None:
+        """End an import or a fetch: nothing is held for it any more, no outcome follows. Ignored when it has ended."""
+        self._receiver.give_up(transfer_id, reason)
+
+    @property
+    def room(self) -> Room:
+        """What imports may take; set by the owner."""
+        return self._context.room
+
+    @room.setter
+    def room(self, room: Room) -> None:
+        self._context.room = room
+
+    # -- memory at a peer (MemServe Table 1 with an instance id)
+
+    def allocate_at(self, peer: Peer, count: int, tier: Tier, now_ns: int, deadline_ns: int) -> str:
+        """Ask ``peer`` for ``count`` blocks; one :class:`RemoteAllocated` follows, at ``deadline_ns`` at the latest."""
+        return self._remote.call(peer, count, tier, max(now_ns, deadline_ns))
+
+    def free_at(self, call_id: str) -> None:
+        """Give back what :meth:`allocate_at` got, or is yet to get: then no outcome follows."""
+        self._remote.give_back(call_id)
+
+    # -- both
+
+    def handle(self, event: MessageArrived | PagesSealed | PagesPulled, now_ns: int) -> list[Outcome]:
+        """A peer said something, or the host has done a job. Messages that are not for an exchange are ignored, and
+        those of peers that are gone."""
+        if isinstance(event, PagesSealed):
+            self._sender.sealed(event)
+        elif isinstance(event, PagesPulled):
+            self._receiver.pulled(event)
+        elif self._context.peers.status(event.sender) is not PeerStatus.GONE:
+            self._hear(event, now_ns)
+        return self._settle()
+
+    def _hear(self, event: MessageArrived, now_ns: int) -> None:
+        sender, message = event.sender, event.message
+        match message:
+            case Offer():
+                self._receiver.heard_offer(sender, message, now_ns)
+            case MoreBlocks():
+                self._receiver.heard_more(sender, message)
+            case Ready():
+                self._receiver.heard_ready(sender, message)
+            case Handoff():
+                self._receiver.heard_handoff(sender, message)
+            case Withdraw():
+                self._receiver.heard_withdraw(sender, message)
+            case Wanted():
+                self._sender.heard_wanted(sender, message)
+            case Release():
+                self._sender.heard_release(sender, message)
+            case Fetch():
+                self._sender.answer(sender, message, now_ns)
+            case Alloc():
+                self._remote.heard_alloc(sender, message, now_ns)
+            case Allocated():
+                self._remote.heard_allocated(sender, message)
+            case Free():
+                self._remote.heard_free(sender, message)
+            case _:
+                pass
+
+    def advance(self, now_ns: int) -> list[Outcome]:
+        """End what has outlived its lease, and let imports go on that wait for room. Cheap when there is none: call it
+        on every event, behind all that may have freed blocks."""
+        while (thing := self._deadlines.pop_due(now_ns)) is not None:
+            match thing:
+                case Export():
+                    self._sender.expire(thing, "the lease has ended")
+                case Import():
+                    self._receiver.expire(thing)
+                case Fetching():
+                    self._receiver.fetches.expire(thing)
+                case Allocation():
+                    self._remote.take_back(thing)
+                case AllocCall():
+                    self._remote.time_out(thing)
+                case _:
+                    check(False, f"{thing!r} has a deadline and no way to end")
+        return self._settle()
+
+    def plan_made(self, step_id: int) -> None:
+        """Plan ``step_id`` has been made, with all copies that the pool had recorded (``pool.take_copies``)."""
+        self._barriers.plan_made(step_id)
+
+    def plan_finished(self, step_id: int, now_ns: int) -> list[Outcome]:
+        """Plan ``step_id``, and so each before it, touches no memory any more: it was executed, or it failed."""
+        self._barriers.plan_finished(step_id)
+        return self._settle()
+
+    def everything_failed(self, now_ns: int) -> list[Outcome]:
+        """A step failed, no KV can be relied upon: all offers are withdrawn, all imports fail. Afterwards the exchange
+        holds no pin: call it before the cache is cleared. Pulls under way keep their blocks until they end, and peers
+        the blocks that they allocated here."""
+        self._sender.withdraw_all("a step failed")
+        self._receiver.fail_all("a step failed")
+        return self._settle()
+
+    def reborn(self, me: Peer) -> None:
+        """The owner was expelled and is ``me`` from now on: all transfers end silently, all peers are forgotten. Pulls
+        under way keep their blocks until they end."""
+        self._sender.drop_all()
+        self._receiver.drop_all()
+        self._remote.drop_all()
+        self._context.peers.forget_all()
+        self._context.me = me
+
+    def peer_joined(self, info: PeerInfo, now_ns: int) -> list[Outcome]:
+        """``info.peer`` is a member. An older generation of it is gone."""
+        older = self._context.peers.join(info)
+        if older is not None:
+            self._end_peer(older, f"{older.name} has started anew")
+        self._receiver.peer_joined(info.peer)
+        return self._settle()
+
+    def set_members(self, members: Sequence[PeerInfo], now_ns: int) -> list[Outcome]:
+        """``members`` are all members: peers that are not among them are gone."""
+        me, names = self._context.me.name, {info.peer.name for info in members}
+        outcomes: list[Outcome] = []
+        for peer in self._context.peers.members():
+            if peer.name not in names:
+                outcomes += self.peer_gone(peer, now_ns)
+        for info in members:
+            if info.peer.name != me:
+                outcomes += self.peer_joined(info, now_ns)
+        return outcomes
+
+    def peer_gone(self, peer: Peer, now_ns: int) -> list[Outcome]:
+        """``peer`` is dead or has left: everything with it ends."""
+        self._context.peers.leave(peer)
+        self._end_peer(peer, f"{peer.name} is gone")
+        return self._settle()
+
+    def _end_peer(self, peer: Peer, reason: str) -> None:
+        self._sender.peer_gone(peer, reason)
+        self._receiver.peer_gone(peer, reason)
+        self._remote.peer_gone(peer)
+
+    def _settle(self) -> list[Outcome]:
+        self._receiver.try_waiting()
+        self._receiver.pulls.start()
+        outcomes, self._context.outcomes = self._context.outcomes, []
+        return outcomes
+
+    def take_actions(self) -> list[ExchangeAction]:
+        """Actions for the host, in order; none of them is returned again."""
+        actions, self._context.actions = self._context.actions, []
+        return actions
+
+    # -- views
+
+    @property
+    def counters(self) -> ExchangeCounters:
+        """Totals since the start."""
+        return self._context.counters
+
+    @property
+    def fence(self) -> int:
+        """The plan that has to finish before everything decided so far is true in memory: the last one made, or the
+        next one while copies are recorded that no plan carries yet."""
+        return self._barriers.all_settled()
+
+    def fence_of_cached(self, places: Sequence[Place]) -> int:
+        """The plan that has to finish before cached blocks at ``places`` hold their final bytes: mostly it has."""
+        return self._barriers.safe_to_read(places)
+
+    def plans_before_pull(self, blocks: int) -> int:
+        """How many plans a pull into ``blocks`` new HBM blocks is expected to wait for. Plans have mostly finished with
+        blocks that are free or can be dropped; a block that has to go down to DRAM goes with the next plan."""
+        pool = self._context.pool
+        under_way = self._barriers.made - self._barriers.finished
+        return under_way + 1 if under_way and pool.config.dram_blocks and blocks > pool.blocks_free else 0
+
+    @property
+    def wants_plan(self) -> bool:
+        """Whether something waits for copies that no plan carries yet: make one, be it with nothing but copies."""
+        return self._barriers.wants_plan
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether something waits for a plan to finish."""
+        return self._barriers.holds
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`advance` is worth calling. None: nothing has a deadline."""
+        return self._deadlines.next_ns()
+
+    @property
+    def transfers_open(self) -> int:
+        """Offers, imports and fetches that have not ended."""
+        return len(self._sender.open) + len(self._receiver.open) + len(self._receiver.fetches.open)
+
+    def references(self) -> Counter[Place]:
+        """Every reference that the exchange holds, by block."""
+        return self._sender.references() + self._receiver.references() + self._remote.references()
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` when the books do not balance. For tests; slow."""
+        pool = self._context.pool
+        for (tier, block), count in self.references().items():
+            held = pool.ref_count(tier, block)
+            check(held >= count, "{} block {}: {} references of the exchange, {} in all", tier.name, block, count, held)
+        self._barriers.check_invariants()
+        self._sender.check_invariants()
+        self._receiver.check_invariants()
+        check(not self._context.outcomes, "outcomes that were not returned: {}", self._context.outcomes)
+
+    def __repr__(self) -> str:
+        exports, imports, fetches = len(self._sender.open), len(self._receiver.open), len(self._receiver.fetches.open)
+        return f"<Exchange {self._context.me.name} exports={exports} imports={imports} fetches={fetches}>"

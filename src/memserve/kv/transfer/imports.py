@@ -1,0 +1,399 @@
+"""One import: what is offered, the blocks where it goes, the pages that have come, and what it leaves behind.
+
+``receiver`` has all of them and decides; this module knows how a single one is placed and how it ends. Each function
+that ends an import leaves nothing held.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memserve.base.errors import check
+from memserve.base.state_table import Transitions
+from memserve.base.types import Tier, TokenArray
+from memserve.base.units import ceil_div
+from memserve.kv.pool import Lease
+from memserve.kv.transfer.barriers import Barriers
+from memserve.kv.transfer.context import Place, TransferContext
+from memserve.kv.transfer.events import Delivered, FetchEnded, HandoffArrived, HandoffFailed, Inserted
+from memserve.kv.transfer.remote_allocation import RemoteAllocation
+from memserve.protocol.messages import Handoff, Offer, Ready, Release
+from memserve.protocol.peers import Peer
+
+
+class ImportPhase(enum.Enum):
+    """How far an import has come."""
+
+    OFFERED = enum.auto()
+    WAITING_FOR_SENDER = enum.auto()
+    """The news that its sender is a member is still on its way."""
+    WAITING_FOR_ROOM = enum.auto()
+    PULLING = enum.auto()
+    """The import has blocks, into which its pages are pulled."""
+    ENDED = enum.auto()
+
+
+class ImportCause(enum.Enum):
+    """Why an import goes on, or ends."""
+
+    SENDER_UNKNOWN = enum.auto()
+    SENDER_KNOWN = enum.auto()
+    PLACED = enum.auto()
+    COMPLETED = enum.auto()
+    """Everything has come; of a fetch whose time is up, at least its beginning."""
+    REFUSED = enum.auto()
+    """Another namespace, geometry or identity, or of no use here."""
+    FAILED = enum.auto()
+    GIVEN_UP = enum.auto()
+    """The own side wants it no longer."""
+
+
+_OPEN = ImportPhase.WAITING_FOR_SENDER, ImportPhase.WAITING_FOR_ROOM, ImportPhase.PULLING
+
+IMPORT = Transitions(
+    "Import",
+    ImportPhase.OFFERED,
+    {
+        (ImportPhase.OFFERED, ImportCause.REFUSED): ImportPhase.ENDED,
+        (ImportPhase.OFFERED, ImportCause.SENDER_UNKNOWN): ImportPhase.WAITING_FOR_SENDER,
+        (ImportPhase.OFFERED, ImportCause.SENDER_KNOWN): ImportPhase.WAITING_FOR_ROOM,
+        (ImportPhase.WAITING_FOR_SENDER, ImportCause.SENDER_KNOWN): ImportPhase.WAITING_FOR_ROOM,
+        (ImportPhase.WAITING_FOR_ROOM, ImportCause.REFUSED): ImportPhase.ENDED,
+        (ImportPhase.WAITING_FOR_ROOM, ImportCause.PLACED): ImportPhase.PULLING,
+        (ImportPhase.PULLING, ImportCause.COMPLETED): ImportPhase.ENDED,
+        **{(phase, ImportCause.FAILED): ImportPhase.ENDED for phase in _OPEN},
+        **{(phase, ImportCause.GIVEN_UP): ImportPhase.ENDED for phase in _OPEN},
+    },
+)
+
+
+@dataclass(slots=True, eq=False)
+class Fetching:
+    """KV that a peer was asked for."""
+
+    transfer_id: str
+    holder: Peer
+    tenant: str
+    tokens: TokenArray
+    first_block: int
+    deadline_ns: int
+    lease: Lease
+    """The own prefix before ``first_block``, as far as it is cached: pinned until the fetch ends."""
+    over: bool = False
+    """The fetch has ended, or its import answers for it."""
+
+
+@dataclass(slots=True, eq=False)
+class ImportPlacement:
+    """Where an import goes. Block ``base + i`` of the tokens is ``blocks[i]``."""
+
+    base: int
+    lease: Lease
+    """The prefix that was here already: its blocks are the first of ``blocks`` and hold their references."""
+    blocks: list[int]
+    """Those behind the lease's lie on ``tier``, one reference each."""
+    tier: Tier
+    fence: int
+    """The plan that has to finish before the blocks behind the lease's may be written."""
+    announced: NDArray[np.bool_]
+    """``[blocks to pull, layers]``: a ``Ready`` has named the page."""
+    arrived: NDArray[np.bool_]
+    """``[blocks to pull, layers]``: the page is here, and its checksum was right."""
+
+    @property
+    def pull_from(self) -> int:
+        """The first block that has to be pulled, counted from the start of the tokens; they run to the end."""
+        return self.base + len(self.lease.blocks)
+
+    @property
+    def own(self) -> list[int]:
+        """The blocks to pull into."""
+        return self.blocks[len(self.lease.blocks) :]
+
+    @property
+    def complete(self) -> bool:
+        """Every page has come."""
+        return bool(self.arrived.all())
+
+    @property
+    def unbroken_blocks(self) -> int:
+        """Blocks to pull that have come in full, before the first that has not."""
+        broken = np.flatnonzero(~self.arrived.all(axis=1))
+        return int(broken[0]) if broken.size else self.arrived.shape[0]
+
+
+@dataclass(slots=True, eq=False)
+class Import:
+    """An offer of a peer."""
+
+    sender: Peer
+    offer: Offer
+    deadline_ns: int
+    fetching: Fetching | None
+    """None: the peer offers without having been asked."""
+    end_block: int
+    """Behind the last block that is to come; blocks count from the start of the tokens."""
+    sources: list[Place]
+    """The peer's blocks ``offer.first_block`` and following, as far as it has named them."""
+    phase: ImportPhase = IMPORT.initial
+    placed: ImportPlacement | None = None
+    early: list[Ready] = field(default_factory=list)
+    """Pages that were ready before there was a place for them."""
+    handoff: Handoff | None = None
+
+    def move(self, cause: ImportCause) -> None:
+        """Go on, or end. Raises :class:`InvariantError` where ``IMPORT`` has no such move."""
+        self.phase = IMPORT.step(self.phase, cause)
+
+    @property
+    def over(self) -> bool:
+        """Whether the import has ended."""
+        return self.phase is ImportPhase.ENDED
+
+    @property
+    def transfer_id(self) -> str:
+        """The offer's."""
+        return self.offer.transfer_id
+
+    @property
+    def uses_index(self) -> bool:
+        """Whether the own index is read and filled."""
+        request = self.offer.request
+        return self.offer.insert and (request is None or request.use_cache)
+
+    @property
+    def sources_end(self) -> int:
+        """Behind the last block that the peer has named."""
+        return self.offer.first_block + len(self.sources)
+
+    def __repr__(self) -> str:
+        kind = "handoff" if self.offer.request is not None else "fetch" if self.fetching is not None else "transfer"
+        pages = "" if self.placed is None else f" {int(self.placed.arrived.sum())} of {self.placed.arrived.size}"
+        return f"<Import {kind} {self.transfer_id} {self.phase.name.lower()}{pages}>"
+
+
+def end_block_of(offer: Offer, block_tokens: int) -> int:
+    """Behind the last block that an offer will bring: all of a handoff's tokens, the whole blocks of an insertion, and
+    the named blocks of a raw transfer."""
+    named = offer.first_block + len(offer.blocks) + len(offer.dram_blocks)
+    if offer.request is not None:
+        return ceil_div(len(offer.tokens), block_tokens)
+    return min(named, len(offer.tokens) // block_tokens) if offer.insert else named
+
+
+# -- a place: the own cache first, then new blocks
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlace:
+    """There will never be a place for the import."""
+
+    reason: str
+
+
+def objection(context: TransferContext, offer: Offer) -> str | None:
+    """Why an offer is not taken from any sender, with any room. None: it may be taken."""
+    pool = context.pool
+    reason = _malformed(offer, pool.block_tokens, {tier: context.blocks_total(tier) for tier in (Tier.HBM, Tier.DRAM)})
+    if reason is not None:
+        return reason
+    if offer.identity != pool.identity(offer.tenant, offer.tokens):
+        return "another identity: namespace, key, tenant or tokens differ"
+    if offer.insert and offer.request is None and not pool.config.caching:
+        return "nothing is cached here"
+    return None
+
+
+def _malformed(offer: Offer, block_tokens: int, num_blocks: dict[Tier, int]) -> str | None:
+    """Why an offer contradicts itself or the sizes of the own tiers. None: it does not."""
+    named, end = len(offer.blocks) + len(offer.dram_blocks), end_block_of(offer, block_tokens)
+    if offer.tier not in num_blocks or offer.dst_tier not in num_blocks:
+        return "no such tier"
+    if offer.request is not None and (offer.dst_blocks or offer.dst_tier != Tier.HBM or not len(offer.tokens)):
+        return "a handoff that names its destination, or has no tokens"
+    if offer.request is not None and offer.request.isolation != offer.tenant:
+        return "a handoff of one tenant's KV to another one's request"
+    if end <= offer.first_block or (offer.request is not None and offer.first_block + named > end):
+        return f"blocks from {offer.first_block} of {end}"
+    if offer.dst_blocks and len(offer.dst_blocks) != end - offer.first_block:
+        return f"{len(offer.dst_blocks)} destinations for {end - offer.first_block} blocks"
+    if len(set(offer.dst_blocks)) != len(offer.dst_blocks):
+        return "one destination twice"
+    if end - offer.first_block > num_blocks[offer.dst_tier]:
+        return f"{end - offer.first_block} blocks do not fit here"
+    return None
+
+
+def place(
+    context: TransferContext, remote: RemoteAllocation, barriers: Barriers, imported: Import
+) -> ImportPlacement | NoPlace | None:
+    """A place for an import to which there was no objection. None: no room now, and nothing is held.
+
+    A handoff and an insertion begin at the first token: the cached prefix is pinned and referenced, the rest is
+    allocated, or is ``dst_blocks``. A raw transfer has no use for the cache.
+    """
+    offer, pool = imported.offer, context.pool
+    reason = context.misfit(imported.sender) or remote.refusal(imported.sender, offer.dst_tier, offer.dst_blocks)
+    if reason is not None:
+        return NoPlace(reason)
+    if offer.request is None and not offer.insert:
+        return _extend(context, barriers, imported, Lease(), offer.first_block)
+    reach = offer.first_block if offer.dst_blocks else imported.end_block
+    reusable = offer.tokens[: reach * pool.block_tokens if imported.uses_index else 0]
+    in_hbm, in_dram = pool.match_blocks(offer.tenant, reusable)
+    if in_hbm + in_dram < offer.first_block:
+        return NoPlace(f"of the {offer.first_block} blocks before the offer {in_hbm + in_dram} are cached here")
+    allocates = offer.dst_tier == Tier.HBM and not offer.dst_blocks
+    room = context.room
+    fits = imported.end_block - in_hbm + room.headroom_blocks <= pool.available()
+    if room.parked is not None and (room.parked or not fits) and _is_one_line(offer) and not offer.first_block:
+        below = _extend(context, barriers, imported, Lease(), 0, Tier.DRAM)
+        if below is not None:
+            return below
+    if allocates and not fits:
+        return None  # nothing was touched: this is asked on every event while there is no room
+    lease = pool.acquire(offer.tenant, reusable)
+    if len(lease.blocks) >= offer.first_block:
+        placed = _extend(context, barriers, imported, lease, 0)
+        if placed is not None:
+            return placed
+    give_up(context, lease)  # no room to bring up from DRAM what comes before the offer, or for the rest of it
+    return None
+
+
+def _is_one_line(offer: Offer) -> bool:
+    """Whether a handoff goes on as one line of tokens."""
+    request = offer.request
+    return request is not None and request.n == 1 and not request.beam_width
+
+
+def give_up(context: TransferContext, lease: Lease) -> None:
+    """Unpin a prefix and drop the references that came with it."""
+    context.pool.unpin(lease)
+    context.pool.release(lease.blocks)
+
+
+def _extend(
+    context: TransferContext, barriers: Barriers, imported: Import, lease: Lease, base: int, tier: Tier | None = None
+) -> ImportPlacement | None:
+    """The lease's blocks, which are block ``base`` and following, and new ones up to the import's end, on ``tier``
+    (None: as the offer says)."""
+    tier = imported.offer.dst_tier if tier is None else tier
+    count = imported.end_block - base - len(lease.blocks)
+    if imported.offer.dst_blocks:
+        new = list(imported.offer.dst_blocks)
+        check(len(new) == count, "{!r}: {} destinations for {} blocks", imported, len(new), count)
+        context.retain(tier, new)
+    else:
+        got = context.allocate(tier, count)
+        if got is None:
+            return None
+        new = got
+    pages = (count, context.geometry.num_layers)
+    return ImportPlacement(
+        base=base,
+        lease=lease,
+        blocks=lease.blocks + new,
+        tier=tier,
+        fence=barriers.safe_to_overwrite(tier, new),  # behind the allocation: it may have recorded copies
+        announced=np.zeros(pages, dtype=np.bool_),
+        arrived=np.zeros(pages, dtype=np.bool_),
+    )
+
+
+# -- the end
+
+
+def complete(context: TransferContext, imported: Import, placed: ImportPlacement, reason: str = "") -> None:
+    """Give the blocks that have come to their new holder. Of a fetch they may be the beginning only: ``reason``."""
+    counters = context.counters
+    counters.imports_done += 1
+    counters.pulled_blocks += placed.unbroken_blocks
+    counters.reused_blocks += len(placed.lease.blocks)
+    context.send(imported.sender, Release(imported.transfer_id))
+    if imported.handoff is not None:
+        _hand_over(context, imported, placed, imported.handoff)
+    elif imported.offer.insert:
+        _insert(context, imported, placed, reason)
+    else:
+        delivered = Delivered(imported.transfer_id, imported.sender, imported.offer, placed.blocks)
+        context.outcomes.append(delivered)  # with the references
+
+
+def report_failure(context: TransferContext, imported: Import, reason: str) -> None:
+    """Tell the owner that the KV which it waits for will not come."""
+    if imported.offer.request is not None:
+        failed = HandoffFailed(imported.transfer_id, imported.sender, imported.offer, reason)
+        context.outcomes.append(failed)
+    elif imported.fetching is not None:
+        context.outcomes.append(FetchEnded(imported.transfer_id, False, 0, reason, was_offered=True))
+
+
+def give_back(context: TransferContext, imported: Import) -> None:
+    """Drop every reference and pin of an import; pulls under way keep their own."""
+    if imported.fetching is not None:
+        give_up(context, imported.fetching.lease)
+    if imported.placed is not None:
+        own = imported.placed.own
+        give_up(context, imported.placed.lease)
+        context.release(imported.placed.tier, own)
+
+
+def _hand_over(context: TransferContext, imported: Import, placed: ImportPlacement, handoff: Handoff) -> None:
+    """The blocks go to the sequences that decode; whole ones into the index, if the request may use it."""
+    lease: Lease | None = None
+    blocks, pulled, reused = placed.blocks, len(placed.own), len(placed.lease.blocks)
+    if imported.uses_index and placed.tier is Tier.HBM:
+        lease, blocks = _share(context, imported, placed)
+    outcome = HandoffArrived(
+        transfer_id=imported.transfer_id,
+        sender=imported.sender,
+        offer=imported.offer,
+        blocks=blocks,
+        lease=lease,
+        first_tokens=handoff.first_tokens,
+        ended=handoff.ended,
+        pulled_blocks=pulled,
+        reused_blocks=reused,
+        tier=placed.tier,
+        told=handoff.told,
+    )
+    context.outcomes.append(outcome)
+
+
+def _share(context: TransferContext, imported: Import, placed: ImportPlacement) -> tuple[Lease, list[int]]:
+    """Publish the whole blocks and take the index's in their stead.
+
+    Mostly these are the blocks just published. Where the index has got the KV of these tokens from elsewhere meanwhile,
+    it keeps that, and the blocks of this import are free.
+    """
+    offer, pool = imported.offer, context.pool
+    whole = len(offer.tokens) // pool.block_tokens
+    if not pool.config.caching or whole == 0:
+        return placed.lease, placed.blocks
+    tokens = offer.tokens[: whole * pool.block_tokens]
+    pool.publish(placed.lease, offer.tenant, tokens, placed.blocks[:whole], written_by=0)
+    lease = pool.acquire(offer.tenant, tokens)
+    check(len(lease.blocks) == whole and not lease.dram_tokens, "what was just published is not all in HBM")
+    pool.unpin(placed.lease)
+    pool.release(placed.blocks[:whole])
+    return lease, lease.blocks + placed.blocks[whole:]
+
+
+def _insert(context: TransferContext, imported: Import, placed: ImportPlacement, reason: str) -> None:
+    """The blocks go into the index, which alone holds them."""
+    offer, pulled = imported.offer, placed.unbroken_blocks
+    end = placed.pull_from + pulled
+    in_hbm = end if placed.tier == Tier.HBM else placed.pull_from
+    tokens = offer.tokens[: end * context.pool.block_tokens]
+    context.pool.insert(offer.tenant, tokens, placed.blocks[:end], in_hbm)
+    give_back(context, imported)
+    if imported.fetching is None:
+        context.outcomes.append(Inserted(imported.transfer_id, imported.sender, offer, len(tokens), pulled))
+    else:
+        context.counters.fetched_blocks += pulled
+        context.outcomes.append(FetchEnded(imported.transfer_id, True, len(tokens), reason, pulled))

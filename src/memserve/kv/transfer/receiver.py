@@ -1,0 +1,338 @@
+"""The receiver's side of transfers: from an offer to blocks that may be read.
+
+::
+
+    Offer -> waiting ---a member, its identity checked, room---> placed ---Ready, fence---> pulled ... -> complete
+               |  ^                                                 |
+               |  +-- no room: tried again, tenants by turns        +--> failed: mismatch, withdrawn, peer gone ...
+               +--> refused
+
+Nothing is retried: KV that does not come is computed instead. An import gives back all that it holds when it ends, in
+whichever way; a pull under way has references of its own (see ``pulls``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+from memserve.base.errors import check
+from memserve.base.fairness import FairQueue
+from memserve.base.types import Tier, tenant_of
+from memserve.kv.transfer.barriers import Barriers
+from memserve.kv.transfer.context import Deadlines, PeerStatus, Place, TransferContext, is_gone, runs
+from memserve.kv.transfer.events import HandoffOffered, PagesPulled
+from memserve.kv.transfer.fetches import PendingFetches, Pull, Pulls, answers
+from memserve.kv.transfer.imports import (
+    Fetching,
+    Import,
+    ImportCause,
+    NoPlace,
+    complete,
+    end_block_of,
+    give_back,
+    objection,
+    place,
+    report_failure,
+)
+from memserve.kv.transfer.remote_allocation import RemoteAllocation
+from memserve.protocol.messages import Handoff, MoreBlocks, Offer, Ready, Release, Wanted, Withdraw
+from memserve.protocol.peers import Peer
+
+_REMEMBERED = 4096
+"""Ids of ended transfers that are remembered: a late message about one of them starts nothing anew."""
+
+
+class Receiver:
+    """All offers of peers, and the fetches that wait for one."""
+
+    def __init__(
+        self, context: TransferContext, barriers: Barriers, deadlines: Deadlines, remote: RemoteAllocation
+    ) -> None:
+        self._context = context
+        self._barriers = barriers
+        self._deadlines = deadlines
+        self._remote = remote
+        self.pulls = Pulls(context)
+        self.fetches = PendingFetches(context, deadlines)
+        self.open: dict[str, Import] = {}
+        self._waiting: FairQueue[Import] = FairQueue()  # for room
+        self._strangers: list[Import] = []  # for news of their sender; some may have ended
+        self._ended: dict[str, None] = {}  # ids, oldest first
+
+    # -- what the owner of the blocks says
+
+    def heard_offer(self, sender: Peer, offer: Offer, now_ns: int) -> None:
+        """A peer offers blocks, perhaps because it was asked for them."""
+        transfer_id = offer.transfer_id
+        if transfer_id in self._ended:
+            self._context.send(sender, Release(transfer_id, False, "it has ended"))
+        if transfer_id in self.open or transfer_id in self._ended or not self.fetches.may_answer(sender, offer):
+            return
+        imported = self._begin(sender, offer, self.fetches.claim(transfer_id), now_ns)
+        reason = objection(self._context, offer)
+        if imported.fetching is not None and not answers(offer, imported.fetching):
+            reason = "not what was asked for"
+        if reason is not None:
+            self._refuse(imported, reason)
+        elif self._context.peers.status(sender) is PeerStatus.STRANGER:
+            imported.move(ImportCause.SENDER_UNKNOWN)
+            self._strangers = [other for other in self._strangers if not other.over] + [imported]
+        else:
+            self._wait(imported)
+
+    def _begin(self, sender: Peer, offer: Offer, fetching: Fetching | None, now_ns: int) -> Import:
+        sources = [(offer.tier, block) for block in offer.blocks] + [(Tier.DRAM, block) for block in offer.dram_blocks]
+        deadline_ns = now_ns + offer.lease_ns
+        if fetching is not None:
+            deadline_ns = min(deadline_ns, fetching.deadline_ns)
+        end_block = end_block_of(offer, self._context.pool.block_tokens)
+        imported = Import(sender, offer, deadline_ns, fetching, end_block, sources)
+        self.open[offer.transfer_id] = imported
+        self._deadlines.add(imported)
+        self._context.counters.imports += 1
+        if offer.request is not None:
+            self._context.outcomes.append(HandoffOffered(offer.transfer_id, sender, offer))
+        return imported
+
+    def heard_more(self, sender: Peer, message: MoreBlocks) -> None:
+        """The sender of a handoff has got further blocks."""
+        imported = self._from(sender, message.transfer_id)
+        if imported is None or message.first_block + len(message.blocks) <= imported.sources_end:
+            return  # unknown, or heard before
+        if message.first_block != imported.sources_end or imported.offer.request is None:
+            expected = imported.sources_end
+            self._fail(imported, f"blocks from {message.first_block}, {expected} expected: a message is lost")
+            return
+        imported.sources += [(Tier.HBM, block) for block in message.blocks]
+        if imported.sources_end > imported.end_block:
+            self._fail(imported, f"{imported.sources_end} blocks for {len(imported.offer.tokens)} tokens")
+
+    def heard_ready(self, sender: Peer, message: Ready) -> None:
+        """Pages may be pulled."""
+        imported = self._from(sender, message.transfer_id)
+        if imported is None:
+            return
+        if not 0 <= message.first_layer < message.end_layer <= self._context.geometry.num_layers:
+            self._fail(imported, f"layers {message.first_layer} to {message.end_layer}")
+        elif _end(message) > imported.sources_end:
+            self._fail(imported, f"block {_end(message) - 1} is ready, its place is not known: a message is lost")
+        elif imported.placed is None:
+            imported.early.append(message)
+        else:
+            self._announce(imported, message)
+            self._conclude(imported)
+
+    def heard_handoff(self, sender: Peer, message: Handoff) -> None:
+        """The prefill is done; every page has been announced."""
+        imported = self._from(sender, message.transfer_id)
+        if imported is not None and imported.offer.request is not None:
+            imported.handoff = message
+            self._conclude(imported)
+
+    def heard_withdraw(self, sender: Peer, message: Withdraw) -> None:
+        """The sender takes its offer back, or has none of the blocks that it was asked for."""
+        self.fetches.withdrawn(sender, message.transfer_id, message.reason)
+        imported = self._from(sender, message.transfer_id)
+        if imported is not None:
+            self._fail(imported, f"withdrawn: {message.reason}")
+
+    def _from(self, sender: Peer, transfer_id: str) -> Import | None:
+        imported = self.open.get(transfer_id)
+        return imported if imported is not None and imported.sender == sender else None
+
+    # -- a place
+
+    def peer_joined(self, peer: Peer) -> None:
+        """Offers of ``peer`` may have come before the news that it is a member."""
+        for imported in self._strangers:
+            if imported.sender.name == peer.name and not imported.over:
+                self._wait(imported)
+        self._strangers = [imported for imported in self._strangers if imported.sender.name != peer.name]
+
+    def _wait(self, imported: Import) -> None:
+        imported.move(ImportCause.SENDER_KNOWN)
+        tenant, blocks = tenant_of(imported.offer.tenant), imported.end_block - imported.offer.first_block
+        self._waiting.push(tenant, imported.transfer_id, imported, blocks)
+
+    def try_waiting(self) -> None:
+        """Give places by turns of tenants, as far as there is room. An import that is too big to go first keeps the
+        line, until a tenant that got less comes."""
+        while (first := self._waiting.head()) is not None and self._try_place(first):
+            if first.transfer_id in self._waiting:
+                self._waiting.pop()
+
+    def _try_place(self, imported: Import) -> bool:
+        """False: no room now."""
+        placed = place(self._context, self._remote, self._barriers, imported)
+        if placed is None:
+            return False
+        if isinstance(placed, NoPlace):
+            self._refuse(imported, placed.reason)
+            return True
+        imported.move(ImportCause.PLACED)
+        imported.placed = placed
+        if placed.pull_from > imported.offer.first_block:
+            self._context.send(imported.sender, Wanted(imported.transfer_id, placed.pull_from))
+        early, imported.early = imported.early, []
+        for message in early:
+            self._announce(imported, message)
+        self._conclude(imported)
+        return True
+
+    # -- pages
+
+    def _announce(self, imported: Import, ready: Ready) -> None:
+        """Pull the pages that ``ready`` names and that are not here."""
+        placed = imported.placed
+        if imported.over or placed is None:
+            return
+        first = max(ready.first_block, placed.pull_from)
+        end = min(_end(ready), imported.end_block)
+        if first >= end:
+            return
+        row = first - placed.pull_from
+        pages = placed.announced[row : row + end - first, ready.first_layer : ready.end_layer]
+        if pages.any():
+            if not pages.all():
+                self._fail(imported, "pages are announced again together with new ones")
+            return
+        pages[...] = True
+        checksums = ready.checksums[first - ready.first_block : end - ready.first_block]
+        begin = imported.offer.first_block
+        for tier, at, blocks in runs(imported.sources[first - begin : end - begin]):
+            sums = checksums[at : at + len(blocks)]
+            pull = Pull(imported, placed, row + at, tier, blocks, ready.first_layer, ready.end_layer, sums)
+            self._barriers.when_passed(placed.fence, partial(self.pulls.add, pull))
+
+    def pulled(self, event: PagesPulled) -> None:
+        """The host is done with a pull."""
+        pull = self.pulls.ended(event)
+        imported = pull.imported
+        if imported.over:
+            return
+        if event.error:
+            self._fail(imported, f"pull failed: {event.error}")
+            return
+        pull.placed.arrived[pull.first_row : pull.end_row, pull.first_layer : pull.end_layer] = True
+        self._conclude(imported)
+
+    def _conclude(self, imported: Import) -> None:
+        """End the import if everything is here, or can never be."""
+        placed = imported.placed
+        if imported.over or placed is None:
+            return
+        if imported.offer.request is not None:
+            if imported.handoff is None:
+                return
+            if not placed.announced.all():
+                self._fail(imported, "handed over, but not every page was announced: a message is lost")
+                return
+        if placed.complete:
+            self._close(imported, ImportCause.COMPLETED)
+            complete(self._context, imported, placed)
+
+    # -- ends
+
+    def give_up(self, transfer_id: str, reason: str) -> None:
+        """The owner wants the import or the fetch no longer."""
+        self.fetches.give_up(transfer_id)
+        imported = self.open.get(transfer_id)
+        if imported is not None:
+            self._context.counters.imports_given_up += 1
+            self._drop(imported, ImportCause.GIVEN_UP, Release(transfer_id, False, reason))
+
+    def expire(self, imported: Import) -> None:
+        """The time is up. Of a fetch, the blocks that have come without a gap are of use."""
+        if imported.fetching is None:
+            self._fail(imported, "the lease has ended")
+            return
+        self._context.counters.fetch_timeouts += 1
+        if imported.placed is not None and imported.placed.unbroken_blocks > 0:
+            self._close(imported, ImportCause.COMPLETED)
+            complete(self._context, imported, imported.placed, "a part, in time")
+        else:
+            self._fail(imported, "not in time")
+
+    def peer_gone(self, peer: Peer, reason: str) -> None:
+        """Fail all imports and fetches from ``peer``."""
+        self.fetches.peer_gone(peer, reason)
+        for imported in [imported for imported in self.open.values() if is_gone(imported.sender, peer)]:
+            self._fail(imported, reason)
+        self.pulls.cancel(peer)
+
+    def fail_all(self, reason: str) -> None:
+        """Fail all imports and fetches."""
+        self.fetches.fail_all(reason)
+        for imported in list(self.open.values()):
+            self._fail(imported, reason)
+
+    def drop_all(self) -> None:
+        """End everything, silently."""
+        self.fetches.drop_all()
+        for imported in list(self.open.values()):
+            self._drop(imported, ImportCause.GIVEN_UP, None)
+
+    def _refuse(self, imported: Import, reason: str) -> None:
+        self._context.counters.imports_refused += 1
+        self._drop(imported, ImportCause.REFUSED, Release(imported.transfer_id, False, reason))
+        report_failure(self._context, imported, reason)
+
+    def _fail(self, imported: Import, reason: str) -> None:
+        self._context.counters.imports_failed += 1
+        self._drop(imported, ImportCause.FAILED, Release(imported.transfer_id, False, reason))
+        report_failure(self._context, imported, reason)
+
+    def _drop(self, imported: Import, cause: ImportCause, message: Release | None) -> None:
+        self._close(imported, cause)
+        give_back(self._context, imported)
+        if message is not None:
+            self._context.send(imported.sender, message)
+
+    def _close(self, imported: Import, cause: ImportCause) -> None:
+        imported.move(cause)
+        del self.open[imported.transfer_id]
+        self._waiting.remove(imported.transfer_id)
+        self._ended[imported.transfer_id] = None
+        if len(self._ended) > _REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+
+    # -- books
+
+    def references(self) -> Counter[Place]:
+        """Every reference that imports, fetches and pulls hold."""
+        held = self.pulls.references() + self.fetches.references()
+        leases = []
+        for imported in self.open.values():
+            if imported.fetching is not None:
+                leases.append(imported.fetching.lease)
+            if imported.placed is not None:
+                leases.append(imported.placed.lease)
+                held.update((imported.placed.tier, block) for block in imported.placed.own)
+        for lease in leases:
+            held.update((Tier.HBM, block) for block in lease.blocks)
+        return held
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` when an import contradicts itself."""
+        self.pulls.check_invariants()
+        self._waiting.check_invariants()
+        lines = {*(other.transfer_id for other in self._strangers if not other.over)}
+        for transfer_id, imported in self.open.items():
+            placed = imported.placed
+            check(transfer_id == imported.transfer_id and not imported.over, "{!r} has ended, and is open", imported)
+            in_line = transfer_id in self._waiting or transfer_id in lines
+            check((placed is None) == in_line, "{!r} has no place, or is in line for a second one", imported)
+            if placed is not None:
+                blocks = imported.end_block - placed.base
+                check(len(placed.blocks) == blocks, "{!r}: {} blocks, not {}", imported, len(placed.blocks), blocks)
+                check(
+                    not (placed.arrived & ~placed.announced).any(), "{!r} has pages that were not announced", imported
+                )
+                check(not imported.early, "{!r} has a place, and messages that wait for one", imported)
+                complete = placed.complete and (imported.offer.request is None or imported.handoff is not None)
+                check(not complete, "{!r} is complete, and open", imported)
+
+
+def _end(ready: Ready) -> int:
+    return ready.first_block + len(ready.checksums)

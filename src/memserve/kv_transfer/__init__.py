@@ -1,1 +1,0 @@
-"""KV blocks between instances: offers, pulls, leases, barriers; memory at a peer."""

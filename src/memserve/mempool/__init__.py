@@ -1,1 +1,0 @@
-"""The memory of one instance: blocks, tiers, prefix index, eviction."""

@@ -1,0 +1,235 @@
+"""Blocks of both tiers on a machine with a GPU, and the copies between them beside what is computed.
+
+    HBM -> DRAM  (evictions, preempted sequences)   down: beside the steps; a block that is given away again meanwhile
+                                                    makes the next step wait until it has been read
+    DRAM -> HBM  (prefixes that are matched)        up: the step that brought them waits
+    HBM -> HBM   (copies on write)                  in the computing stream
+
+DRAM is pinned, so that the copy engines reach it. As on a CPU it is memory that other processes of the host may map;
+HBM is exported to them as a handle (``transport/links/gpu_memory.py``).
+
+Of an instance of several workers each has its heads and layers of every block in its own HBM. DRAM is one memory with
+whole blocks: each worker copies its part of them, the runs of its heads, by a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memserve import _core
+from memserve.base.errors import check
+from memserve.base.types import CopyBlocks, Tier
+from memserve.instance.events import LinkUse
+from memserve.model.copier import Copy
+from memserve.model.gpu.streams import Gpu, Mark, Stream
+from memserve.transport.ranges import Shard
+
+Int32s = NDArray[np.int32]
+
+
+class GpuArenas:
+    """Rows of bytes ``[blocks, block_bytes]`` uint8: ``hbm`` on the device, ``dram`` on the host."""
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        block_bytes: int,
+        hbm_blocks: int,
+        dram_blocks: int,
+        *,
+        shared: bool = False,
+        part: Shard | None = None,
+        dram: _core.SharedArena | None = None,
+    ) -> None:
+        """``shared``: other processes may read both. ``part``: what blocks of HBM have of those of the model, which lie
+        in ``dram``, memory of all workers. Raises :class:`UserError` where there is no room."""
+        self._gpu = gpu
+        self.block_bytes = block_bytes
+        self.part = part
+        whole = gpu.zeros(hbm_blocks + 1, block_bytes, dtype=torch.uint8)
+        self.hbm = whole[:hbm_blocks]
+        #: the block that rows write which pad a batch: no sequence has it
+        self.scratch_block = hbm_blocks
+        #: host memory of the second tier that peers map; None: there is none, or none is shared
+        self.shared_dram: _core.SharedArena | None = None
+        self.is_shared = shared
+        lower_bytes = block_bytes if part is None else part.model.block_bytes
+        if dram_blocks == 0:
+            self.dram = torch.empty((0, lower_bytes), dtype=torch.uint8)
+        else:
+            arena = dram or (_core.SharedArena if shared else _core.Arena)(dram_blocks * lower_bytes)
+            self.shared_dram = arena if isinstance(arena, _core.SharedArena) else None
+            self.dram = torch.frombuffer(arena, dtype=torch.uint8).view(dram_blocks, lower_bytes)
+            gpu.pin(self.dram)
+        self._up, self._down = gpu.stream(urgent=True), gpu.stream()
+        self._leaving: dict[int, Mark] = {}  # HBM blocks that ``down`` still reads
+        self._left: Mark | None = None  # behind all that went down
+
+    @property
+    def base(self) -> int:
+        """Address of the HBM arena."""
+        return self.hbm.data_ptr()
+
+    def follow(self, stream: Stream) -> None:
+        """What ``stream`` does from now on comes behind what is computed, and behind what went down."""
+        stream.after(self._gpu.compute.mark())
+        if self._left is not None:
+            stream.after(self._left)
+
+    def will_use(self, blocks: Sequence[int]) -> None:
+        """HBM blocks are given to a sequence, or a frame: what is computed from now on may write them."""
+        for block in blocks if self._leaving else ():
+            mark = self._leaving.pop(block, None)
+            if mark is not None:
+                self._gpu.compute.after(mark)
+
+    def copy(self, order: CopyBlocks) -> None:
+        """Copy whole blocks, in the order given (an earlier destination may be a later source)."""
+        source, target = self._tier(order.src_tier), self._tier(order.dst_tier)
+        self.check_blocks(order.src_tier, np.array(order.src, np.int32))
+        self.check_blocks(order.dst_tier, np.array(order.dst, np.int32))
+        compute = self._gpu.compute
+        if order.dst_tier is Tier.DRAM:
+            self._down.after(compute.mark())
+            self._copy(self._down, order)
+            self._left = self._down.mark()
+            if order.src_tier is Tier.HBM:
+                self._leaving.update(dict.fromkeys(order.src, self._left))
+            else:
+                compute.after(self._left)
+            return
+        self.will_use(order.dst)
+        if order.src_tier is Tier.HBM:
+            compute.copy_blocks(target, source, order.dst, order.src)
+            return
+        self.follow(self._up)
+        self._copy(self._up, order)
+        compute.after(self._up.mark())
+
+    def _copy(self, stream: Stream, order: CopyBlocks) -> None:
+        """From or to DRAM."""
+        part, tiers = self.part, (order.dst_tier, order.src_tier)
+        if part is None:
+            stream.copy_blocks(self._tier(tiers[0]), self._tier(tiers[1]), order.dst, order.src)
+            return
+        layers = np.arange(part.local.num_layers, dtype=np.int32)
+        for dst, src in _unchained(order):
+            pages = [(np.array(blocks, np.int32)[:, None] * len(layers) + layers).ravel() for blocks in (dst, src)]
+            rows = [self.rows(tier, some, part.run_bytes) for tier, some in zip(tiers, pages, strict=True)]
+            stream.copy_pages(rows[0][0], rows[1][0], rows[0][1], rows[1][1])
+
+    def rows(self, tier: Tier, pages: Int32s, row_bytes: int) -> tuple[Tensor, Tensor]:
+        """A tier as rows of bytes, and which of them are ``pages``: int32 on the host. ``row_bytes``: of a page, or of
+        one head's run where DRAM has whole blocks."""
+        if self.part is not None:
+            pages = self.part.runs(pages, of_model=tier is Tier.DRAM)
+        return self._tier(tier).view(-1, row_bytes), torch.from_numpy(pages)
+
+    def copied(self) -> Mark | None:
+        """What must be past before all copies so far are done, beside what is computed; None: nothing."""
+        for block in [block for block, mark in self._leaving.items() if mark.is_past()]:
+            del self._leaving[block]
+        return self._left
+
+    def check_blocks(self, tier: Tier, blocks: Int32s) -> None:
+        """Raise :class:`IndexError` unless ``tier`` has all of ``blocks``."""
+        count = len(self._tier(tier))
+        if len(blocks) and not (blocks.min() >= 0 and blocks.max() < count):
+            raise IndexError(f"blocks {blocks.min()} to {blocks.max()} are not all in a tier of {count} blocks")
+
+    def _tier(self, tier: Tier) -> Tensor:
+        return self.hbm if tier is Tier.HBM else self.dram
+
+
+def _unchained(order: CopyBlocks) -> Iterator[tuple[list[int], list[int]]]:
+    """Pieces of an order in which no destination is also a source: rows of one kernel are in no order."""
+    if order.src_tier is order.dst_tier and not set(order.src).isdisjoint(order.dst):
+        yield from (([dst], [src]) for dst, src in zip(order.dst, order.src, strict=True))
+    else:
+        yield order.dst, order.src
+
+
+class StreamCopier:
+    """Copies of pages beside a running step; as :class:`memserve.model.copier.PageCopier`, but that only streams wait.
+
+    What the next layers read comes up in one stream, what leaves goes down in another, whole blocks that leave or stay
+    in a third that gives way to both.
+    """
+
+    def __init__(self, gpu: Gpu, arenas: GpuArenas, page_bytes: int) -> None:
+        self._gpu, self._arenas = gpu, arenas
+        tiers = {Tier.HBM: arenas.hbm, Tier.DRAM: arenas.dram}
+        self._tiers = {memory.data_ptr(): tier for tier, memory in tiers.items() if len(memory)}
+        self._row_bytes = page_bytes if arenas.part is None else arenas.part.run_bytes
+        self._streams = gpu.stream(urgent=True), gpu.stream(urgent=True), gpu.stream()
+        self._left: Mark | None = None
+        self._ends: dict[int, Mark] = {}
+        self._spans: list[tuple[Copy, Mark, Mark]] = []
+        self._waits: list[tuple[Mark, Mark]] = []
+
+    def begin(self, copy: Copy, *, urgent: bool) -> None:
+        """Enqueue a copy behind what is computed so far."""
+        up, down, aside = self._streams
+        stream = aside if not urgent else up if copy.direction is Tier.HBM else down
+        self._arenas.follow(stream)
+        if self._left is not None:
+            stream.after(self._left)  # a buffer is filled again behind what leaves it
+        began = stream.mark(timed=True)
+        target, dst = self._arenas.rows(self._tiers[copy.target], copy.dst, self._row_bytes)
+        source, src = self._arenas.rows(self._tiers[copy.source], copy.src, self._row_bytes)
+        stream.copy_pages(target, source, dst, src)
+        end = self._ends[id(copy)] = stream.mark(timed=True)
+        if urgent and stream is down:
+            self._left = end
+        self._spans.append((copy, began, end))
+
+    def wait(self, copy: Copy) -> None:
+        """What is computed from now on comes behind ``copy``."""
+        compute, end = self._gpu.compute, self._ends.pop(id(copy))
+        before = compute.mark(timed=True)
+        compute.after(end)
+        self._waits.append((before, compute.mark(timed=True)))
+
+    def cut(self) -> CopyTimes:
+        """The copies since the last cut: all have been waited for."""
+        check(not self._ends, "a step ends with copies that it has not waited for")
+        times = CopyTimes(self._spans, self._waits)
+        self._spans, self._waits = [], []
+        return times
+
+    def call_off(self) -> None:
+        """A step has failed: wait for what was begun, and forget it."""
+        for stream in self._streams:
+            stream.wait()
+        self._spans, self._waits, self._left = [], [], None
+        self._ends.clear()
+
+    def close(self) -> None:
+        """Wait for what was begun."""
+        self.call_off()
+
+
+class CopyTimes:
+    """How long a step's copies took, once they are done."""
+
+    def __init__(self, spans: list[tuple[Copy, Mark, Mark]], waits: list[tuple[Mark, Mark]]) -> None:
+        self._spans, self._waits = spans, waits
+
+    def used(self) -> LinkUse | None:
+        """None: nothing was copied."""
+        if not self._spans:
+            return None
+        use = LinkUse()
+        for copy, began, end in self._spans:
+            use.busy_ns += end.ns_since(began)
+            if copy.direction is Tier.HBM:
+                use.up_bytes += copy.nbytes
+            elif copy.direction is Tier.DRAM:
+                use.down_bytes += copy.nbytes
+        use.waited_ns = sum(after.ns_since(before) for before, after in self._waits)
+        return use

@@ -1,0 +1,393 @@
+"""The device on a GPU: as :class:`memserve.model.device.ModelDevice`, but that the host is ahead of it.
+
+    begin_step(k)      begin_step(k + 1)                       host: enqueues, waits for nothing
+    .... plan k computes ....    .... plan k + 1 computes ....    device: in order
+                       finish(plan k)           finish(plan k + 1)    host: reads what was drawn
+
+Plan ``k + 1`` computes tokens that plan ``k`` draws: they stay on the device (:class:`SlotMirror`). A plan that needs
+to know them on the host (a grammar, drafts, beams, prompts' logprobs) begins when those before it have finished.
+
+Streams and what orders them: everything of a step is in the computing stream; copies fork from it and join it again
+(:mod:`gpu_arena`); pulls of peers' pages are in streams of their own, ordered by the machine, which lets no plan
+touch their blocks meanwhile (``kv/transfer/barriers.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memserve import _core
+from memserve.base.config import InstanceConfig
+from memserve.base.errors import check
+from memserve.base.types import Tier
+from memserve.instance.events import RowFailed, StepFinished, StepPlan
+from memserve.model.attention.backends import AttentionFactory, TritonAttention
+from memserve.model.attention.context import ReportingAttention, StepAttention
+from memserve.model.device import ModelDevice
+from memserve.model.forward import Forward
+from memserve.model.gpu.arena import CopyTimes, GpuArenas, StreamCopier
+from memserve.model.gpu.graphs import DecodeGraphs, Decodes
+from memserve.model.gpu.sampling import BegunDraw, SlotMirror, begin_draw
+from memserve.model.gpu.streams import Gpu, Mark
+from memserve.model.loading.loader import LoadedModel
+from memserve.model.sampling import Sampled
+from memserve.model.slots import Failures, Int64s
+from memserve.model.workers.gpu_group import GpuWorkerGroup
+from memserve.transport.links.gpu_memory import GpuMemory
+from memserve.transport.ports import ArenaMemory, Arenas
+
+log = logging.getLogger(__name__)
+
+_WAIT_S = 60.0
+"""No layer takes so long: its thread has died."""
+
+
+class _Begun:
+    """A plan that the device works on."""
+
+    __slots__ = (
+        "began_ns", "draw", "end", "failed", "finished", "lives", "marks", "plan", "times",
+    )  # fmt: skip
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan, self.began_ns = plan, time.perf_counter_ns()
+        self.draw: BegunDraw | None = None
+        self.failed: Failures = {}
+        self.lives: Int64s | None = None
+        self.marks: list[Mark] = []
+        self.times: CopyTimes | None = None
+        #: what the host has worked out already; None: nothing
+        self.finished: StepFinished | None = None
+
+
+class GpuDevice(ModelDevice):
+    """A model on a GPU: ``begin_step`` is called from one thread; what it returns there or in another, in order."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: InstanceConfig,
+        gpu: Gpu,
+        forward: Forward | None = None,
+        attention: AttentionFactory | None = None,
+        *,
+        decodes: Decodes | None = None,
+        shared: bool = False,
+        crew: GpuWorkerGroup | None = None,
+    ) -> None:
+        """``decodes``: attention that a graph can hold; None: that of Triton, where it computes. ``crew``: see
+        :class:`memserve.model.workers.gpu_steps.GpuPart`."""
+        self._gpu = gpu
+        self._page_bytes = model.geometry.page_bytes
+        self._lock = threading.Lock()  # guards slots, mirror and what is begun
+        self._begun: deque[_Begun] = deque()
+        self._waits_for_host = False  # while a plan is begun that must know what is drawn
+        self._last_end_ns = 0
+        with gpu.compute.use():
+            super().__init__(model, config, forward, attention, shared=shared, crew=crew)
+            self._mirror = SlotMirror(gpu, self._slots, self._arenas.scratch_block)
+        gpu.compute.wait()
+        self._lives: Int64s = np.zeros(len(self._slots.opened), np.int64)  # how often each slot was opened
+        if decodes is None and self._is_triton:
+            sizes = self._arenas.hbm.view(-1), model.geometry, self._mirror.tables
+            first_layer = 0 if crew is None else crew.share.own_layers.start
+            decodes = partial(_decodes, *sizes, config.max_model_tokens, first_layer)
+        self._graphs = None if decodes is None else DecodeGraphs(gpu, self._forward, self._mirror, decodes, crew)
+        self._layers = _LayerWatch(lambda step_id, layer: self.on_layer and self.on_layer(step_id, layer))
+
+    @property
+    def _is_triton(self) -> bool:
+        return isinstance(self._attention, partial) and self._attention.func is TritonAttention
+
+    def capture(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Capture the graphs of decode steps: before the first plan. ``progress(done, of)``."""
+        if self._graphs is not None:
+            with self._gpu.compute.use():
+                self._graphs.capture(len(self._slots.opened), progress)
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Numbers of rows with a captured graph."""
+        return [] if self._graphs is None else self._graphs.sizes
+
+    def _make_arenas(
+        self,
+        sizes: tuple[int, int, int],
+        *,
+        shared: bool,
+        lower: _core.LowerPages | None,
+        hbm: _core.SharedArena | None,
+    ) -> Any:
+        check(lower is None and hbm is None, "on a GPU KV lies as it was computed, in one process")
+        return GpuArenas(self._gpu, *sizes, shared=shared)
+
+    def _make_copier(self, link_bytes_s: float | None) -> Any:
+        return StreamCopier(self._gpu, self._arenas, self._page_bytes)
+
+    @property
+    def shared_arenas(self) -> Arenas:
+        """What peers can read, tier by tier."""
+        if not self._arenas.is_shared:
+            return {}
+        found: dict[Tier, ArenaMemory] = {Tier.HBM: GpuMemory(self._arenas.hbm)}
+        if self._arenas.shared_dram is not None:
+            found[Tier.DRAM] = self._arenas.shared_dram
+        return found
+
+    # -- steps
+
+    def execute(self, plan: StepPlan) -> StepFinished:
+        """Begin ``plan`` and finish it."""
+        return self.begin_step(plan)()
+
+    def begin_step(self, plan: StepPlan) -> Callable[[], StepFinished]:
+        """Enqueue all of ``plan``; what is returned waits for its end. Plans are finished in the order in which they
+        are begun."""
+        return self._begin(plan, waits_for_host=self.needs_host(plan))
+
+    def _begin(self, plan: StepPlan, *, waits_for_host: bool) -> Callable[[], StepFinished]:
+        with self._lock, self._gpu.compute.use(), torch.inference_mode():
+            begun = _Begun(plan)
+            try:
+                if waits_for_host:
+                    self._catch_up()
+                    self._waits_for_host = True
+                self._enqueue(begun)
+            except BaseException:
+                self._copier.call_off()  # later plans may use the same pages
+                raise
+            finally:
+                self._waits_for_host = False
+            self._begun.append(begun)
+        return partial(self._finish, begun)
+
+    def needs_host(self, plan: StepPlan) -> bool:
+        """Whether ``plan`` can only begin when what was drawn before is known on the host."""
+        if plan.drafts or plan.prompt_logprob_rows or plan.late_draws:
+            return True
+        opened = {sequence.slot: sequence for sequence in plan.open}
+        for slot in (slot for group in plan.sample_slots for slot in group):
+            sequence = opened.get(slot)
+            if sequence is not None:
+                if sequence.beam_candidates or sequence.sampling.grammar:
+                    return True
+            elif self._slots.beam_candidates[slot] or (self._slots.grammars and slot in self._slots.grammars):
+                return True
+        return False
+
+    def _enqueue(self, begun: _Begun) -> None:
+        plan = begun.plan
+        self._prepare(plan)
+        self._mirror.update()
+        moving = self._move(plan.moves)
+        if plan.gives_tokens and self._waits_for_host:
+            begun.finished = self._compute(plan)
+        elif plan.slots:
+            self._launch(begun)
+        for copy in moving:
+            self._copier.wait(copy)
+        begun.times = self._copier.cut()
+        copied = self._arenas.copied()
+        begun.marks = [self._gpu.compute.mark(), *([] if copied is None else [copied])]
+
+    def _launch(self, begun: _Begun) -> None:
+        plan = begun.plan
+        logits, drawing = self._logits(plan)
+        begun.failed = {slot: why for slot, why in self._slots.failed.items() if slot in plan.slots}
+        if not drawing:
+            return
+        groups = [plan.sample_slots[row] for row in drawing]
+        slots = np.array([slot for group in groups for slot in group], np.int64)
+        rows = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+        begun.failed |= {slot: self._slots.failed[slot] for slot in slots.tolist() if slot in self._slots.failed}
+        begun.draw = self._begin_draw(logits, rows, slots)
+        begun.lives = self._lives[slots].copy()
+        self._slots.append(slots, np.zeros(len(slots), np.int64))  # their places; which tokens, the host learns later
+
+    def _begin_draw(self, logits: Tensor, rows: Int64s, slots: Int64s) -> BegunDraw:
+        return begin_draw(self._gpu, logits, rows, slots, self._slots, self._mirror)
+
+    def _finish(self, begun: _Begun) -> StepFinished:
+        for mark in begun.marks:
+            mark.wait()
+        with self._lock:
+            while begun in self._begun:
+                self._learn(self._begun.popleft())
+        self._layers.settle(begun.plan.step_id)
+        now_ns = time.perf_counter_ns()
+        spent_ns, self._last_end_ns = now_ns - max(begun.began_ns, self._last_end_ns), now_ns
+        used = None if begun.times is None else begun.times.used()
+        return replace(_known(begun.finished), device_ns=spent_ns, link=used)
+
+    def _catch_up(self) -> None:
+        """Learn what all plans so far have drawn."""
+        while self._begun:
+            begun = self._begun.popleft()
+            begun.marks[0].wait()
+            self._learn(begun)
+
+    def _learn(self, begun: _Begun) -> None:
+        """The host's part of a plan that the device has done; its slots may have other sequences by now."""
+        if begun.finished is not None:
+            return
+        drawn = Sampled(np.empty(0, np.int64)) if begun.draw is None else begun.draw.finish()
+        failed = dict(begun.failed)
+        for slot, why in drawn.failed.items():
+            failed.setdefault(slot, why)
+        if begun.draw is not None and begun.lives is not None:
+            slots, positions = begun.draw.slots, begun.draw.positions
+            same = self._lives[slots] == begun.lives
+            self._slots.tokens[slots[same], positions[same]] = drawn.tokens[same]
+        begun.finished = StepFinished(
+            begun.plan.step_id, drawn.tokens.tolist(), 0, drawn.logprobs, {}, drawn.candidates, kept={}, failed=failed
+        )
+
+    # -- parts of a step, where the device's differ
+
+    def _prepare(self, plan: StepPlan) -> None:
+        grown = {slot: int(self._slots.table_lengths[slot]) for slot, _ in plan.grow}
+        for sequence in plan.open:
+            self._lives[sequence.slot] += 1
+            grown[sequence.slot] = 0
+        super()._prepare(plan)
+        slots = self._slots
+        for sequence in plan.open:
+            self._mirror.tokens_changed(sequence.slot, 0, int(slots.lengths[sequence.slot]))
+        for slot, first in grown.items():
+            self._mirror.table_changed(slot, first, int(slots.table_lengths[slot]))
+        for slot, position, _ in plan.replace:
+            self._mirror.table_changed(slot, position, position + 1)
+
+    def _logits(self, plan: StepPlan) -> tuple[Tensor, list[int]]:
+        if self._graphs is not None and self._fits_a_graph(plan):
+            slots, starts = np.array(plan.slots, np.int64), np.array(plan.starts, np.int64)
+            self._slots.check_rows(slots, starts, np.ones_like(starts))
+            logits = self._graphs.run(slots, starts)
+            if logits is not None:
+                return logits[:, : self._vocab_size], list(range(len(slots)))
+        return super()._logits(plan)
+
+    def _fits_a_graph(self, plan: StepPlan) -> bool:
+        """One token of each row, which draws; nothing that is different by row or by layer."""
+        usual = not (plan.report_layers or plan.drafts or plan.prompt_logprob_rows)
+        if not usual or max(plan.counts) > 1 or not all(plan.sample_slots):
+            return False
+        apart = self._slots.placed.keys() | self._slots.adapters.keys()
+        return not apart or apart.isdisjoint(plan.slots)
+
+    @property
+    def _tables(self) -> Any:
+        return self._mirror.tables if self._is_triton else self._slots.tables
+
+    def _gather(self, owners: Int64s, positions: Int64s) -> tuple[Tensor, Tensor]:
+        if self._waits_for_host:
+            return super()._gather(owners, positions)
+        return self._mirror.inputs(owners, positions)
+
+    def _reporting(self, plan: StepPlan, attention: StepAttention) -> StepAttention:
+        """A layer's kernels have not run when its call returns: a thread waits for the mark behind them."""
+        if not plan.report_layers or self.on_layer is None:
+            return attention
+        compute, step_id = self._gpu.compute, plan.step_id
+        return ReportingAttention(
+            attention, lambda layer: self._layers.expect(compute.mark(), step_id, layer), plan.report_layers
+        )
+
+    def _draw(self, plan: StepPlan, drawing: list[int], logits: Tensor, failed: Failures) -> Sampled:
+        drawn = super()._draw(plan, drawing, logits, failed)
+        if self._crew is None:
+            self._drawn.clear()  # no worker follows
+        late = {draw.slot for draw in plan.late_draws}
+        for slot in late | {slot for row in drawing for slot in plan.sample_slots[row]}:
+            length = int(self._slots.lengths[slot])
+            self._mirror.tokens_changed(slot, length - 1, length)
+        return drawn
+
+    def _verify(
+        self, plan: StepPlan, logits: Tensor, failed: dict[int, RowFailed]
+    ) -> tuple[list[int], dict[int, list[int]]]:
+        slots = [plan.slots[row] for row in plan.drafts]
+        before = {slot: int(self._slots.lengths[slot]) for slot in slots}
+        verified = super()._verify(plan, logits, failed)
+        for slot, length in before.items():
+            self._mirror.tokens_changed(slot, length, int(self._slots.lengths[slot]))
+        return verified
+
+    def _send(self, values: Int64s) -> Tensor:
+        return self._gpu.send(torch.from_numpy(values))
+
+    def close(self) -> None:
+        """Wait for the device, and release the arenas (with the last reference to this device)."""
+        self._layers.close()
+        self._gpu.compute.wait()
+        self._graphs = None
+        super().close()
+
+
+def _decodes(
+    arena: Tensor, geometry: Any, tables: Tensor, context_max: int, first_layer: int, slots: Tensor, contexts: Tensor
+) -> StepAttention:
+    return TritonAttention.of_decodes(arena, geometry, tables, slots, contexts, context_max, first_layer)
+
+
+def _known(finished: StepFinished | None) -> StepFinished:
+    check(finished is not None, "a plan is finished that the host has learnt nothing of")
+    return cast("StepFinished", finished)
+
+
+class _LayerWatch:
+    """A thread that tells when layers are done."""
+
+    def __init__(self, tell: Callable[[int, int], Any]) -> None:
+        self._tell = tell
+        self._expected: queue.SimpleQueue[tuple[Mark, int, int] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._open: dict[int, int] = {}  # layers that are not told yet, by step
+        self._thread: threading.Thread | None = None
+
+    def expect(self, mark: Mark, step_id: int, layer: int) -> None:
+        """Tell of ``layer`` when ``mark`` is past."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="memserve-layers", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._open[step_id] = self._open.get(step_id, 0) + 1
+        self._expected.put((mark, step_id, layer))
+
+    def settle(self, step_id: int) -> None:
+        """All layers of a step that has ended are told."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: step_id not in self._open, _WAIT_S)
+        check(done, "a layer is not told of although its step has ended")
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._expected.put(None)
+            self._thread.join(_WAIT_S)
+
+    def _run(self) -> None:
+        while (item := self._expected.get()) is not None:
+            mark, step_id, layer = item
+            try:
+                mark.wait()
+                self._tell(step_id, layer)
+            except Exception as error:  # the step itself fails with it
+                log.warning("layer %d of step %d is not told of: %s", layer, step_id, error)
+            with self._changed:
+                self._open[step_id] -= 1
+                if not self._open[step_id]:
+                    del self._open[step_id]
+                self._changed.notify_all()

@@ -1,0 +1,190 @@
+"""Linears of few rows on a GPU, in Triton: the weight streams through once, at the speed of the memory.
+
+Libraries are made for many rows; with few they leave a fifth to a half of the bandwidth. Importing this module needs
+the package ``triton``; ``TRITON_INTERPRET=1`` runs its kernels on a CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memserve.base.units import ceil_div
+from memserve.model.linears import ROW_BUCKETS, JoinedLinear, Kernel
+
+log = logging.getLogger(__name__)
+
+
+@triton.jit
+def one_row_kernel(
+    x, weight, bias, y, n, k, stride,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Program (piece): ``OUTPUTS`` outputs of one row, ``INPUTS`` inputs at a time."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    live = outputs < n
+    inputs = tl.arange(0, INPUTS)
+    rows = weight + outputs[:, None].to(tl.int64) * stride
+    sums = tl.zeros([OUTPUTS, INPUTS], tl.float32)
+    for start in range(0, k, INPUTS):
+        if EVEN:
+            value = tl.load(x + start + inputs)
+            part = tl.load(rows + (start + inputs)[None, :], mask=live[:, None], other=0.0)
+        else:
+            inside = start + inputs < k
+            value = tl.load(x + start + inputs, mask=inside, other=0.0)
+            part = tl.load(rows + (start + inputs)[None, :], mask=live[:, None] & inside[None, :], other=0.0)
+        sums += part.to(tl.float32) * value.to(tl.float32)[None, :]
+    total = tl.sum(sums, 1)
+    if BIAS:
+        total += tl.load(bias + outputs, mask=live, other=0.0).to(tl.float32)
+    tl.store(y + outputs, total.to(y.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def few_rows_kernel(
+    x, weight, bias, y, count, n, k, stride_x, stride,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program (piece): ``OUTPUTS`` outputs of up to ``ROWS`` rows, by tensor cores."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    live = outputs < n
+    rows = tl.arange(0, ROWS)
+    inputs = tl.arange(0, INPUTS)
+    there = rows < count
+    places = x + rows[:, None] * stride_x
+    columns = weight + outputs[None, :].to(tl.int64) * stride
+    sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in range(0, k, INPUTS):
+        at = start + inputs
+        if EVEN:
+            value = tl.load(places + at[None, :], mask=there[:, None], other=0.0)
+            part = tl.load(columns + at[:, None], mask=live[None, :], other=0.0)
+        else:
+            value = tl.load(places + at[None, :], mask=there[:, None] & (at < k)[None, :], other=0.0)
+            part = tl.load(columns + at[:, None], mask=live[None, :] & (at < k)[:, None], other=0.0)
+        if WIDE:  # Triton's interpreter multiplies bfloat16 as if it were an integer
+            value, part = value.to(tl.float32), part.to(tl.float32)
+        sums = tl.dot(value, part, sums, input_precision="ieee")
+    if BIAS:
+        sums += tl.load(bias + outputs, mask=live, other=0.0).to(tl.float32)[None, :]
+    place = y + rows[:, None] * n + outputs[None, :]
+    tl.store(place, sums.to(y.dtype.element_ty), mask=there[:, None] & live[None, :])
+
+
+Options = dict[str, int]
+
+ONE_ROW: tuple[Options, ...] = (
+    {"OUTPUTS": 4, "INPUTS": 1024, "num_warps": 4}, {"OUTPUTS": 2, "INPUTS": 2048, "num_warps": 4},
+    {"OUTPUTS": 8, "INPUTS": 512, "num_warps": 4},
+)  # fmt: skip
+FEW_ROWS: tuple[Options, ...] = (
+    {"OUTPUTS": 32, "INPUTS": 128, "num_warps": 4, "num_stages": 5},
+    {"OUTPUTS": 16, "INPUTS": 256, "num_warps": 2, "num_stages": 4},
+    {"OUTPUTS": 64, "INPUTS": 128, "num_warps": 4, "num_stages": 4},
+)
+"""What is tried for a linear: which is quickest depends on the device and on the shape, and is measured."""
+
+_TRIAL_BYTES = 1 << 28  # of weights: several times what a device caches
+_TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-3}
+_GAIN = 0.97  # of the library's time: what is hardly quicker is not taken
+
+
+def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, options: Options) -> Tensor:
+    """``x [..., k]`` of one row times ``weight [n, k]`` transposed, plus ``bias [n]``: ``[..., n]`` of ``dtype``. Sums
+    are float32."""
+    n, k = weight.shape
+    flat = x.reshape(k)
+    y = torch.empty(n, dtype=dtype, device=x.device)
+    one_row_kernel[(ceil_div(n, options["OUTPUTS"]),)](
+        flat, weight, weight if bias is None else bias, y, n, k, weight.stride(0), BIAS=bias is not None,
+        EVEN=k % options["INPUTS"] == 0, **options,
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], n)
+
+
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, options: Options) -> Tensor:
+    """As :func:`one_row` for one row or several; up to 64 make sense."""
+    n, k = weight.shape
+    flat = x.reshape(-1, k)
+    flat = flat if flat.stride(-1) == 1 else flat.contiguous()
+    count = len(flat)
+    y = torch.empty((count, n), dtype=dtype, device=x.device)
+    few_rows_kernel[(ceil_div(n, options["OUTPUTS"]),)](
+        flat, weight, weight if bias is None else bias, y, count, n, k, flat.stride(0), weight.stride(0),
+        ROWS=max(16, 1 << (count - 1).bit_length()), BIAS=bias is not None, EVEN=k % options["INPUTS"] == 0,
+        WIDE=x.device.type == "cpu", **options,
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], n)
+
+
+def graph_seconds(calls: list[Callable[[], object]], rounds: int = 5) -> float:
+    """Time of all ``calls`` on the device, one after the other, without the host's part: the median."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())  # which may be still filling what the calls read
+    with torch.cuda.stream(stream):
+        for call in calls:  # kernels are compiled, workspaces allocated
+            call()
+    stream.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    took = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        took.append(begin.elapsed_time(end) / 1e3)
+    return float(sorted(took)[rounds // 2])
+
+
+def choose_kernels(layers: list[JoinedLinear], seconds: Callable[[list[Callable[[], object]]], float]) -> int:
+    """Let each of ``layers`` compute few rows by the quickest of what is tried, the library included. Returns how many
+    shapes and numbers of rows are quicker than the library. ``seconds``: what some calls take on the device."""
+    groups: dict[tuple[object, ...], list[JoinedLinear]] = defaultdict(list)
+    for layer in layers:
+        if layer.weight.dtype in (torch.bfloat16, torch.float16) and layer.weight.stride(1) == 1:
+            groups[layer.weight.shape, layer.weight.dtype, layer.bias is None, layer.dtype].append(layer)
+    chosen = 0
+    for alike in groups.values():
+        trial = alike[: max(1, _TRIAL_BYTES // alike[0].weight.nbytes)]
+        for rows in ROW_BUCKETS:
+            kernel = _quickest(trial, rows, seconds)
+            chosen += kernel is not None
+            for layer in alike:
+                layer.use(rows, kernel)
+    return chosen
+
+
+def _quickest(layers: list[JoinedLinear], rows: int, seconds: Callable[..., float]) -> Kernel | None:
+    """The quickest kernel for ``rows`` rows that computes what the library does; None: the library."""
+    weight = layers[0].weight
+    x = torch.randn((rows, weight.shape[1]), device=weight.device).to(weight.dtype)
+    expected = layers[0].plain(x).float()
+    best, least = None, seconds([partial(layer.plain, x) for layer in layers]) * _GAIN
+    tried: list[Kernel] = [partial(few_rows, options=options) for options in FEW_ROWS]
+    if rows == 1:
+        tried = [partial(one_row, options=options) for options in ONE_ROW] + tried
+    for kernel in tried:
+        try:
+            error = (kernel(x, weight, layers[0].bias, layers[0].dtype).float() - expected).abs().max()
+            if not error <= _TOLERANCE[weight.dtype] * expected.abs().max():
+                log.warning("a kernel for %d rows of %s is wrong here, and not used", rows, tuple(weight.shape))
+                continue
+            took = seconds([partial(kernel, x, layer.weight, layer.bias, layer.dtype) for layer in layers])
+        except Exception as error:  # too much shared memory for this device, say: the library is always there
+            log.info("a kernel for %d rows of %s does not run here: %s", rows, tuple(weight.shape), error)
+            continue
+        if took < least:
+            best, least = kernel, took
+    return best

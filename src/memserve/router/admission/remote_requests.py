@@ -1,0 +1,265 @@
+"""Remote requests: those of followers in the owner's queue and ledger, which hold for all routers together.
+
+::
+
+    ask --> QUEUED --admitted: the grant names instances with room--> UNPLACED, PREFILLING ... as its follower tells
+               |                                                          |
+               +--rejected                                                +--over, or its follower is gone--> released
+
+Remote requests wait, take turns and are rejected as the owner's own requests are. Nothing is dispatched for them here.
+A new owner admits nothing until each follower that it remembers has told what the last owner had granted to it, or is
+gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from memserve.base.errors import check
+from memserve.base.types import Role
+from memserve.protocol.admission import (
+    AdmissionGrant,
+    AdmissionGrants,
+    AdmissionRequest,
+    AdmissionRequests,
+    AttemptPlacement,
+)
+from memserve.protocol.peers import Holder, Peer
+from memserve.router.admission.controller import Rejection
+from memserve.router.admission.needs import on_terms
+from memserve.router.members.registry import Member, MemberState
+from memserve.router.parts import RequestFlow, RouterParts
+from memserve.router.placement.candidates import Candidate, Route
+from memserve.router.requests.requests import Attempt, RequestCause, RequestPhase, RequestState, RequestTable
+
+LEASE_SHARE = 2
+"""Of the time after which a silent follower is taken to be dead, its lease lasts one Nth: clocks may differ, and the
+owner's may have stood still for the rest."""
+
+
+@dataclass(slots=True)
+class _Guest:
+    """A request of a follower."""
+
+    peer: Peer
+    number: int
+    req: RequestState
+    attempt: int = 0
+    """The one that its follower has told of last; 0: none, what the ledger counts is the grant."""
+
+
+@dataclass(slots=True)
+class _Follower:
+    """What the owner has heard of a follower."""
+
+    serial: int = 0
+    guests: dict[int, _Guest] = field(default_factory=dict)
+    grants: list[AdmissionGrant] = field(default_factory=list)
+    """Not yet sent."""
+    is_known: bool = False
+    """It has told of all that it has at least once."""
+    is_answered: bool = True
+
+
+class RemoteRequests:
+    """All and only the guests that have not ended."""
+
+    def __init__(self, parts: RouterParts, requests: RequestTable, flow: RequestFlow) -> None:
+        self._config, self._registry, self._requests = parts.config, parts.registry, requests
+        self._admission, self._placer, self._flow = parts.admission, parts.placer, flow
+        self._sessions, self._handles = parts.sessions, parts.handles
+        self._timers, self._outbox = parts.timers, parts.outbox
+        self._followers: dict[Peer, _Follower] = {}
+        self._by_id: dict[str, _Guest] = {}
+        self._untold: dict[Peer, None] = {}  # followers of the last owner that have not told what they have
+
+    @property
+    def by_id(self) -> dict[str, RequestState]:
+        """Remote requests by the names that they have here."""
+        return {name: guest.req for name, guest in self._by_id.items()}
+
+    # -- followers
+
+    def wait_for(self, follower: Peer) -> None:
+        """``follower`` was one of the last owner's: until it has told what it has, nothing is admitted."""
+        self._untold[follower] = None
+        self._admission.is_closed = True
+
+    def member_gone(self, member: Member, now_ns: int) -> None:
+        """An instance, and with it the attempts that depend on it; or a follower, and with it its guests."""
+        for guest in list(self._by_id.values()):
+            attempt = guest.req.attempt
+            if guest.peer == member.peer:
+                self._end(guest, completed=False, now_ns=now_ns)
+            elif attempt is not None and member in attempt.involved:
+                self._give_up(guest, attempt)
+        self._followers.pop(member.peer, None)
+        self._has_told(member.peer)
+
+    def _has_told(self, follower: Peer) -> None:
+        self._untold.pop(follower, None)
+        self._admission.is_closed = bool(self._untold)
+
+    # -- what they tell
+
+    def hear(self, member: Member, news: AdmissionRequests, now_ns: int) -> None:
+        """``member``, a follower, tells of its requests."""
+        if member.info.role is not Role.ROUTER:
+            return
+        follower = self._followers.setdefault(member.peer, _Follower())
+        if news.serial <= follower.serial:
+            return  # late, or twice: the next news tell all again
+        follower.serial = news.serial
+        for number, completed in news.over:
+            self._end(follower.guests.get(number), completed=completed, now_ns=now_ns)
+        if news.open is not None:
+            follower.is_answered = False
+            there = set(news.open)
+            for number in [number for number in follower.guests if number not in there]:
+                self._end(follower.guests[number], completed=False, now_ns=now_ns)
+        for ask in news.asks:
+            known = follower.guests.get(ask.number)
+            if known is None:
+                self._ask(member.peer, follower, ask, now_ns)
+            elif known.req.phase is not RequestPhase.QUEUED and not ask.is_admitted:
+                follower.grants.append(self._grant(known))  # it was lost
+        for place in news.places:
+            guest = follower.guests.get(place.number)
+            if guest is not None and guest.req.phase is not RequestPhase.QUEUED:
+                self._placed(guest, place, now_ns)
+        follower.is_known |= news.is_whole
+        told_all = news.is_whole or news.open is not None
+        if follower.is_known and told_all and not any(self._is_back_soon(place) for place in news.places):
+            self._has_told(member.peer)
+
+    def _is_back_soon(self, place: AttemptPlacement) -> bool:
+        """Whether an instance of ``place`` has not answered this owner yet: how much fits there is not known."""
+        members = [self._registry.get(peer) for peer in place.at]
+        return any(member is not None and member.state is MemberState.REJOINING for member in members)
+
+    def _ask(self, peer: Peer, follower: _Follower, ask: AdmissionRequest, now_ns: int) -> None:
+        name = f"{peer.name}.{peer.generation}/{ask.number}"
+        request = structs.replace(ask.request, request_id=name, deadline_ns=None, key="")
+        req = RequestState(on_terms(request, self._config.admission), now_ns, is_guest=True)
+        req.emitted[0] = [0] * ask.emitted
+        guest = self._by_id[name] = follower.guests[ask.number] = _Guest(peer, ask.number, req)
+        if ask.is_admitted:
+            req.move(RequestCause.ADMITTED)
+            self._admission.recover(guest.req, now_ns)
+        elif ask.returns:
+            self._admission.let_return(req)
+        else:
+            self._flow.enqueue(req, now_ns)
+
+    def _placed(self, guest: _Guest, place: AttemptPlacement, now_ns: int) -> None:
+        req, attempt = guest.req, guest.req.attempt
+        there = () if attempt is None else tuple(member.peer for member in attempt.involved)
+        is_same = guest.attempt in (0, place.attempt)
+        if attempt is not None and is_same and attempt.decode_at is not None and place.at == there[1:]:
+            self._prefilled(req, attempt)
+            self._admission.memory.handed_over(attempt)
+            attempt.involved.remove(attempt.first)
+            req.move(RequestCause.HANDED_OVER)
+        elif attempt is None or not is_same or place.at != there or place.holders != attempt.holders:
+            if attempt is not None:
+                self._give_up(guest, attempt)
+            members = [self._registry.get(peer) for peer in place.at]
+            known = [member for member in members if member is not None and member.has_model]
+            if known and len(known) == len(members) and not self._is_back_soon(place):
+                req.emitted[0] = [0] * place.emitted
+                self._begin(req, known, place.holders, now_ns)
+        guest.attempt = place.attempt
+        if place.prefilled and req.attempt is not None:
+            self._prefilled(req, req.attempt)
+
+    def _prefilled(self, req: RequestState, attempt: Attempt) -> None:
+        if req.phase is RequestPhase.PREFILLING:
+            req.move(RequestCause.PREFILLED)
+            self._admission.memory.prefilled(attempt)
+
+    # -- what becomes of them
+
+    def admitted(self, req: RequestState, now_ns: int) -> None:
+        """``req``, a guest, is admitted: instances with room are kept for it until its follower tells where it is."""
+        guest = self._by_id[req.request_id]
+        chosen = self._placer.place(req) if self._admission.memory.is_counting else None
+        if chosen is not None:
+            self._begin(req, chosen.members, chosen.holders, now_ns)
+        self._followers[guest.peer].grants.append(self._grant(guest))
+
+    def _grant(self, guest: _Guest) -> AdmissionGrant:
+        attempt = guest.req.attempt
+        return AdmissionGrant(guest.number, () if attempt is None else tuple(one.peer for one in attempt.involved))
+
+    def turned_away(self, rejection: Rejection, now_ns: int) -> None:
+        """A guest is rejected."""
+        guest = self._by_id[rejection.req.request_id]
+        grant = AdmissionGrant(guest.number, (), rejection.cause, rejection.reason, rejection.retry_after_s)
+        self._followers[guest.peer].grants.append(grant)
+        self._leave(guest, RequestCause.REJECTED, now_ns)
+
+    def _end(self, guest: _Guest | None, *, completed: bool, now_ns: int) -> None:
+        """``None``: it has ended already."""
+        if guest is None:
+            return
+        attempt = guest.req.attempt
+        if attempt is not None:
+            guest.req.introduced[0] = completed
+            held_ns = self._admission.memory.release(attempt, completed=completed)
+            if held_ns:
+                self._timers.arm(now_ns + held_ns, self._not_held_any_more, None)
+        self._leave(guest, RequestCause.FINISHED, now_ns)
+
+    def _leave(self, guest: _Guest, cause: RequestCause, now_ns: int) -> None:
+        guest.req.move(cause)
+        del self._by_id[guest.req.request_id], self._followers[guest.peer].guests[guest.number]
+        self._admission.release(guest.req, now_ns)
+
+    def _not_held_any_more(self, _: None, now_ns: int) -> None:
+        self._flow.admit_waiting(now_ns)
+
+    def _begin(self, req: RequestState, members: Sequence[Member], holders: tuple[Holder, ...], now_ns: int) -> None:
+        first, decode_at = members[0], members[1] if len(members) > 1 else None
+        number = self._requests.next_number()
+        there = Candidate(first.number, first.name, first.info.role, first.info.host_id)
+        route = Route(there, None, "its follower decides")
+        name = f"{req.request_id}#{number}"
+        req.attempt = attempt = Attempt(
+            name, number, first, decode_at, holders, route, now_ns, now_ns, list(members), []
+        )
+        req.move(RequestCause.DISPATCHED)
+        for handle in self._admission.memory.reserve(req, attempt):
+            self._handles.give_way(handle)
+        self._sessions.route(req.request.tenant, req.request.session, attempt.involved)
+
+    def _give_up(self, guest: _Guest, attempt: Attempt) -> None:
+        self._admission.memory.release(attempt, completed=False)
+        guest.req.move(RequestCause.ATTEMPT_FAILED)
+        guest.req.attempt = None
+
+    # -- speaking
+
+    def speak(self) -> None:
+        """Tell followers what was decided in this event, and that they are members still."""
+        for peer, follower in self._followers.items():
+            if follower.grants or not follower.is_answered:
+                lease_ns = self._config.dead_after_ns // LEASE_SHARE
+                self._outbox.send(peer, AdmissionGrants(follower.serial, lease_ns, tuple(follower.grants)))
+                follower.grants, follower.is_answered = [], True
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` unless guests are those of members, and stand where their phase says."""
+        listed = {guest.req.request_id for one in self._followers.values() for guest in one.guests.values()}
+        check(listed == self._by_id.keys(), "{} are guests, listed are {}", list(self._by_id), listed)
+        check(self._admission.is_closed == bool(self._untold), "admission is closed, or open, for nothing")
+        for peer in (*self._followers, *self._untold):
+            check(self._registry.get(peer) is not None, "{} has guests, and is no member", peer)
+        for name, guest in self._by_id.items():
+            phase, attempt = guest.req.phase, guest.req.attempt
+            waits = phase in (RequestPhase.QUEUED, RequestPhase.UNPLACED)
+            check(waits == (attempt is None), "{} is {}: {}", name, phase, attempt)
+            for member in attempt.involved if attempt is not None else ():
+                check(self._registry.get(member.peer) is member, "{} depends on {}, which is gone", name, member)

@@ -1,0 +1,406 @@
+"""The cluster machine: requests and messages in, messages and tokens out.
+
+Synchronous and deterministic, like the instance's: one mutator, ``handle(event, now_ns)``. It holds what a router must
+know, and nothing of it is needed by instances to stay right: each message may be lost, come late or twice.
+
+::
+
+    Membership            which instances there are        Registry, LoadTable, LossDetector
+    Trees                 which of them cache what         _core.PrefixDirectory, one feed of KV events an instance
+    AdmissionController   admit, queue or reject           MemoryBudget, policy.admission, .fairness, .ledger
+    Placer                which instance runs a request    policy.routing
+    Lifecycle             phases and attempts              RequestTable
+    OutputMerger          what the client gets
+    Handles, Sessions     what clients give names to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from memserve.base.config import ClusterConfig
+from memserve.base.errors import check
+from memserve.base.types import FinishReason, NamedPrefix, Request, TokenOutput
+from memserve.kv.identity import DEFAULT_KEY
+from memserve.protocol.admission import AdmissionRequests
+from memserve.protocol.idempotency import AnswersHeld, AnswerTaken
+from memserve.protocol.messages import (
+    AnyMessage,
+    AttemptsUnknown,
+    Drain,
+    HandedOver,
+    Heartbeat,
+    Join,
+    KvEvents,
+    KvSnapshot,
+    Leave,
+    Pinned,
+    Refused,
+    RequestRefused,
+    SegmentHeld,
+    StopSequence,
+    Tokens,
+)
+from memserve.protocol.peers import ROUTER, Peer
+from memserve.protocol.records import RouterStarted
+from memserve.router.admission.controller import AdmissionController
+from memserve.router.admission.follower import asking_for
+from memserve.router.admission.needs import on_terms
+from memserve.router.events import (
+    ClockTicked,
+    ClusterAction,
+    ClusterEvent,
+    InstanceDied,
+    InstanceDrained,
+    MessageArrived,
+    PrefixPinned,
+    PrefixUnpinned,
+    RequestArrived,
+    RequestCancelled,
+    RouterEnds,
+    SequenceStopped,
+    StateRecovered,
+    StoreNamed,
+)
+from memserve.router.members.follower_membership import Following
+from memserve.router.members.loads import LoadTable
+from memserve.router.members.membership import Membership, StoreCalls
+from memserve.router.members.registry import Member, MemberState, Registry, order_of
+from memserve.router.outbox import Outbox, Timers
+from memserve.router.parts import RouterParts
+from memserve.router.placement.placer import Placer
+from memserve.router.placement.prefix_directory import PrefixNode, Trees, is_sane
+from memserve.router.report import ClusterStats, Counters, InstanceView
+from memserve.router.requests.lifecycle import Lifecycle
+from memserve.router.requests.outputs import OutputMerger
+from memserve.router.requests.requests import RequestPhase, RequestState, RouteStory
+from memserve.router.requests.sessions import HandleView, NamedPrefixes, Sessions
+
+
+class Cluster:
+    """Members, their caches, and the requests that they run. Deterministic: no clock, no random source.
+
+    Every request ends with exactly one output that has a ``finish_reason`` for each of its ``n`` sequences, or with one
+    ``RejectRequest``, whatever its instances do.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        identity_key: bytes = DEFAULT_KEY,
+        remembers: bool = False,
+        follows: Peer | None = None,
+    ) -> None:
+        """``identity_key``: 16 bytes, that of the instances' pools. ``remembers``: it asks its host to ``Remember`` and
+        to ``Note``, and its first event is a ``StateRecovered``. ``follows``: the follower that this is; None: it is
+        the owner."""
+        self.config = config
+        counters, timers, outbox = Counters(), Timers(), Outbox(remembers)
+        registry, loads = Registry(0 if follows is None else order_of(follows.name)), LoadTable()
+        trees = Trees(config, timers, counters, identity_key)
+        asking = asking_for(config, registry, loads) if follows is not None else None
+        admission = asking or AdmissionController(config.admission, config.policy, registry, loads)
+        handles = NamedPrefixes(registry, trees, loads, admission.memory, timers, outbox, config)
+        sessions = Sessions(registry, outbox)
+        placer = Placer(config, registry, trees, loads, sessions, handles, admission.memory)
+        parts = RouterParts(
+            config, registry, trees, loads, admission, sessions, handles, placer, timers, outbox, counters, follows
+        )
+        self._counters, self._timers, self._outbox = counters, timers, outbox
+        self._registry, self._loads, self._trees = registry, loads, trees
+        self._handles, self._sessions, self._placer = handles, sessions, placer
+        self._lifecycle = lifecycle = Lifecycle(parts)
+        self.answers = lifecycle.answers
+        #: None: this is the owner
+        self.following = Following(parts, lifecycle, asking) if follows is not None else None
+        self._membership = self.following or Membership(parts, lifecycle)
+        self._store_calls = StoreCalls(config, timers, outbox)
+        self._outputs = OutputMerger(lifecycle, timers, outbox, counters)
+        self._event_handlers = self._handlers_of_events()
+        self._message_handlers = self._handlers_of_messages()
+
+    def _handlers_of_events(self) -> dict[type[ClusterEvent], Callable[[Any, int], None]]:
+        """What each event leads to."""
+        return {
+            MessageArrived: lambda event, now_ns: self._hear(event.sender, event.message, now_ns),
+            RequestArrived: lambda event, now_ns: self._arrive(event.request, now_ns),
+            RequestCancelled: lambda event, now_ns: self._cancel(event.request_id, now_ns),
+            SequenceStopped: lambda event, now_ns: self._stop(event.request_id, event.index, now_ns),
+            InstanceDrained: lambda event, _: self._drain(event.name),
+            InstanceDied: self._died,
+            PrefixPinned: self._handles.pin,
+            PrefixUnpinned: lambda event, _: self._handles.unpin(event),
+            StateRecovered: self._recover,
+            StoreNamed: lambda event, now_ns: self._store_calls.begin(event.address, now_ns),
+            RouterEnds: lambda _event, _now_ns: self._store_calls.end(),
+            ClockTicked: lambda _event, _now_ns: None,
+        }
+
+    def _handlers_of_messages(self) -> dict[type[AnyMessage], Callable[[Member, Any, int], None]]:
+        """What each message of a member leads to. Others are for other processes, and ignored."""
+        membership, lifecycle = self._membership, self._lifecycle
+        return {
+            Tokens: self._take_tokens,
+            Heartbeat: membership.heartbeat,
+            KvEvents: self._follow,
+            KvSnapshot: self._follow,
+            HandedOver: lambda member, message, now_ns: lifecycle.handed_over(message.request_id, member, now_ns),
+            RequestRefused: self._refused,
+            AnswersHeld: self.answers.heard,
+            AnswerTaken: lambda member, message, now_ns: self._taken(member, message.request_id, now_ns),
+            AttemptsUnknown: membership.answer,
+            SegmentHeld: lambda member, message, now_ns: lifecycle.segment_held(message.request_id, member, now_ns),
+            AdmissionRequests: lifecycle.guests.hear,
+            Pinned: self._handles.pinned,
+            Drain: lambda member, _message, _now_ns: membership.drain(member),
+            Leave: lambda member, _message, now_ns: membership.gone(member, "it left", now_ns, died=False),
+        }
+
+    # -- the one mutator
+
+    def handle(self, event: ClusterEvent, now_ns: int) -> list[ClusterAction]:
+        """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order.
+
+        What is due by ``now_ns`` happens after it: a heartbeat that waited behind other work is heard before its sender
+        is taken to be dead.
+        """
+        self._excuse_own_sleep(now_ns)
+        handle = self._event_handlers.get(type(event))
+        check(handle is not None, "unknown event {!r}", event)
+        if handle is not None:
+            handle(event, now_ns)
+        self._timers.run(now_ns)
+        self._lifecycle.arrivals.admit_waiting(now_ns)
+        self._membership.speak(now_ns)
+        return self._outbox.take()
+
+    def _recover(self, event: StateRecovered, now_ns: int) -> None:
+        """Go on from what the last router knew; its members are asked to join again."""
+        check(not len(self._registry) and not self._lifecycle.requests.by_id, "the recovered state comes first")
+        self._outbox.remember(RouterStarted(event.router, event.address, event.clock_offset_ns))
+        recovered = event.recovered
+        last = recovered.router.generation if recovered.router is not None else 0
+        self._membership.recover(recovered.members, recovered.gone, event.address, last, now_ns)
+        for session in recovered.sessions:
+            self._sessions.recover(session.tenant, session.session, session.peers)
+        for pin in recovered.handles:
+            self._handles.recover(pin, now_ns)
+
+    def _excuse_own_sleep(self, now_ns: int) -> None:
+        """A router that did not look at the clock for so long heard nothing either: no silence counts."""
+        due_ns = self._timers.next_ns
+        if due_ns is not None and now_ns - due_ns > self.config.dead_after_ns // 2:
+            self._registry.forgive(now_ns)
+
+    # -- processes of this host
+
+    def _drain(self, name: str) -> None:
+        if (member := self._registry.named(name)) is not None:
+            self._membership.drain(member)
+
+    def _died(self, event: InstanceDied, now_ns: int) -> None:
+        if (member := self._registry.named(event.name)) is not None:
+            self._membership.gone(member, f"its process {event.how}", now_ns, died=True)
+
+    # -- clients
+
+    def _arrive(self, request: Request, now_ns: int) -> None:
+        self._counters.requests += 1
+        request_id = request.request_id
+        if request.key and self.answers.serve(request, now_ns):
+            return
+        reason = None
+        if request_id in self._lifecycle.requests.by_id:
+            reason = f"a request with the id {request_id!r} is still running"
+        elif not len(request.prompt) or request.n < 1:
+            reason = "the prompt is empty" if not len(request.prompt) else f"n must be at least 1, got {request.n}"
+        if reason is not None:
+            self._counters.requests_rejected += 1
+            self._outbox.reject(request_id, reason, None)
+            return
+        if request.key:
+            request = self.answers.begin(request, now_ns)
+        req = RequestState(on_terms(request, self.config.admission), now_ns)
+        if request.deadline_ns is not None:
+            self._timers.arm(request.deadline_ns, self._expire, request_id)
+        self._lifecycle.arrivals.arrive(req, now_ns)
+
+    def _cancel(self, request_id: str, now_ns: int) -> None:
+        req = self._lifecycle.requests.by_id.get(self.answers.request_of(request_id))
+        if req is not None and req.phase is RequestPhase.QUEUED and self.answers.is_read_by(request_id):
+            pass  # nothing was done for it
+        elif self.answers.leaves(request_id, now_ns):
+            return
+        if req is not None:  # else it ended while the cancellation was on its way
+            self._counters.requests_cancelled += 1
+            self._lifecycle.end(req, FinishReason.CANCELLED, now_ns)
+
+    def _expire(self, request_id: str, now_ns: int) -> None:
+        req = self._lifecycle.requests.by_id.get(request_id)
+        if req is not None and req.request.deadline_ns is not None and req.request.deadline_ns <= now_ns:
+            self._counters.requests_expired += 1
+            self._lifecycle.end(req, FinishReason.DEADLINE, now_ns)
+
+    def _stop(self, request_id: str, index: int, now_ns: int) -> None:
+        """The client has read enough of one sequence. The instances are told; no answer is waited for."""
+        req = self._lifecycle.requests.by_id.get(self.answers.request_of(request_id))
+        if req is None or not 0 <= index < req.request.n or req.request.beam_width:
+            return
+        emitted = req.emitted[index]
+        if req.finished[index] is not None or not emitted:
+            return
+        reason = FinishReason.STOP
+        req.finished[index], req.is_stopped = reason, True
+        self._counters.finished[reason.value] += 1
+        end = TokenOutput(req.request_id, index, (), finish_reason=reason, story=req.told(), offset=len(emitted))
+        self._outbox.emit(end)
+        if all(req.finished):
+            self._lifecycle.leave(req, now_ns)
+        elif req.attempt is not None:
+            for member in req.attempt.involved:
+                self._outbox.send(member.peer, StopSequence(req.attempt.attempt_id, index))
+
+    # -- messages
+
+    def _hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
+        if isinstance(message, Join):
+            self._membership.join(sender, message, now_ns)
+            return
+        if self.following is not None and sender.name == ROUTER:
+            self.following.hear_owner(sender, message, now_ns)
+            return
+        member = self._registry.get(sender)
+        if isinstance(message, Refused):
+            self._store_calls.declined(sender, message.reason)
+            if member is not None:
+                self._membership.gone(member, message.reason, now_ns, died=False)
+            return
+        member = member or self._membership.stranger(sender, message, now_ns)
+        if member is None:
+            return
+        if member.state is MemberState.REJOINING and not isinstance(message, Leave):
+            self._membership.ask_to_rejoin(member)
+            return
+        member.heard_ns = now_ns
+        handle = self._message_handlers.get(type(message))
+        if handle is not None:
+            handle(member, message, now_ns)
+
+    def _take_tokens(self, member: Member, message: Tokens, now_ns: int) -> None:
+        member.totals.answers += 1
+        self._outputs.take(member, message, now_ns)
+
+    def _refused(self, member: Member, message: RequestRefused, now_ns: int) -> None:
+        member.totals.answers += 1
+        self.answers.refused(member.peer, message.request_id)
+        self._lifecycle.refused(member, message, now_ns)
+
+    def _taken(self, member: Member, attempt_id: str, now_ns: int) -> None:
+        """The client of an attempt asks another router for the answer, which goes on there."""
+        self.answers.taken_before(member.peer, attempt_id, now_ns)
+        req = self._lifecycle.requests.by_attempt.get(attempt_id)
+        if req is not None and req.request.key and req.attempt is not None and req.attempt.is_from(member.peer):
+            self.answers.taken(req.request_id, now_ns)
+
+    def _follow(self, member: Member, message: KvEvents | KvSnapshot, now_ns: int) -> None:
+        """News of a member's index. A member whose news make no sense is a danger to all."""
+        trees, number = self._trees, member.number
+        known = trees.feed(number).next_event
+        if is_sane(message, member.info.role):
+            if isinstance(message, KvEvents):
+                self._membership.ask(member, trees.apply(number, message, now_ns))
+                self._membership.hear_load(member, message.load)
+            else:
+                self._membership.ask(member, trees.replace(number, message, now_ns))
+            if self._outbox.remembers and trees.feed(number).next_event != known:
+                self._outbox.note(trees.record(member.peer, number, message, known, now_ns))
+            return
+        self._membership.expel(member.peer, "its KV events make no sense")
+        self._membership.gone(member, "its KV events make no sense", now_ns, died=True)
+
+    # -- views
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When a ``ClockTicked`` is worth sending at the latest; ``None``: nothing is waited for."""
+        return self._timers.next_ns
+
+    def stats(self) -> ClusterStats:
+        """State now, and totals since the start."""
+        requests, trees, counters = self._lifecycle.requests, self._trees, self._counters
+        admission = self._lifecycle.admission.snapshot()
+        return ClusterStats(
+            requests_live=len(requests.by_id),
+            requests_unplaced=sum(req.phase is RequestPhase.UNPLACED for req in requests.unplaced.values()),
+            instances=sum(member.has_model for member in self._registry),
+            instances_draining=sum(member.state is MemberState.DRAINING for member in self._registry),
+            stores=sum(member.is_store for member in self._registry),
+            tree_blocks=sum(trees.blocks(member.number) for member in self._registry),
+            tree_bytes=trees.directory.nbytes,
+            handles=len(self._handles),
+            counters=replace(
+                counters,
+                decisions=dict(counters.decisions),
+                attempts_failed=dict(counters.attempts_failed),
+                finished=dict(counters.finished),
+            ),
+            admission=admission,
+            prompt_tokens=self._lifecycle.tallies.ceiling.whole(),
+            tenant_prompt_tokens=self._lifecycle.tallies.ceiling.counts(),
+        )
+
+    def instances(self) -> tuple[InstanceView, ...]:
+        """All members in the order in which they joined."""
+        return self._membership.views()
+
+    def story(self, request_id: str) -> RouteStory | None:
+        """What was decided for a live request."""
+        req = self._lifecycle.requests.by_id.get(request_id)
+        return req.story() if req is not None else None
+
+    def prefix_trees(self, tenant: str | None) -> dict[str, tuple[PrefixNode, ...]]:
+        """The last prompts' prefixes by tenant, with their holders; ``None``: of all tenants."""
+        names = {member.number: member.name for member in self._registry}
+
+        def match(identities: bytes) -> list[tuple[str, int, int]]:
+            found = self._trees.directory.match(identities)
+            return [(names[number], blocks, lower) for number, blocks, lower in found]
+
+        return self._lifecycle.tallies.recent_prompts.trees(tenant, match)
+
+    def handles(self) -> tuple[HandleView, ...]:
+        """All named prefixes, in the order in which they were pinned first."""
+        return self._handles.views()
+
+    def pinned_tokens(self, tenant: str, handles: Sequence[str]) -> list[int | None]:
+        """How much of each of a tenant's named prefixes is pinned; ``None``: unknown, or not answered yet."""
+        return self._handles.pinned_tokens(tenant, handles)
+
+    def named_prefixes(self, tenant: str) -> list[NamedPrefix]:
+        """A tenant's named prefixes, least recently renewed first."""
+        return self._handles.of(tenant)
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""
+        self._registry.check_invariants()
+        self._membership.check_invariants()
+        self._trees.check_invariants()
+        self._handles.check_invariants()
+        requests = self._lifecycle.requests
+        requests.check_invariants(self._registry)
+        self._lifecycle.guests.check_invariants()
+        self._lifecycle.admission.check_invariants(requests.by_id | self._lifecycle.guests.by_id)
+        self.answers.check_invariants(requests.by_id)
+        self._lifecycle.tallies.ceiling.check_invariants()
+        charges = [c for req in requests.by_id.values() if req.attempt is not None for c in req.attempt.charges]
+        members = {m.number: (m.info.role, m.state is MemberState.LIVE) for m in self._registry}
+        self._loads.check_invariants(charges, members)
+
+    def __repr__(self) -> str:
+        requests = self._lifecycle.requests
+        return (
+            f"<Cluster members={len(self._registry)} requests={len(requests.by_id)} unplaced={len(requests.unplaced)}>"
+        )

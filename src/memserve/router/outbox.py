@@ -1,0 +1,226 @@
+"""When the machine acts, and what it asks its host for, in which order: timers, actions, durability."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from memserve.base.errors import check
+from memserve.base.types import Role, TokenOutput
+from memserve.protocol.events import KeyConflict
+from memserve.protocol.messages import AnyMessage
+from memserve.protocol.peers import Peer
+from memserve.protocol.records import AnyRecord
+from memserve.router.events import (
+    ClusterAction,
+    EmitTokens,
+    MemberChange,
+    Note,
+    RejectRequest,
+    Remember,
+    ReportMember,
+    Send,
+)
+
+Subject = TypeVar("Subject")
+
+
+class Timers:
+    """One heap for all deadlines. Entries are never moved or removed: the function that is called looks whether it is
+    time, and arms again if not.
+
+    So renewing a deadline costs nothing: a member that beats twice a second has one entry in ``dead_after_ns``.
+    """
+
+    __slots__ = ("_armed", "_heap", "next_ns")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Callable[[Any, int], None], Any]] = []
+        self._armed = 0
+        #: the earliest entry; None: there is none
+        self.next_ns: int | None = None
+
+    def arm(self, when_ns: int, wake: Callable[[Subject, int], None], subject: Subject) -> None:
+        """Call ``wake(subject, now)`` at ``when_ns``. Entries of one time come in the order in which they were
+        armed."""
+        self._armed += 1
+        heapq.heappush(self._heap, (when_ns, self._armed, wake, subject))
+        self.next_ns = self._heap[0][0]
+
+    def run(self, now_ns: int) -> None:
+        """Call what is due, earliest first; what is armed meanwhile for ``now_ns`` or before comes as well."""
+        while self.next_ns is not None and self.next_ns <= now_ns:
+            _, _, wake, subject = heapq.heappop(self._heap)
+            self.next_ns = self._heap[0][0] if self._heap else None
+            wake(subject, now_ns)
+
+
+class Outbox:
+    """Messages in the order in which they were written; tokens of all requests in one action before them.
+
+    Between the two stands what must be durable before any of the messages leaves; behind them what may be so later.
+    Tokens promise nothing about the cluster, so they wait for no disk. Reports to operators come last.
+    """
+
+    __slots__ = ("_actions", "_ahead", "_keyed", "_later", "_outputs", "_relay", "_reports", "remembers")
+
+    def __init__(self, remembers: bool) -> None:
+        self._actions: list[ClusterAction] = []
+        self._outputs: list[TokenOutput] = []
+        self._ahead: list[AnyRecord] = []
+        self._later: list[AnyRecord] = []
+        self._reports: list[ReportMember] = []
+        #: whether the host keeps records; else they are not even made where that costs something
+        self.remembers = remembers
+        #: requests with a key, and what becomes of their outputs
+        self._keyed: Mapping[str, Reads] = {}
+        self._relay: Callable[[TokenOutput], TokenOutput | None] = lambda output: output
+
+    def relay_keyed(self, keyed: Mapping[str, Reads], relay: Callable[[TokenOutput], TokenOutput | None]) -> None:
+        """Outputs of the requests in ``keyed`` go through ``relay``: to the connection that reads them, or to none."""
+        self._keyed, self._relay = keyed, relay
+
+    def remember(self, record: AnyRecord) -> None:
+        """Durable before any message of this event leaves."""
+        if self.remembers:
+            self._ahead.append(record)
+
+    def note(self, record: AnyRecord) -> None:
+        """Durable some time later."""
+        if self.remembers:
+            self._later.append(record)
+
+    def send(self, to: Peer, message: AnyMessage) -> None:
+        """Send ``message`` to ``to``."""
+        self._actions.append(Send(to, message))
+
+    def emit(self, output: TokenOutput) -> None:
+        """News for a client."""
+        if output.request_id in self._keyed:
+            relayed = self._relay(output)
+            if relayed is None:
+                return
+            output = relayed
+        self._outputs.append(output)
+
+    def reject(
+        self,
+        request_id: str,
+        reason: str,
+        retry_after_s: float | None,
+        overloaded: bool = False,
+        *,
+        conflict: KeyConflict | None = None,
+        is_reader: bool = False,
+    ) -> None:
+        """A request that will not be run. ``is_reader``: the name is that of a connection, not that of a request."""
+        keyed = self._keyed.get(request_id) if not is_reader else None
+        name = request_id if keyed is None else keyed.reader
+        if name:
+            self._actions.append(RejectRequest(name, reason, retry_after_s, overloaded, conflict))
+
+    def report(
+        self, change: MemberChange, peer: Peer, address: str = "", why: str = "", *, role: Role | None = None
+    ) -> None:
+        """News of a member for operators."""
+        self._reports.append(ReportMember(change, peer, address, why, role))
+
+    def take(self) -> list[ClusterAction]:
+        """Everything since the last call."""
+        actions, self._actions = self._actions, []
+        if self._ahead:
+            actions.insert(0, Remember(tuple(self._ahead)))
+            self._ahead.clear()
+        if self._later:
+            actions.append(Note(tuple(self._later)))
+            self._later.clear()
+        if self._outputs:
+            actions.insert(0, EmitTokens(self._outputs))
+            self._outputs = []
+        actions += self._reports
+        self._reports.clear()
+        return actions
+
+
+class Reads(Protocol):
+    """An answer, as far as it matters here."""
+
+    @property
+    def reader(self) -> str:
+        """The connection that gets it; empty: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write records down, in order."""
+
+    records: Sequence[AnyRecord]
+    number: int | None
+    """N: once these records and all before them are durable, or cannot be made so, :meth:`DurabilityGate.release` is to
+    be called with N. None: nothing waits for them."""
+
+
+class DurabilityGate:
+    """Holds back a router's actions until what they depend on is durable.
+
+    An action behind a ``Remember`` waits until its records are durable. So does every later message to a peer for which
+    an earlier one waits: each member hears all in order. Everything else goes on: no request is slowed by a pin that
+    waits for the disk.
+    """
+
+    __slots__ = ("_asked", "_held", "_held_for", "_released")
+
+    def __init__(self) -> None:
+        self._asked = self._released = 0
+        #: actions that wait, with the number of the Write that they wait for; numbers never fall
+        self._held: deque[tuple[int, ClusterAction]] = deque()
+        #: messages among them, by receiver
+        self._held_for: Counter[Peer] = Counter()
+
+    def admit(self, actions: Iterable[ClusterAction]) -> list[ClusterAction | Write]:
+        """What is to be done now of the actions that one event led to; the rest follows from :meth:`release`."""
+        now: list[ClusterAction | Write] = []
+        is_behind = False
+        for action in actions:
+            if isinstance(action, Note):
+                now.append(Write(action.records, None))
+            elif isinstance(action, Remember):
+                is_behind = True
+                self._asked += 1
+                now.append(Write(action.records, self._asked))
+            elif isinstance(action, ReportMember | RejectRequest):
+                now.append(action)  # operators and clients hear it whatever the disk does: it promises nothing
+            elif is_behind or (isinstance(action, Send) and action.to in self._held_for):
+                self._hold(action)
+            else:
+                now.append(action)
+        return now
+
+    def release(self, number: int) -> list[ClusterAction]:
+        """What waited for the Write of this number, or for one before it."""
+        self._released = max(self._released, number)
+        done: list[ClusterAction] = []
+        while self._held and self._held[0][0] <= self._released:
+            _, action = self._held.popleft()
+            if isinstance(action, Send):
+                self._held_for[action.to] -= 1
+                if not self._held_for[action.to]:
+                    del self._held_for[action.to]
+            done.append(action)
+        return done
+
+    def _hold(self, action: ClusterAction) -> None:
+        self._held.append((self._asked, action))
+        if isinstance(action, Send):
+            self._held_for[action.to] += 1
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` if actions wait out of order, or for nothing."""
+        numbers = [number for number, _ in self._held]
+        check(numbers == sorted(numbers), "actions wait out of order")
+        check(all(self._released < number <= self._asked for number in numbers), "an action waits for nothing")
+        waiting = Counter(action.to for _, action in self._held if isinstance(action, Send))
+        check(waiting == self._held_for, "messages wait for {}, counted are {}", waiting, self._held_for)

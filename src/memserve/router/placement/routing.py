@@ -1,0 +1,327 @@
+"""Which instance computes a prompt, and which one decodes it: pure functions over a few candidates.
+
+    least-load    fewest tokens of outstanding work
+    session       where the session's last request ran, unless that one is overloaded
+    prompt-tree   longest cached prefix, unless that one is overloaded (the global prompt trees of MemServe 6)
+    affinity      the session's place, else an exact hit, else the longest prefix, else by load
+    best-fit      least room left over, ties by load
+    cost          shortest expected time to the first token, and what decoding there costs all (MemServe 5.3)
+
+Each gives its reason in words. Ties go to an instance that knows the session, then to the lowest number.
+
+``cost`` adds up, with each candidate's own profile::
+
+    first     max(prompts before it, fetch) + the next step + swap in + prefill, by the quickest way to get the KV
+    between   transfer of what the decoder lacks, which the decoder pulls
+    decoder   the decode steps to come, with the sequences that decode there
+
+``_core.cheapest`` computes these sums for all instances of a cluster at once, and chooses as :func:`cost` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import astuple
+from importlib.metadata import entry_points
+from typing import NamedTuple
+
+from memserve import _core
+from memserve.base.config import POLICY_GROUP
+from memserve.base.errors import UserError
+from memserve.base.types import Role
+from memserve.base.units import NS_PER_MS
+from memserve.kv.costs import CopyCurve, CostModel
+from memserve.router.admission.ledger import best_fit_route
+from memserve.router.placement.candidates import (
+    Ask,
+    Candidate,
+    Policy,
+    Route,
+    least_loaded,
+    load_rank,
+    not_overloaded,
+    with_decoder,
+)
+
+REASON_CHARS_MAX = 500
+"""Of what a policy of another distribution says."""
+
+DECODE_WINDOW = 16
+"""Decode steps that count in a decision. More will follow, but other work may have left by then."""
+
+
+def teams(present: Container[Role]) -> tuple[tuple[Role, ...], tuple[Role, ...]]:
+    """Which roles may compute the prompt, and which may decode for ``prefill`` instances (none: each instance does
+    both).
+
+    Pairs need both roles. Without a pair, colocated instances do both; without those too, the instances of the role
+    that is left do both: any instance with a model can prefill and decode.
+    """
+    if Role.PREFILL in present and Role.DECODE in present:
+        return (Role.PREFILL, Role.COLOCATED), (Role.DECODE,)
+    for alone in (Role.COLOCATED, Role.PREFILL, Role.DECODE):
+        if alone in present:
+            return (alone,), ()
+    return (), ()
+
+
+def split(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """The candidates that take requests, by :func:`teams`."""
+    usable = [c for c in candidates if c.takes_requests]
+    first, decoders = teams({c.role for c in usable})
+    return [c for c in usable if c.role in first], [c for c in usable if c.role in decoders]
+
+
+def route(policy: str, ask: Ask, candidates: Sequence[Candidate]) -> Route | None:
+    """Decide by ``policy``; ``None``: no candidate takes requests. Raises :class:`UserError` for an unknown policy."""
+    first, decoders = split(candidates)
+    return policy_named(policy)(ask, first, decoders) if first else None
+
+
+def least_load(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
+    """Fewest outstanding tokens, for the prompt and for decoding."""
+    chosen = least_loaded(ask, first)
+    why = f"least load: {chosen.name} has {chosen.work_tokens} tokens of work"
+    return with_decoder(chosen, why, decoders, lambda some: least_loaded(ask, some))
+
+
+def session(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
+    """An instance that knows the session, unless it is overloaded; else by load."""
+
+    def choose(some: Sequence[Candidate]) -> Candidate:
+        least = least_loaded(ask, some)
+        known = [c for c in not_overloaded(some, least) if c.number in ask.favourites]
+        return least_loaded(ask, known) if known else least
+
+    chosen = choose(first)
+    if chosen.number in ask.favourites:
+        why = f"session: {chosen.name} knows it"
+    else:
+        why = f"session: none that knows it is free enough, {chosen.name} has {chosen.work_tokens} tokens of work"
+    return with_decoder(chosen, why, decoders, choose)
+
+
+def prompt_tree(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
+    """The longest cached prefix among those that are not overloaded; ties by load."""
+    chosen = _longest_prefix(ask, first)
+    longest = max(first, key=lambda c: (c.matched_tokens, -c.number))
+    why = f"prompt tree: {chosen.name} has {chosen.matched_tokens} of {ask.prompt_tokens} tokens"
+    if longest.matched_tokens > chosen.matched_tokens:
+        why += f" ({longest.name} has {longest.matched_tokens}, but {longest.work_tokens} tokens of work)"
+    return with_decoder(chosen, why, decoders, lambda some: _longest_prefix(ask, some))
+
+
+def _longest_prefix(ask: Ask, some: Sequence[Candidate]) -> Candidate:
+    fair = not_overloaded(some, least_loaded(ask, some))
+    return min(fair, key=lambda c: (-c.matched_tokens, *load_rank(ask, c)))
+
+
+def affinity(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
+    """The first rule that has an answer decides, for the prompt and for decoding::
+
+        1  session affinity   the instance that ran the session's last request
+        2  exact hit          the instance that has all whole blocks of the prompt
+        3  longest prefix     the instance that has most of it
+        4  miss               the least loaded instance, whose cache the request itself fills
+
+    An overloaded instance is no answer to 1 to 3: a cache does not make up for a queue of other prompts.
+    """
+    chosen, why = _first_rule(ask, first)
+    return with_decoder(chosen, f"affinity: {why}", decoders, lambda some: _first_rule(ask, some)[0])
+
+
+def _first_rule(ask: Ask, some: Sequence[Candidate]) -> tuple[Candidate, str]:
+    least = least_loaded(ask, some)
+    known = [c for c in not_overloaded(some, least) if c.number in ask.favourites]
+    if known:
+        chosen = least_loaded(ask, known)
+        return chosen, f"session: {chosen.name} knows it"
+    chosen = _longest_prefix(ask, some)
+    if not chosen.matched_tokens:
+        return least, f"miss: {least.name} has {least.work_tokens} tokens of work, and fills its cache"
+    if ask.prompt_tokens - chosen.matched_tokens < ask.block_tokens:
+        return chosen, f"exact hit: {chosen.name} has the whole prompt"
+    return chosen, f"longest prefix: {chosen.name} has {chosen.matched_tokens} of {ask.prompt_tokens} tokens"
+
+
+# -- by cost
+
+
+class FirstCost(NamedTuple):
+    """Expected time until an instance has computed the prompt.
+
+    Fetching goes on while other prompts are computed (what is fetched, and where it goes, is mostly older than the
+    steps under way: ``kv/transfer/barriers.py``); then the request waits for the next step like any other.
+    """
+
+    total_ns: int
+    queue_ns: int
+    fetch_ns: int
+    swap_ns: int
+    prefill_ns: int
+    reused_tokens: int
+    """Tokens that are not computed: own, or fetched."""
+
+
+def first_cost(ask: Ask, candidate: Candidate) -> FirstCost:
+    """The best way for ``candidate`` to get the prompt's KV: recompute, swap in, fetch, each for what lies there."""
+    costs = candidate.costs
+    prompt, last = ask.prompt_tokens, ask.prompt_tokens - 1  # the last token's logits are always computed
+    prompts_ns = _prompts_ns(ask, candidate)
+    step_ns = costs.decode_step_ns(candidate.sequences, candidate.context_tokens)  # of the sequences that decode there
+    queue_ns = prompts_ns + step_ns
+    own = min(candidate.matched_tokens, last)
+    hbm = min(candidate.matched_tokens - candidate.dram_tokens, last)
+    prefill_ns = costs.prefill_ns(prompt - hbm, hbm)
+    best = FirstCost(queue_ns + prefill_ns, queue_ns, 0, 0, prefill_ns, hbm)
+    swap_ns = 0
+    if own > hbm:
+        swap_ns = _kv_ns(ask, costs.swap_in, own - hbm)
+        prefill_ns = costs.prefill_ns(prompt - own, own)
+        best = min(best, FirstCost(queue_ns + swap_ns + prefill_ns, queue_ns, 0, swap_ns, prefill_ns, own))
+    for holding in ask.holdings:
+        there = min(holding.tokens, last)
+        if there > own and holding.number != candidate.number:
+            link = costs.link(_same_host(holding.host_id, candidate.host_id))
+            read_ns = _kv_ns(ask, holding.disk, min(holding.disk_tokens, there - own))
+            fetch_ns = _kv_ns(ask, link, there - own) + read_ns
+            prefill_ns = costs.prefill_ns(prompt - there, there)
+            total_ns = max(prompts_ns, fetch_ns) + step_ns + swap_ns + prefill_ns
+            best = min(best, FirstCost(total_ns, queue_ns, fetch_ns, swap_ns, prefill_ns, there))
+    return best
+
+
+def _same_host(one: str, other: str) -> bool:
+    return one == other and one != ""
+
+
+def _kv_ns(ask: Ask, curve: CopyCurve, tokens: int, block_pieces: int = 1) -> int:
+    return curve.kv_ns(tokens, ask.block_tokens, ask.token_bytes, block_pieces)
+
+
+def _prompts_ns(ask: Ask, candidate: Candidate) -> int:
+    """Time of the prompts before this one, taken to be like it."""
+    return candidate.prefill_tokens * candidate.costs.prefill_ns(ask.prompt_tokens, 0) // ask.prompt_tokens
+
+
+def _decode_ns(ask: Ask, candidate: Candidate) -> int:
+    """Time of decoding there: the steps to come, and the wait for memory if there is none."""
+    batch = candidate.sequences + ask.sequences
+    context_tokens = candidate.context_tokens + ask.sequences * ask.prompt_tokens
+    steps = min(DECODE_WINDOW, max(1, ask.max_tokens))
+    if ask.prompt_tokens > candidate.room_tokens:
+        steps += DECODE_WINDOW  # another sequence must end first
+    return steps * candidate.costs.decode_step_ns(batch, context_tokens)
+
+
+def _decoder_ns(ask: Ask, candidate: Candidate) -> int:
+    """Time of decoding there, with what comes before: prompts that the instance computes, and swapping in."""
+    swap_ns = _kv_ns(ask, candidate.costs.swap_in, candidate.dram_tokens)
+    return _decode_ns(ask, candidate) + _prompts_ns(ask, candidate) + swap_ns
+
+
+def handoff_ns(ask: Ask, first: Candidate, decoder: Candidate) -> int:
+    """Time in which the decoder pulls what it lacks of the prompt."""
+    link = decoder.costs.link(_same_host(first.host_id, decoder.host_id))
+    return _kv_ns(ask, link, max(0, ask.prompt_tokens - decoder.matched_tokens), ask.handoff_pieces)
+
+
+class Weighed(NamedTuple):
+    """One possible decision, with its expected cost."""
+
+    total_ns: int
+    first: Candidate
+    decode_at: Candidate | None
+
+
+def weigh(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> list[Weighed]:
+    """Every pair, and every candidate that can do both parts alone."""
+    ready = [(candidate, _decoder_ns(ask, candidate)) for candidate in decoders]
+    weighed = []
+    for candidate in first:
+        total_ns = first_cost(ask, candidate).total_ns
+        if candidate.role is not Role.PREFILL or not ready:
+            weighed.append(Weighed(total_ns + _decode_ns(ask, candidate), candidate, None))
+            continue
+        for decoder, decode_ns in ready:
+            weighed.append(Weighed(total_ns + handoff_ns(ask, candidate, decoder) + decode_ns, candidate, decoder))
+    return weighed
+
+
+def native_prices(profiles: Iterable[CostModel]) -> _core.RoutingPrices:
+    """``profiles`` in the form that ``_core.cheapest`` takes."""
+    return _core.RoutingPrices(
+        [
+            [astuple(curve) for curve in (p.prefill, p.decode, p.swap_in, p.same_host, p.network, p.disk)]
+            for p in profiles
+        ]
+    )
+
+
+def cost(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
+    """The cheapest of :func:`weigh`. Where there is one way only, as from ``_core.cheapest``, nothing is weighed."""
+
+    def rank(entry: Weighed) -> tuple[int, int, int]:
+        decoder = entry.decode_at.number if entry.decode_at else -1
+        known = (entry.first.number in ask.favourites) + (decoder in ask.favourites)
+        return -known, entry.first.number, decoder
+
+    one, other = first[0], decoders[0] if decoders and first[0].role is Role.PREFILL else None
+    if len(first) > 1 or len(decoders) > 1:
+        weighed = weigh(ask, first, decoders)
+        least_ns = min([entry.total_ns for entry in weighed])
+        _, one, other = min([entry for entry in weighed if entry.total_ns == least_ns], key=rank)
+    return Route(one, other, _cost_reason(ask, one, other))
+
+
+def _cost_reason(ask: Ask, first: Candidate, decoder: Candidate | None) -> str:
+    _, queue_ns, fetch_ns, swap_ns, prefill_ns, reused_tokens = first_cost(ask, first)
+    transfer_ns = 0 if decoder is None else handoff_ns(ask, first, decoder)
+    spent = ("queue", queue_ns), ("fetch", fetch_ns), ("swap in", swap_ns), ("prefill", prefill_ns)
+    listed = ", ".join([f"{name} {ns / NS_PER_MS:.1f}" for name, ns in (*spent, ("transfer", transfer_ns)) if ns])
+    where = f"{first.name} to {decoder.name}" if decoder is not None else first.name
+    return f"cost: {where} reuses {reused_tokens} of {ask.prompt_tokens} tokens; expected ms: {listed}"
+
+
+POLICY: dict[str, Policy] = {
+    "least-load": least_load,
+    "session": session,
+    "prompt-tree": prompt_tree,
+    "cost": cost,
+    "affinity": affinity,
+    "best-fit": best_fit_route,
+}
+"""Policies by their names in ``ClusterConfig.policy``."""
+
+
+def policy_named(name: str) -> Policy:
+    """One of :data:`POLICY`, or of another distribution by its entry point; raises :class:`UserError` where there is
+    none, or where it cannot be loaded.
+
+    A policy from elsewhere may be wrong: where it raises, or chooses what it was not offered, the request goes by load,
+    and the reason says why.
+    """
+    if name in POLICY:
+        return POLICY[name]
+    for entry in entry_points(group=POLICY_GROUP):
+        if entry.name == name:
+            try:
+                return _guarded(name, entry.load())
+            except Exception as error:
+                raise UserError(f"policy {name!r} ({entry.value}) cannot be loaded: {error}", param="policy") from error
+    raise UserError(f"unknown policy {name!r}", param="policy")
+
+
+def _guarded(name: str, policy: Policy) -> Policy:
+    def decide(ask: Ask, first: Sequence[Candidate], decoders: Sequence[Candidate]) -> Route:
+        try:
+            decided = policy(ask, first, decoders)
+            if decided.first in first and (decided.decode_at is None or decided.decode_at in decoders):
+                return decided._replace(reason=f"{name}: {decided.reason}"[:REASON_CHARS_MAX])
+            why = "it chose an instance that it was not offered"
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+        spare = least_load(ask, first, decoders)
+        return spare._replace(reason=f"policy {name} failed ({why}); {spare.reason}"[:REASON_CHARS_MAX])
+
+    return decide

@@ -1,0 +1,561 @@
+"""One disk: what its :class:`memserve._core.SegmentLog` asks for, callers' reads and writes, and moves, as jobs.
+
+::
+
+    write -> place --> WriteExtent --> finish_record --> (sync) --> Written
+    read  -> hold ---> ReadExtent ---> compare, let_go -----------> ReadEnded
+    move  -> hold ---> ReadRecord ---> compare, let_go, place_moved --> WriteRecord --> finish_record
+    check -> hold ---> ReadRecord ---> compare, let_go
+
+A record's segment is held while one of its bytes may be read: it is not written again meanwhile. A disk that fails
+``failures_max`` jobs in a row is lost: what was on it is dropped, what is under way ends, and no job follows. One that
+has no room is read and not written (``store/disks/disk.py``).
+
+Callers' reads that are under way on one disk, and their deadlines.
+
+A disk whose file system has no room left: it is read as before, and written again when there is room.
+
+::
+
+    writes --ENOSPC, again and again--> full --a write works--> writes
+                                         ^  |
+                                         +--+ one write at intervals, to see
+
+A file that was taken whole at the start can be refused room all the same: by a quota, by a file system that copies what
+it writes, by a volume that promises more than it has. Pages of the log itself that are refused are kept and written
+later, so the log does not hear of it: to it the disk is slow. A sync is kept as well: what it makes safe has passed the
+page cache, so nothing of it is lost between two tries.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+
+from memserve._core import Found, SegmentLog
+from memserve.base.errors import check
+from memserve.store.disks import events as ev
+from memserve.store.disks.events import PAGE_BYTES, DiskDone, DiskFull, DiskHasRoom
+from memserve.store.disks.jobs import (
+    CheckStep,
+    CommandStep,
+    DiskContext,
+    MoveRead,
+    MoveWrite,
+    ReadStep,
+    RecordsToCheck,
+    Step,
+    Verification,
+    WriteStep,
+    actions_of_move,
+    name_if_same,
+    place_of,
+    record_bytes,
+)
+
+
+class ReadsUnderWay:
+    """Reads by their ids. One that is late has ended for its caller; until the device is done it counts here."""
+
+    def __init__(self) -> None:
+        self._reads: dict[int, ReadStep] = {}
+        self._deadlines: list[tuple[int, int]] = []
+        self.late = 0
+
+    def __len__(self) -> int:
+        return len(self._reads)
+
+    def add(self, step: ReadStep, deadline_ns: int) -> None:
+        """A read has begun."""
+        self._reads[step.id] = step
+        heapq.heappush(self._deadlines, (deadline_ns, step.id))
+
+    def pop(self, step: ReadStep) -> None:
+        """The device is done with a read."""
+        del self._reads[step.id]
+        self.late -= step.ended
+
+    def take_late(self, now_ns: int) -> list[int]:
+        """Ids of reads whose deadline has passed now; they have ended."""
+        late: list[int] = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            step = self._reads.get(heapq.heappop(self._deadlines)[1])
+            if step is not None and not step.ended:
+                step.ended = True
+                late.append(step.id)
+        self.late += len(late)
+        return late
+
+    def end_all(self) -> list[int]:
+        """Ids of reads that had not ended; they have now."""
+        self._deadlines.clear()
+        ids = [step.id for step in self._reads.values() if not step.ended]
+        for step in self._reads.values():
+            step.ended = True
+        self.late = len(self._reads)
+        return ids
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """Of the reads that have not ended."""
+        while self._deadlines and self._deadlines[0][1] not in self._reads:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def check_invariants(self, steps: list[ReadStep]) -> None:
+        """``steps``: those that have a job."""
+        check({step.id: step for step in steps} == self._reads, "reads and their jobs differ")
+        check(sum(step.ended for step in steps) == self.late, "late reads are miscounted")
+
+
+NO_ROOM = frozenset({"ENOSPC", "EDQUOT"})
+
+
+class DiskRoom:
+    """Of one disk: whether it is written, and which of the log's commands wait for that."""
+
+    def __init__(self, number: int, shared: DiskContext) -> None:
+        self._number, self._shared = number, shared
+        self.is_full = False
+        self._refused = 0  # writes in a row
+        self._waiting: deque[CommandStep] = deque()
+        self._due: list[CommandStep] = []
+        self._looks_at_ns: int | None = None  # None: it is not full, or a try is under way or allowed
+        self._may_try = False  # a caller's write may be the next try
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether a caller's write may begin."""
+        return not self.is_full or self._may_try
+
+    def write_begins(self) -> None:
+        """A caller's write begins: on a full disk, as the one that tries."""
+        self._may_try = False
+
+    def add(self, step: CommandStep) -> None:
+        """A command of the log: it is due, or waits for room."""
+        if self.is_full:
+            self._waiting.append(step)
+        else:
+            self._due.append(step)
+
+    def ended(self, step: Step, done: DiskDone, now_ns: int) -> bool:
+        """Take the end of a job into account. True: there was no room for what it writes; a command of the log is done
+        again then, and the log does not hear of it."""
+        if not isinstance(step, CommandStep | WriteStep | MoveWrite):
+            return False
+        is_sync = isinstance(step, CommandStep) and step.data is None
+        if done.ok and not is_sync:
+            self._wrote()
+        elif self.is_full and (is_sync or done.why not in NO_ROOM):
+            self._looks_at_ns = now_ns + (
+                0 if done.ok else self._shared.config.full_pause_ns
+            )  # nothing of room is known
+        if done.ok or done.why not in NO_ROOM:
+            return False
+        self._refused += 1
+        if not self.is_full and self._refused >= self._shared.config.failures_max:
+            self.is_full = True
+            self._shared.counters.disks_filled += 1
+            self._shared.outcomes.append(DiskFull(self._number, done.why))
+        if self.is_full:
+            self._looks_at_ns, self._may_try = now_ns + self._shared.config.full_pause_ns, False
+        if isinstance(step, CommandStep):
+            self.add(step)
+        return True
+
+    def _wrote(self) -> None:
+        self._refused = 0
+        if self.is_full:
+            self.is_full, self._may_try, self._looks_at_ns = False, False, None
+            self._due += self._waiting
+            self._waiting.clear()
+            self._shared.outcomes.append(DiskHasRoom(self._number))
+
+    def tick(self, now_ns: int) -> None:
+        """Try one write when the time has come."""
+        if self._looks_at_ns is None or now_ns < self._looks_at_ns:
+            return
+        self._looks_at_ns = None
+        if self._waiting:
+            self._due.append(self._waiting.popleft())
+        else:
+            self._may_try = True
+
+    def take_due(self) -> list[CommandStep]:
+        """Commands of the log that are to be begun."""
+        due, self._due = self._due, []
+        return due
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`tick` has something to do."""
+        return self._looks_at_ns
+
+    def forget(self) -> None:
+        """The disk is lost."""
+        self.is_full, self._looks_at_ns = False, None
+        self._waiting.clear()
+        self._due.clear()
+
+
+_WRITE, _SYNC, _MOVE = range(3)  # kinds of a log's commands
+
+
+class Disk:
+    """The jobs of one disk. Whatever calls it takes ``DiskContext.actions`` and ``DiskContext.outcomes`` afterwards."""
+
+    def __init__(self, number: int, log: SegmentLog, shared: DiskContext) -> None:
+        self.number = number
+        self.log: SegmentLog | None = log
+        """None: the disk is lost."""
+        self.disk_bytes = log.disk_bytes
+        self._shared = shared
+        self._config = shared.config
+        self._counters = shared.counters
+        self._jobs: dict[int, Step] = {}
+        self._tickets: dict[int, WriteStep | MoveWrite] = {}
+        """Without an end; of some the bytes are written already."""
+        self._writing: dict[bytes, int] = {}
+        """Callers' writes of each key that are without an end."""
+        self._reads = ReadsUnderWay()
+        self._moves: deque[tuple[int, bytes]] = deque()
+        self._moving = 0
+        self._failures = 0
+        self._room = DiskRoom(number, shared)
+        self._check = RecordsToCheck(self._config.check_pause_ns)
+        self.pump(0)
+
+    # -- callers
+
+    @property
+    def is_busy(self) -> bool:
+        """No write is taken: too many are under way, or there is no room."""
+        return len(self._tickets) >= self._config.writes_max or not self._room.takes_writes
+
+    @property
+    def is_full(self) -> bool:
+        """It is read, and not written."""
+        return self._room.is_full
+
+    @property
+    def has_unused_space(self) -> bool:
+        """There are segments that hold nothing, beside the few that are kept ready."""
+        return self.log is not None and self.log.segments_free > 3
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is under way; what waits for room is not."""
+        return not self._jobs and (self.log is None or self.log.idle or self.is_full)
+
+    @property
+    def verifying(self) -> bool:
+        """A verification has not come to its end here."""
+        return self._check.verification is not None
+
+    def is_writing(self, key: bytes) -> bool:
+        """A write of this key has no end yet."""
+        return key in self._writing
+
+    def write(self, key: bytes, extent: int, length: int, now_ns: int, scope: int, seal: int, name: bytes) -> bool:
+        """Begin to write a record. False: no segment is ready."""
+        log = self.log
+        ticket = log.place(key, length, name, scope, seal) if log is not None else None
+        if log is None or ticket is None:
+            self.pump(now_ns)
+            return False
+        step = WriteStep(ticket.id, key)
+        inside = SegmentLog.HEAD_BYTES + len(name) if ticket.pages == 1 else 0
+        head = log.head(ticket.id, name, bytes(length) if inside else b"")
+        job = self._begin(step)
+        self._shared.actions.append(ev.WriteExtent(job, self.number, ticket.offset, head, extent, length, inside))
+        self._tickets[ticket.id] = step
+        self._room.write_begins()
+        self._writing[key] = self._writing.get(key, 0) + 1
+        self._counters.writes += 1
+        self._counters.payload_bytes_written += length
+        self._shared.charge(ticket.pages * PAGE_BYTES, now_ns)
+        self.pump(now_ns)
+        return True
+
+    def read(self, read_id: int, key: bytes, extent: int, now_ns: int, deadline_ns: int) -> bool:
+        """Begin to read a record that is here. False: too many reads are under way, or one of them is late."""
+        if self._reads.late or len(self._reads) >= self._config.reads_max:
+            self._counters.reads_refused += 1
+            return False
+        found = self.log.hold(key) if self.log is not None else None
+        if found is None:
+            return False
+        step = ReadStep(read_id, key, found)
+        job = self._begin(step)
+        offset, inside = place_of(found)
+        self._shared.actions.append(ev.ReadExtent(job, self.number, offset, extent, found.length, inside))
+        self._reads.add(step, deadline_ns)
+        self._counters.reads += 1
+        return True
+
+    def remove(self, key: bytes, now_ns: int) -> bool:
+        """Forget a record."""
+        if self.log is None or not self.log.remove(key):
+            return False
+        self.pump(now_ns)
+        return True
+
+    def purge(self, now_ns: int) -> None:
+        """Forget everything."""
+        self.pump(now_ns)
+        if self.log is not None:
+            self.log.purge()
+            self.log.take_evicted()  # the caller knows
+            self.pump(now_ns)
+
+    def close(self, now_ns: int) -> None:
+        """Write the open segment's footer: a restart need not read all of it."""
+        if self.log is not None:
+            self.log.close_open()
+            self.pump(now_ns)
+
+    # -- what ends
+
+    def handle(self, done: DiskDone, now_ns: int) -> None:
+        """A job has come to its end."""
+        check(done.job in self._jobs, "no such job is under way")
+        step = self._jobs.pop(done.job)
+        self._counters.device_errors += not done.ok
+        if self.log is None:
+            self._ended_after_loss(step, done)
+            return
+        had_no_room = self._room.ended(step, done, now_ns)
+        if not had_no_room:
+            self._failures = 0 if done.ok else self._failures + 1
+        match step:
+            case CommandStep(command) if not had_no_room:
+                self.log.finish_command(command, done.ok)
+            case WriteStep(ticket) | MoveWrite(ticket):
+                self.log.finish_record(ticket, done.ok)
+            case ReadStep():
+                self._read_ended(self.log, step, done)
+            case MoveRead():
+                self._move_read(self.log, step, done, now_ns)
+            case CheckStep():
+                self._checked(self.log, step, done, now_ns)
+        self.pump(now_ns)
+        if self._failures >= self._config.failures_max or self.log.broken:
+            self._lose(done.why)
+
+    def tick(self, now_ns: int) -> None:
+        """Time has passed."""
+        for read_id in self._reads.take_late(now_ns):
+            self._counters.reads_late += 1
+            self._shared.outcomes.append(ev.ReadEnded(read_id, False, "late", extent_free=False))
+        self._room.tick(now_ns)
+        if self.log is not None:
+            self._begin_due(now_ns)
+            self._check_next(self.log, now_ns)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`tick` has something to do."""
+        times = [self._reads.next_deadline_ns, self._room.next_deadline_ns]
+        if self._check.verification is not None and self._check.job is None:
+            times.append(self._check.after_ns)
+        return min((at for at in times if at is not None), default=None)
+
+    def _read_ended(self, log: SegmentLog, step: ReadStep, done: DiskDone) -> None:
+        self._reads.pop(step)
+        log.let_go(step.found.segment)
+        name = name_if_same(log, step.key, step.found, done)
+        if name is None:
+            self._forget(log, step.key, step.found)
+        if step.ended:
+            self._shared.outcomes.append(ev.ExtentFree(step.id))
+        elif name is not None:
+            self._counters.reads_ok += 1
+            self._counters.read_bytes += step.found.length
+            self._shared.outcomes.append(ev.ReadEnded(step.id, True, name=name))
+        else:
+            self._counters.reads_failed += not done.ok
+            self._counters.reads_damaged += done.ok
+            self._shared.outcomes.append(ev.ReadEnded(step.id, False, "damaged" if done.ok else done.why or "failed"))
+
+    def _forget(self, log: SegmentLog, key: bytes, found: Found) -> None:
+        """The record can't be read, or is not what was written: unless another has taken its place, it goes."""
+        there = log.look(key)
+        if there is not None and there.head_offset == found.head_offset and log.remove(key):
+            self._shared.outcomes.append(ev.Dropped(key))
+
+    # -- moves
+
+    def _start_move(self, log: SegmentLog, now_ns: int) -> None:
+        command, key = self._moves.popleft()
+        found = log.hold(key, False)
+        if found is None or not self._shared.budget.has(record_bytes(found.length), now_ns):
+            if found is not None:
+                log.let_go(found.segment)
+            self._counters.moves_refused += 1
+            log.finish_command(command, False)
+            return
+        self._moving += 1
+        job = self._begin(MoveRead(command, key, found))
+        offset, inside = place_of(found)
+        self._shared.actions.append(ev.ReadRecord(job, self.number, offset, found.length, inside, keep=True))
+
+    def _move_read(self, log: SegmentLog, step: MoveRead, done: DiskDone, now_ns: int) -> None:
+        log.let_go(step.found.segment)
+        name = name_if_same(log, step.key, step.found, done)
+        ticket = log.place_moved(step.command, name) if name is not None else None
+        if name is None or ticket is None:
+            self._moving -= 1
+            self._counters.moves_refused += 1
+            self._shared.actions.append(ev.DropRecord(self.number, done.job))
+            if name is None:
+                self._forget(log, step.key, step.found)
+            log.finish_command(step.command, False)
+            return
+        move = MoveWrite(ticket.id, step.command)
+        self._tickets[ticket.id] = move
+        job = self._begin(move)
+        self._shared.actions += actions_of_move(log, self.number, job, ticket, name, done, step.found.length)
+        self._shared.charge(ticket.pages * PAGE_BYTES, now_ns)
+
+    # -- verification
+
+    def verify(self, verification: Verification, now_ns: int) -> None:
+        """Read every record that is here now, one at a time, and compare."""
+        if self.log is not None:
+            self._check.start(verification, self.log, now_ns)
+            self._check_next(self.log, now_ns)
+
+    def _check_next(self, log: SegmentLog, now_ns: int) -> None:
+        if not self._check.is_due(now_ns, callers_read=bool(self._reads)):
+            return
+        held = self._check.hold_next(log)
+        if held is None:
+            return
+        key, found = held
+        self._check.job = job = self._begin(CheckStep(key, found))
+        offset, inside = place_of(found)
+        self._shared.actions.append(ev.ReadRecord(job, self.number, offset, found.length, inside, keep=False))
+
+    def _checked(self, log: SegmentLog, step: CheckStep, done: DiskDone, now_ns: int) -> None:
+        log.let_go(step.found.segment)
+        verification = self._check.ended(now_ns)
+        self._counters.checked += 1
+        if name_if_same(log, step.key, step.found, done) is not None:
+            verification.note_good(step.found.length)
+        else:
+            verification.note_bad(step.key, step.found.length, readable=done.ok)
+            self._forget(log, step.key, step.found)
+        self._check_next(log, now_ns)
+
+    # -- the log
+
+    def pump(self, now_ns: int) -> None:
+        """Take what the log has to say, until it has nothing more."""
+        log = self.log
+        while log is not None:
+            commands, ended = log.take_commands(), log.take_ended()
+            for command, kind, offset, data in commands:
+                if kind == _MOVE:
+                    self._moves.append((command, data))
+                    continue
+                self._room.add(CommandStep(command, offset, data if kind == _WRITE else None))
+            self._begin_due(now_ns)
+            for ticket, published in ended:
+                self._ticket_ended(log, ticket, published)
+            moved = bool(self._moves) and self._moving < self._config.moves_max and not self.is_full
+            if moved:
+                self._start_move(log, now_ns)
+            if not (commands or ended or moved):
+                break
+        if log is not None and (evicted := log.take_evicted()):
+            self._shared.outcomes.append(ev.Dropped(evicted))
+
+    def _begin_due(self, now_ns: int) -> None:
+        for step in self._room.take_due():
+            self._shared.actions.append(step.action(self._begin(step), self.number))
+            self._shared.charge(len(step.data or b""), now_ns)
+
+    def _ticket_ended(self, log: SegmentLog, ticket: int, published: bool) -> None:
+        step = self._tickets.pop(ticket)
+        if isinstance(step, WriteStep):
+            self._write_ended(step.key, published)
+            return
+        self._moving -= 1
+        self._counters.moves += published
+        self._counters.moves_refused += not published
+        log.finish_command(step.command, published)
+
+    def _write_ended(self, key: bytes, published: bool) -> None:
+        self._writing[key] -= 1
+        if self._writing[key] == 0:
+            del self._writing[key]
+        self._counters.writes_ok += published
+        self._counters.writes_failed += not published
+        self._shared.outcomes.append(ev.Written(key, published))
+
+    # -- the loss of the disk
+
+    def _lose(self, why: str) -> None:
+        log = self.log
+        assert log is not None
+        keys, self.log = log.keys(), None
+        self._counters.disks_lost += 1
+        outcomes = self._shared.outcomes
+        outcomes.append(ev.DiskLost(self.number, why))
+        if keys:
+            outcomes.append(ev.Dropped(keys))
+        self._shared.actions.append(ev.ForgetDisk(self.number, why))
+        for read_id in self._reads.end_all():
+            self._counters.reads_failed += 1
+            outcomes.append(ev.ReadEnded(read_id, False, "lost", extent_free=False))
+        # Of the other writes the device may still read the extents.
+        under_way = {step.ticket for step in self._jobs.values() if isinstance(step, WriteStep | MoveWrite)}
+        for ticket, step in list(self._tickets.items()):
+            if ticket not in under_way:
+                del self._tickets[ticket]
+                if isinstance(step, WriteStep):
+                    self._write_ended(step.key, False)
+        self._moves.clear()
+        self._room.forget()
+        self._check.stop()
+
+    def _ended_after_loss(self, step: object, done: DiskDone) -> None:
+        match step:
+            case ReadStep():
+                self._reads.pop(step)
+                self._shared.outcomes.append(ev.ExtentFree(step.id))
+            case WriteStep(ticket, key):
+                del self._tickets[ticket]
+                self._write_ended(key, False)
+            case MoveWrite(ticket):
+                del self._tickets[ticket]
+            case MoveRead():
+                self._shared.actions.append(ev.DropRecord(self.number, done.job))
+
+    # -- the rest
+
+    def _begin(self, step: Step) -> int:
+        job = self._shared.next_job(self.number)
+        self._jobs[job] = step
+        return job
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` unless counts and references agree."""
+        steps = list(self._jobs.values())
+        self._reads.check_invariants([step for step in steps if isinstance(step, ReadStep)])
+        check(len(self._reads) <= self._config.reads_max, "more reads than allowed")
+        writing = sum(isinstance(step, WriteStep) for step in self._tickets.values())
+        check(writing == sum(self._writing.values()), "writes are miscounted")
+        check(all(count > 0 for count in self._writing.values()), "a key without a write")
+        written = {step.ticket for step in steps if isinstance(step, WriteStep | MoveWrite)}
+        check(written <= set(self._tickets), "a job writes a record that has ended")
+        if self.log is None:
+            check(not self._moves and self._check.verification is None, "a lost disk has work")
+            return
+        moving = sum(isinstance(step, MoveWrite) for step in self._tickets.values())
+        moving += sum(isinstance(step, MoveRead) for step in steps)
+        check(moving == self._moving <= self._config.moves_max, "moves are miscounted")
+        checks = [job for job, step in self._jobs.items() if isinstance(step, CheckStep)]
+        check(checks == [job for job in [self._check.job] if job is not None], "a verification's job is lost")
+        self.log.check_invariants()

@@ -1,0 +1,283 @@
+"""The file of each disk of a store: made, locked, and what an earlier store left in it.
+
+``DIR/memserve-store.dat`` has exactly the size that was asked for, all of it taken at once, and is readable by its
+owner alone.
+
+Reads a little of each disk of a store that starts: :mod:`memserve.store.disks.speed` says what, and what follows.
+
+The cluster's secret beside a store's disks.
+
+What lies there is found by identities that are keyed with the secret: with another one nothing is found again. So the
+first folder of ``--ssd`` has a copy, for its owner alone, from which a server goes on that has no other.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import select
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from memserve import _core
+from memserve._core import SegmentLog
+from memserve.base.deployment import StoreOptions
+from memserve.base.errors import UserError
+from memserve.base.units import MIB, NS_PER_MS, NS_PER_S, flag_bytes, human_bytes
+from memserve.journal.folder import write_private
+from memserve.kv.costs import CopyCurve
+from memserve.kv.identity import kv_secret
+from memserve.store.disks.events import PAGE_BYTES, SYNC_CODES, DisksConfig, segments_of
+from memserve.store.disks.speed import MEASURE_NS, ReadArrived, ReadSpan, curve_of_disks, curve_of_reads, spans_to_read
+
+log = logging.getLogger(__name__)
+
+FILE = "memserve-store.dat"
+BYTES_MIN = 16 * MIB
+
+
+class DiskFile:
+    """A disk's file, locked for this process as long as it is open, and its log."""
+
+    def __init__(self, folder: Path, nbytes: int, config: DisksConfig) -> None:
+        """Open or make the file, and recover what is in it: about a second for each ten million values. Raises
+        :class:`UserError`."""
+        self.folder, self.path, self.nbytes = folder, folder / FILE, nbytes
+        if nbytes < BYTES_MIN:
+            message = f"a store's disk has at least {human_bytes(BYTES_MIN)}, not {human_bytes(nbytes)}"
+            raise UserError(message, hint=f"--ssd {folder}=20GiB", param="ssd")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _unusable(self.path, error) from None
+        try:
+            self._lock()
+            self._take_room()
+            self.log = self._recover(config)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            hint = "another `memserve store` runs with it: end that one, or give this one another folder"
+            raise UserError(f"{self.path} is in use", hint=hint, param="ssd") from None
+
+    def _take_room(self) -> None:
+        there = os.fstat(self.fd).st_size
+        if there not in (0, self.nbytes):
+            hint = f"give --ssd {self.folder}={flag_bytes(there)}, or remove the file, and what it holds is forgotten"
+            message = f"{self.path} has {there:,} bytes, not {self.nbytes:,}"
+            raise UserError(message, hint=hint, param="ssd")
+        try:
+            os.posix_fallocate(self.fd, 0, self.nbytes)
+        except OSError as error:
+            if there == 0:
+                os.unlink(self.path)
+            raise _unusable(self.path, error) from None
+
+    def _recover(self, config: DisksConfig) -> SegmentLog:
+        sync = SYNC_CODES[config.sync]
+        known = SegmentLog.read_superblock(self.fd)
+        if known is None:
+            segments, segment_bytes = segments_of(self.nbytes)
+            fresh = SegmentLog(segments, segment_bytes, secrets.token_bytes(16), config.move_share, sync)
+            fresh.format()
+            return fresh
+        segments, segment_bytes, secret = known
+        recovered = SegmentLog(segments, segment_bytes, secret, config.move_share, sync)
+        if recovered.disk_bytes > self.nbytes:
+            hint = "remove it, and what it holds is forgotten"
+            raise UserError(f"{self.path} is a part of a larger file", hint=hint, param="ssd")
+        recovered.recover(self.fd)
+        # From now on everything passes the page cache.
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return recovered
+
+    def forget(self) -> None:
+        """Let a restart find nothing here, as far as the device allows."""
+        try:
+            os.pwrite(self.fd, bytes(8192), 0)
+            os.fdatasync(self.fd)
+        except OSError as error:
+            log.warning("%s cannot be marked as lost: %s", self.path, error.strerror)
+        try:
+            os.unlink(self.path)
+        except OSError as error:
+            log.warning("%s cannot be removed: %s; do so before the next start", self.path, error.strerror)
+
+    def close(self) -> None:
+        """Unlock the file."""
+        os.close(self.fd)
+
+
+def open_files(disks: list[tuple[Path, int]], config: DisksConfig) -> list[DiskFile]:
+    """All files, recovered side by side. Raises the first :class:`UserError`, and none is open then."""
+    if len({folder.resolve() for folder, _ in disks}) < len(disks):
+        raise UserError("two disks have one folder", hint="give each --ssd a folder of its own", param="ssd")
+    if not disks:
+        return []
+    with ThreadPoolExecutor(len(disks), thread_name_prefix="memserve-recover") as pool:
+        opening = [pool.submit(DiskFile, folder, nbytes, config) for folder, nbytes in disks]
+    failed = next((error for future in opening if (error := future.exception()) is not None), None)
+    if failed is None:
+        return [future.result() for future in opening]
+    for future in opening:
+        if future.exception() is None:
+            future.result().close()
+    raise failed
+
+
+def _unusable(path: Path, error: OSError) -> UserError:
+    hint = "give a folder on a disk, --ssd DIR=SIZE, that this user may write"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        hint = "give a smaller --ssd DIR=SIZE, or make room"
+    return UserError(f"cannot keep values in {path}: {error.strerror}", hint=hint, param="ssd")
+
+
+_NO_OFFSET = np.zeros(1, np.int64)
+
+
+class ReadQueue(Protocol):
+    """What is needed of :class:`memserve._core.DiskQueue`."""
+
+    def read(self, tag: int, offset: int, address: int, count: int) -> None: ...
+    def take(self) -> list[tuple[int, int]]: ...
+    def fileno(self) -> int: ...
+
+
+class _Reading:
+    """The reads of one disk, in a thread of their own: a disk that stands still holds up no start. The thread ends when
+    the disk has answered, however late."""
+
+    def __init__(self, path: Path, spans: list[ReadSpan], make_queue: Callable[[str], ReadQueue]) -> None:
+        self._path, self._spans, self._make_queue = path, spans, make_queue
+        self._arrived: list[ReadArrived] = []
+        self._failed = False
+        self._asked_ns = self._began_ns = time.monotonic_ns()
+        self.ended = threading.Event()
+        threading.Thread(target=self._run, name="memserve-disk-speed", daemon=True).start()
+
+    def curve(self) -> CopyCurve | None:
+        """By what has come until now. None: the disk fails."""
+        arrived = list(self._arrived)
+        if self._failed:
+            return None
+        next_bytes = self._spans[len(arrived)].nbytes if len(arrived) < len(self._spans) else 0
+        since_ns = self._began_ns if arrived else self._asked_ns  # the thread may have begun late, or not yet
+        return curve_of_reads(arrived, next_bytes, time.monotonic_ns() - since_ns)
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        except OSError as error:
+            log.warning("what %s takes to be read is not known: %s", self._path, error)
+            self._failed = True
+        finally:
+            self.ended.set()
+
+    def _read(self) -> None:
+        arena = _core.Arena(sum(span.nbytes for span in self._spans))
+        np.frombuffer(memoryview(arena), np.uint8)[::PAGE_BYTES] = 0  # a store's memory is there when it is read into
+        queue, address, addresses = self._make_queue(str(self._path)), arena.address, []
+        poll, total = select.poll(), 0
+        poll.register(queue.fileno(), select.POLLIN)
+        self._began_ns = time.monotonic_ns()
+        for tag, span in enumerate(self._spans):
+            addresses.append(address)
+            queue.read(tag, span.offset, address, span.nbytes)
+            address += span.nbytes
+        left = len(self._spans)
+        while left:
+            poll.poll()
+            for tag, error in queue.take():
+                left -= 1
+                if error:
+                    self._failed = True
+                    continue
+                nbytes = self._spans[tag].nbytes
+                _core.seal_ranges(addresses[tag], _NO_OFFSET, nbytes)  # as every read of the store is compared
+                total += nbytes
+                self._arrived.append(ReadArrived(total, time.monotonic_ns() - self._began_ns))
+
+
+def measured_curve(
+    disks: list[tuple[Path, SegmentLog]], make_queue: Callable[[str], ReadQueue], within_ns: int = MEASURE_NS
+) -> CopyCurve | None:
+    """What reading these disks takes, all of them together. None: one has too little to be read, or fails."""
+    plans = [(path, segments, spans_to_read(segments)) for path, segments in disks]
+    if not plans or not all(spans for _, _, spans in plans):
+        return None
+    readings = [(path, segments, _Reading(path, spans, make_queue)) for path, segments, spans in plans]
+    end_ns = time.monotonic_ns() + within_ns
+    found = []
+    for path, segments, reading in readings:
+        reading.ended.wait(max(0, end_ns - time.monotonic_ns()) / NS_PER_S)
+        curve = reading.curve()
+        if curve is None:
+            return None
+        rate = NS_PER_S / curve.byte_ns / 1e6
+        log.info("%s: reads begin after %.2f ms and give %.0f MB/s", path, curve.start_ns / NS_PER_MS, rate)
+        found.append((segments.disk_bytes, curve))
+    return curve_of_disks(found)
+
+
+SECRET = "memserve-store.secret"
+
+
+def with_absolute_folders(store: StoreOptions) -> StoreOptions:
+    """``store`` with paths that mean the same to every process. Raises :class:`UserError` for a folder named twice."""
+    folders = {str(Path(folder).expanduser().resolve()): size for folder, size in store.folders}
+    if len(folders) < len(store.folders):
+        raise UserError("--ssd names one folder twice", hint="one folder a disk", param="ssd")
+    return replace(store, folders=tuple(folders.items()))
+
+
+def stored_secret(store: StoreOptions) -> str | None:
+    """The secret with which the disks were written. None: there is none. Raises :class:`UserError` when it cannot be
+    read."""
+    path = _path_of(store)
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8").strip() or None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        hint = f"restore it, or remove it: what {path.parent} holds is then not found any more"
+        raise UserError(f"cannot read the cluster secret in {path}: {reason}", hint=hint, param="ssd") from None
+
+
+def store_secret(store: StoreOptions, secret: str, say: Callable[[str], None]) -> None:
+    """Keep ``secret`` beside the disks, unless there is one. Raises :class:`UserError` when it cannot be written."""
+    path, known = _path_of(store), stored_secret(store)
+    if path is None or known == secret:
+        return
+    if known is not None and kv_secret(known) != kv_secret(secret):
+        say(f"{path} is of another cluster: what was kept in {path.parent} under it is not found (is --metadata new?)")
+        return
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(path, secret + "\n")
+    except OSError as error:
+        hint = "give a folder that this user may write to: --ssd DIR=20GiB"
+        message = f"cannot keep a store in {path.parent}: {error.strerror}"
+        raise UserError(message, hint=hint, param="ssd") from None
+
+
+def _path_of(store: StoreOptions) -> Path | None:
+    return Path(store.folders[0][0]) / SECRET if store.folders else None

@@ -1,0 +1,449 @@
+"""The process of a store: its memory, its files, its port, and the thread of its machine.
+
+::
+
+    mailbox, data port, disks' threads, value workers --events--> [loop: StoreMachine] --actions--> all of them
+
+One life serves one model's KV. When the first member shows another one than the store was started with, the life ends
+and the next begins, in this process.
+
+Where a store runs and what it is given, and what it remembers of the model whose KV it keeps.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from memserve import _core
+from memserve.base.config import MemberConfig
+from memserve.base.errors import UserError
+from memserve.base.types import KVGeometry, Role, Tier
+from memserve.base.units import ns_from_s
+from memserve.journal.folder import write_private
+from memserve.journal.survivors import end_when_orphaned
+from memserve.kv.costs import CostModel
+from memserve.kv.identity import identity_key, kv_secret
+from memserve.kv.transfer.events import CancelPulls, PullPages, SealPages
+from memserve.protocol.events import MessageArrived, Send
+from memserve.protocol.member import MemberMachine
+from memserve.protocol.member_events import (
+    AddPeer,
+    ChangeGeneration,
+    ConnectRouter,
+    DrainRequested,
+    GenerationChanged,
+    LogWarning,
+    RemovePeer,
+)
+from memserve.protocol.messages import AnyMessage
+from memserve.protocol.peers import Peer, PeerInfo
+from memserve.protocol.store import STORE
+from memserve.store.disks.disks import Disks
+from memserve.store.disks.events import DisksConfig
+from memserve.store.host.disks import DiskHost
+from memserve.store.host.memory_jobs import CarriedValues, ValueJobs, put_values, take_values
+from memserve.store.machine.events import (
+    Ended,
+    MeetClient,
+    PartFromClient,
+    SealExtents,
+    SendValues,
+    ServeModel,
+    StoreAction,
+    StoreEvent,
+    TakeValues,
+)
+from memserve.store.machine.machine import StoreMachine
+from memserve.system.loop import EngineStopped, MachineLoop
+from memserve.system.process import STALL_S, HealthFile, HealthState, SignalCounter, new_generation, on_ending_signals
+from memserve.system.secrets import Secret, followed
+from memserve.transport.data_port import open_data_port
+from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
+
+_MODEL = "memserve-store.json"
+_SHARED = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlace:
+    """What a store's process is given."""
+
+    name: str
+    host: str
+    """Where it listens."""
+    port: int
+    """0: any."""
+    dram_bytes: int
+    folders: tuple[tuple[Path, int], ...]
+    """A folder of each disk, and the bytes that it takes there."""
+    disks: DisksConfig
+    secret: Secret
+    """The cluster's."""
+    join: tuple[str, ...] = ()
+    """Where the router may be, ``tcp://host:port`` each. Empty: the store serves clients, and waits for a
+    router to call it."""
+    advertise: str | None = None
+    """The host by which others reach it."""
+    link: str = "auto"
+    drain_s: float = 20.0
+    """How long it may write what is in memory alone when it is told to end."""
+    health_file: Path | None = None
+    """Where it says once a second what it is to its cluster."""
+
+    @property
+    def memory_name(self) -> str:
+        """Of its shared memory: one store of this name, secret and user finds what it has left."""
+        parts = f"{os.getuid()} {self.name} {kv_secret(followed(self.secret).first)}".encode()
+        letters = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in self.name[:24])
+        return f"{letters}-{hashlib.blake2b(parts, digest_size=8).hexdigest()}"
+
+
+class StoredModel(msgspec.Struct, frozen=True):
+    """Whose KV a store keeps."""
+
+    namespace: str
+    geometry: KVGeometry
+
+
+NO_MODEL = StoredModel("", KVGeometry(1, 1, 16, 16, "float32"))
+"""Until a member with a model is seen: blocks of 4 KiB."""
+
+
+def _path_of(place: StorePlace) -> Path:
+    return place.folders[0][0] / _MODEL if place.folders else _SHARED / f"memserve-store-{place.memory_name}.json"
+
+
+def known_model(place: StorePlace) -> StoredModel:
+    """Whose KV the last store here has kept, or ``NO_MODEL``. Raises :class:`UserError` when that cannot be read."""
+    path = _path_of(place)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=StoredModel)
+    except FileNotFoundError:
+        return NO_MODEL
+    except (msgspec.MsgspecError, UserError):
+        return NO_MODEL  # the next member says it again
+    except OSError as error:
+        hint = "give a folder that this user may read and write"
+        raise UserError(f"cannot read {path}: {error.strerror}", hint=hint, param="ssd") from None
+
+
+def remember_model(place: StorePlace, model: StoredModel) -> None:
+    """For the next start. Raises :class:`UserError` when it cannot be written."""
+    path = _path_of(place)
+    try:
+        write_private(path, msgspec.json.encode(model).decode())
+    except OSError as error:
+        hint = "give a folder that this user may write"
+        raise UserError(f"cannot write {path}: {error.strerror}", hint=hint, param="ssd") from None
+
+
+def forget_model(place: StorePlace) -> None:
+    """At an orderly end without disks: nothing is left that it could describe."""
+    if not place.folders:
+        _path_of(place).unlink(missing_ok=True)
+
+
+log = logging.getLogger(__name__)
+
+_CLOSE_S = 10.0
+
+
+class StoreRun:
+    """A store for one model's KV, from its start to its end."""
+
+    def __init__(self, place: StorePlace, model: StoredModel, me: Peer, carried: CarriedValues | None = None) -> None:
+        """``carried``: values of the life before. Raises :class:`UserError` when memory, disks or address cannot be
+        had."""
+        self._place = place
+        self._tier: _core.MemoryTier | None = None
+        self.ended = threading.Event()
+        self.next_model: StoredModel | None = None
+        """Whose KV the next life keeps. None: there is no next life."""
+        self._failure: UserError | None = None
+        self._opened: list[Callable[[], object]] = []  # how to close what is open, in the order of opening
+        try:
+            self._open(model, me, carried or CarriedValues())
+        except BaseException:
+            self._close_all()
+            if self._tier is not None and not self._tier.adopted:
+                self._tier.unlink()
+            raise
+
+    def _open(self, model: StoredModel, me: Peer, carried: CarriedValues) -> None:
+        place, geometry = self._place, model.geometry
+        self._tier = tier = _open_memory(place, geometry.block_bytes)
+        _put_carried(tier, carried)
+        arena = tier.arena
+        assert arena is not None
+        self._disks = DiskHost(list(place.folders), place.disks)
+        self._opened.append(self._close_disks)
+        curve = self._disks.read_curve()
+        costs = CostModel(disk=curve).encode() if curve is not None else b""
+        self._values = ValueJobs(arena, self._post, self._send, lambda: self._loop.has_waiting)
+        self._opened.append(self._values.close)
+        link = place.link if model.namespace else "shm"  # until there is KV to be read, no other host needs a way
+        where = ListenAddress(place.secret, place.host, place.advertise)
+        self._port = open_data_port(link, geometry, {Tier.DRAM: arena}, self._post, where)
+        self._opened.append(self._port.close)
+        self._lock = threading.Lock()
+        with self._lock:  # messages may arrive as soon as there is a mailbox
+            self._mailbox = ZmqMailbox(
+                me, place.secret, place.host, place.port, self._heard, advertise=place.advertise, alias=STORE.name
+            )
+            self._opened.append(self._mailbox.close)
+            info = self._port.describe(_info(tier, model, me, self._mailbox.address, costs))
+            member = MemberMachine(info, place.join, MemberConfig())
+            disks = Disks(self._disks.logs, place.disks)
+            self.machine = StoreMachine(tier, disks, info, identity_key(followed(place.secret).first), member)
+            self._loop: MachineLoop[StoreEvent] = MachineLoop(
+                self.machine, self._perform, on_broken=self._broken, name="memserve-store"
+            )
+            self._disks.start(self._post, arena.address, arena.nbytes, tier.unit_bytes)
+            self._do(self.machine.start(time.monotonic_ns()))
+        self._loop.start()
+
+    @property
+    def address(self) -> str:
+        """Where clients reach it, ``tcp://host:port``."""
+        return self._mailbox.address
+
+    @property
+    def router(self) -> Peer | None:
+        """The router that has accepted the store."""
+        return self.machine.member.router
+
+    @property
+    def me(self) -> Peer:
+        """The present incarnation."""
+        return self.machine.member.me
+
+    def numbers(self) -> dict[str, int]:
+        """Sizes and totals, as ``memserve store stat`` shows them."""
+        return self._loop.ask(self.machine.clients.numbers)
+
+    @property
+    def standing(self) -> HealthState | None:
+        """What it is to its cluster. None: its loop hangs, or has ended."""
+        member = self.machine.member
+        try:
+            has_router, drains = self._loop.ask(lambda: (member.router is not None, member.drains), STALL_S)
+        except (TimeoutError, EngineStopped):
+            return None
+        return HealthState.DRAINS if drains else HealthState.MEMBER if has_router else HealthState.OUTSIDE
+
+    def end(self, patience_s: float, why: str = "") -> None:
+        """Write what is in memory alone, for ``patience_s`` at most, then end. A signal's handler may call it."""
+        self._loop.post(DrainRequested(ns_from_s(patience_s), why))
+
+    def close(self, *, is_orderly: bool) -> None:
+        """Stop all threads. ``is_orderly``: what is in memory is given up, else the next store here takes it over.
+
+        Raises :class:`UserError` when the store has broken or was refused."""
+        self._loop.close(_CLOSE_S)
+        self._close_all()
+        if is_orderly and self._failure is None and self._tier is not None:
+            self._tier.unlink()
+        if self._failure is not None:
+            raise self._failure
+
+    def carried(self) -> CarriedValues:
+        """Behind :meth:`close`: values of clients that the next life would not find where they are."""
+        tier, model = self._tier, self.next_model
+        if tier is None or model is None or model.geometry.block_bytes == tier.block_bytes:
+            return CarriedValues()
+        return take_values(tier, self.machine.values.disks.__contains__)
+
+    def _close_all(self) -> None:
+        while self._opened:
+            self._opened.pop()()
+
+    def _close_disks(self) -> None:
+        if not self._disks.close(_CLOSE_S):
+            log.error("a disk does not end what it was asked for: it is left behind")
+
+    # -- other threads
+
+    def _post(self, event: StoreEvent) -> None:
+        self._loop.post(event)
+
+    def _heard(self, sender: Peer, message: AnyMessage) -> None:
+        with self._lock:
+            loop = self._loop
+        loop.post(MessageArrived(sender, message))
+
+    def _send(self, to: Peer, message: AnyMessage) -> None:
+        self._mailbox.send(to, message)
+
+    # -- the loop's thread
+
+    def _perform(self, event: StoreEvent, actions: list[StoreAction], spent_ns: int) -> None:
+        self._do(actions)
+
+    def _do(self, actions: list[StoreAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(to, message):
+                    self._mailbox.send(to, message)
+                case SealExtents() | TakeValues() | SendValues():
+                    self._values.start(action)
+                case SealPages() | PullPages() | CancelPulls():
+                    self._port.start(action)
+                case MeetClient() | PartFromClient() | AddPeer() | RemovePeer() | ConnectRouter():
+                    self._line(action)
+                case ChangeGeneration():
+                    self._become_new(action)
+                case LogWarning(text):
+                    log.warning("%s", text)
+                case ServeModel(namespace, geometry, of):
+                    self.next_model = StoredModel(namespace, geometry)
+                    log.info("keeps KV of the model of %s from now on", of)
+                    self.end(self._place.drain_s)
+                case Ended(refused):
+                    self._ended(refused)
+                case _:
+                    self._disks.perform(action)
+
+    def _line(self, action: MeetClient | PartFromClient | AddPeer | RemovePeer | ConnectRouter) -> None:
+        match action:
+            case MeetClient(client, hello):
+                self._mailbox.connect(client, hello.address)
+                self._values.meet(client, hello)
+            case PartFromClient(client):
+                self._mailbox.disconnect(client)
+                self._values.part(client)
+            case AddPeer(info):
+                self._mailbox.connect(info.peer, info.address)
+                self._port.add_peer(info)
+            case RemovePeer(peer):
+                self._mailbox.disconnect(peer)
+                self._port.remove_peer(peer)
+            case ConnectRouter(router, address):
+                self._mailbox.connect(router, address)
+
+    def _become_new(self, order: ChangeGeneration) -> None:
+        me = Peer(self.me.name, max(order.generation_min, new_generation()))
+        self._mailbox.become(me)
+        self._post(GenerationChanged(self._port.describe(msgspec.structs.replace(self.machine.info, peer=me))))
+
+    def _ended(self, refused: str) -> None:
+        if refused:
+            hint = "a store has the cluster's secret, and a name of its own: --name"
+            self._failure = UserError(f"the router refuses this store: {refused}", hint=hint, param="join")
+        self.ended.set()
+
+    def _broken(self) -> None:
+        self._failure = UserError("the store broke; its log says why", hint="please report it")
+        self.ended.set()
+
+
+def run_store(
+    place: StorePlace,
+    on_ready: Callable[[StoreRun], None],
+    *,
+    is_supervised: bool = False,
+    outlive: Path | None = None,
+) -> None:
+    """Run a store until it is told to end; ``on_ready`` is called when it serves. ``outlive``: the state folder of a
+    router that it waits for when that is killed.
+
+    Raises :class:`UserError` when it cannot be started, or the router refuses it.
+    """
+    lives: list[StoreRun] = []
+    asked = SignalCounter()
+    health = HealthFile(place.health_file) if place.health_file is not None else None
+
+    def end(sig: int, _frame: object) -> None:
+        if asked.came(sig) and lives:
+            lives[-1].end(place.drain_s if asked.count == 1 else 0.0, asked.names[-1])
+
+    if is_supervised:
+        signal.signal(signal.SIGTERM, end)
+    else:
+        on_ending_signals(end)
+    if outlive is not None:
+        end_when_orphaned(outlive, lambda: lives[-1].router if lives else None)
+    model: StoredModel | None = known_model(place)
+    generation, is_first, carried = 0, True, CarriedValues()
+    while model is not None:
+        generation = max(generation + 1, new_generation())
+        life = StoreRun(place, model, Peer(place.name, generation), carried)
+        lives.append(life)
+        if asked.count:
+            life.end(0.0)
+        elif is_first:
+            on_ready(life)
+            is_first = False
+        while not life.ended.wait(1.0):  # short waits: a signal's handler runs between them
+            _tell_health(health, life)
+        generation = max(generation, life.me.generation)
+        model = life.next_model if not asked.count else None
+        if model is not None:
+            remember_model(place, model)
+        life.close(is_orderly=model is None)
+        carried = life.carried() if model is not None else CarriedValues()
+        lives.clear()
+        del life
+        gc.collect()  # machine and memory are a cycle, and the next life takes over the memory's files
+    forget_model(place)
+    if health is not None:
+        health.remove()
+
+
+def _tell_health(health: HealthFile | None, life: StoreRun) -> None:
+    if health is not None and (standing := life.standing) is not None:
+        health.tell(standing)
+
+
+def _open_memory(place: StorePlace, block_bytes: int) -> _core.MemoryTier:
+    nbytes = place.dram_bytes // block_bytes * block_bytes
+    if nbytes < 2 * block_bytes:
+        message = f"{place.dram_bytes:,} bytes of memory hold less than two blocks of {block_bytes:,} bytes"
+        raise UserError(message, hint=f"give at least --dram {2 * block_bytes}", param="dram")
+    try:
+        return _core.MemoryTier(nbytes, block_bytes, name=place.memory_name)
+    except OSError as error:
+        hint = "give a smaller --dram (df /dev/shm tells the room), or end the store that has this --name"
+        raise UserError(f"cannot have {nbytes:,} bytes of shared memory: {error}", hint=hint, param="dram") from None
+
+
+def _put_carried(tier: _core.MemoryTier, carried: CarriedValues) -> None:
+    put_values(tier, carried)
+    if carried.values:
+        log.info("%s values of clients are in memory as before", f"{len(carried.values):,}")
+    if carried.lost:
+        log.warning(
+            "%s values of clients were in memory alone and are lost: the memory is another, with blocks of %s bytes",
+            f"{carried.lost:,}",
+            f"{tier.block_bytes:,}",
+        )
+    carried.values.clear()
+
+
+def _info(tier: _core.MemoryTier, model: StoredModel, me: Peer, address: str, costs: bytes) -> PeerInfo:
+    """What members are told of a store."""
+    return PeerInfo(
+        peer=me,
+        role=Role.STORE,
+        address=address,
+        namespace=model.namespace,
+        geometry=model.geometry,
+        hbm_blocks=0,
+        dram_blocks=tier.blocks_total if model != NO_MODEL else 0,
+        context_tokens=0,
+        caching=True,
+        pid=os.getpid(),
+        publishes_events=True,
+        costs=costs,
+    )

@@ -1,0 +1,157 @@
+"""A store's memory as the exchange sees it: one tier of blocks, DRAM, and a cache that is found by identity alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memserve import _core
+from memserve.base.errors import InvariantError
+from memserve.base.kv_layout import AS_COMPUTED
+from memserve.base.types import Tier, TokenArray
+from memserve.kv.block_access import BlockAccessLog
+from memserve.kv.identity import NAMES_MAX, namespace_id
+from memserve.kv.pool import Lease
+from memserve.protocol.store import KEY_BYTES
+
+if TYPE_CHECKING:
+    from memserve._core import MemoryTier
+
+KV_SCOPE = 0
+"""The scope of KV blocks; clients' values have others."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSizes:
+    """Blocks of a store's tiers."""
+
+    dram_blocks: int
+    hbm_blocks: int = 0
+    caching: bool = True
+    lower_dtype: str = AS_COMPUTED
+
+
+class StorePool:
+    """A :class:`memserve.kv.transfer.context.TransferPool` over a memory tier. A block's extent is its number
+    times ``block_bytes``."""
+
+    def __init__(self, tier: MemoryTier, block_bytes: int, block_tokens: int, namespace: str, key: bytes) -> None:
+        """``key``: of the cluster's identities, 16 bytes."""
+        self.block_tokens = block_tokens
+        self.block_bytes = block_bytes
+        self.access: BlockAccessLog | None = None
+        self._tier = tier
+        self._namespace = namespace
+        self._key = key
+        self._names: dict[str, bytes] = {}  # isolation -> namespace id
+        self._sizes = StoreSizes(tier.blocks_total)
+
+    @property
+    def config(self) -> StoreSizes:
+        """Blocks of each tier."""
+        return self._sizes
+
+    @property
+    def namespace(self) -> str:
+        """Model and weights, dtype and layout."""
+        return self._namespace
+
+    def identities(self, tenant: str, tokens: TokenArray) -> list[bytes]:
+        """The identity of each whole block of ``tokens``."""
+        name = self._names.get(tenant)
+        if name is None:
+            if len(self._names) >= NAMES_MAX:  # salts come and go; a name is quick to compute
+                self._names.clear()
+            name = self._names[tenant] = namespace_id(tenant, self._namespace, self._key)
+        packed = _core.block_identities(self._key, name, tokens, self.block_tokens)
+        return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+
+    def identity(self, tenant: str, tokens: TokenArray) -> bytes:
+        """Identity of the last whole block of ``tokens``; b"" when there is none."""
+        return next(reversed(self.identities(tenant, tokens)), b"")
+
+    # -- the cache, which no plan uses
+
+    def match_blocks(self, tenant: str, tokens: TokenArray) -> tuple[int, int]:
+        """Nothing is brought up to where attention could read it."""
+        return 0, 0
+
+    def acquire(self, tenant: str, tokens: TokenArray) -> Lease:
+        """An empty lease."""
+        return Lease()
+
+    def unpin(self, lease: Lease) -> None:
+        """Nothing was pinned."""
+
+    def lend(self, tenant: str, tokens: TokenArray, first_block: int = 0) -> tuple[Sequence[int], Sequence[int]]:
+        """Blocks in memory from ``first_block`` up to the first that is not, or was not compared yet; one reference
+        each."""
+        blocks: list[int] = []
+        for identity in self.identities(tenant, tokens)[first_block:]:
+            extent = self.hold(identity)
+            if extent is None:
+                break
+            blocks.append(extent // self.block_bytes)
+        return (), blocks
+
+    def hold(self, identity: bytes, *, counts: bool = True) -> int | None:
+        """The extent of a KV block, with a reference. None: it is not in memory, or was not compared yet."""
+        place = self._tier.find(identity, counts=counts)
+        if place is None:
+            return None
+        if place.verified and place.scope == KV_SCOPE and place.length == self.block_bytes:
+            return place.offset
+        self._tier.release(place.offset)
+        return None
+
+    def publish(self, lease: Lease, tenant: str, tokens: TokenArray, blocks: Sequence[int], *, written_by: int) -> int:
+        """Raises :class:`InvariantError`: a store has no HBM."""
+        raise InvariantError("a store has no blocks in HBM to publish")
+
+    def insert(self, tenant: str, tokens: TokenArray, blocks: _core.Ids, hbm_blocks: int) -> int:
+        """Raises :class:`InvariantError`: a store publishes what was sealed (:class:`KvBlocks`)."""
+        raise InvariantError("a store inserts by identity")
+
+    # -- blocks
+
+    def allocate(self, count: int) -> list[int] | None:
+        """None: there is no HBM."""
+        return None
+
+    def available(self) -> int:
+        """No HBM."""
+        return 0
+
+    @property
+    def blocks_free(self) -> int:
+        """No HBM."""
+        return 0
+
+    @property
+    def has_copies(self) -> bool:
+        """Blocks are never copied between tiers beside jobs of the disks."""
+        return False
+
+    def allocate_dram_ids(self, count: int) -> _core.BlockIds | None:
+        """DRAM blocks, one reference each; others are evicted for them. None: no room."""
+        return self._tier.allocate_blocks(count)
+
+    def retain(self, blocks: Sequence[int]) -> None:
+        """Only of no blocks: there is no HBM."""
+        if len(blocks):
+            raise InvariantError("a store has no HBM")
+
+    release = retain
+
+    def retain_dram(self, dram_blocks: Sequence[int]) -> None:
+        """One more reference on each block."""
+        self._tier.retain_blocks(_core.BlockIds(dram_blocks))
+
+    def release_dram(self, dram_blocks: Sequence[int]) -> None:
+        """One reference less on each block."""
+        self._tier.release_blocks(_core.BlockIds(dram_blocks))
+
+    def ref_count(self, tier: Tier, block: int) -> int:
+        """References on a block."""
+        return self._tier.ref_count(block * self.block_bytes) if tier is Tier.DRAM else 0

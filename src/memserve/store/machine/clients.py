@@ -1,0 +1,293 @@
+"""The clients of a store: programs that keep values of their own beside the KV blocks.
+
+A client greets the store every second and is dropped when it is silent: what it has pinned is free then, and what it
+asked for ends. Clients of one tenant share values. A tenant's keys follow from a secret that only its clients are
+told, and its values carry its tag, which is compared each time: no tenant reads, replaces or deletes another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+
+from memserve import _core
+from memserve.protocol.messages import Expelled, Leave, Refused
+from memserve.protocol.peers import Peer
+from memserve.protocol.store import (
+    KEY_BYTES,
+    KvModel,
+    StoreCode,
+    StoreDelete,
+    StoreDone,
+    StoreGet,
+    StoreHello,
+    StoreList,
+    StoreLook,
+    StoreMessage,
+    StorePlaces,
+    StorePurge,
+    StorePut,
+    StoreStat,
+    StoreStatus,
+    StoreVerify,
+    StoreWelcome,
+)
+from memserve.store.machine.block_pool import KV_SCOPE
+from memserve.store.machine.client_io import Client, DelayedReplies, Gets, Puts
+from memserve.store.machine.events import Jobs, MeetClient, PartFromClient, StoreConfig, ValuesSent, ValuesTaken
+from memserve.store.machine.loads import Loads
+from memserve.store.machine.sweeps import Sweeps
+from memserve.store.machine.values import Values
+
+
+def tenant_key(tenant: str, key: bytes) -> bytes:
+    """The secret of a tenant's keys, from the cluster's: 16 bytes."""
+    return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=16, key=key, person=b"memserve-tenant").digest()
+
+
+def tenant_scope(tenant: str, key: bytes) -> int:
+    """The tag of a tenant's values: 32 bits, never that of KV blocks."""
+    name = b"tenant " + tenant.encode("utf-8", "surrogatepass")
+    return int.from_bytes(_core.siphash128(key, name)[:4], "little") or 1
+
+
+class Clients:
+    """All clients, and what each asks for."""
+
+    def __init__(
+        self,
+        values: Values,
+        loads: Loads,
+        jobs: Jobs,
+        config: StoreConfig,
+        key: bytes,
+        host_id: str,
+        model: KvModel,
+        hear_of_model: Callable[[Peer, KvModel], None],
+    ) -> None:
+        """``key``: of the cluster's identities. ``host_id``: of this host; clients with it read the memory in place.
+        ``model``: whose KV is kept; without a namespace none is known yet; ``hear_of_model`` takes that of a client."""
+        self._model, self._hear_of_model = model, hear_of_model
+        self._values = values
+        self._jobs = jobs
+        self._config = config
+        self._key = key
+        self._host_id = host_id
+        self._clients: dict[Peer, Client] = {}
+        self._numbers = 0
+        self.value_bytes_max = min(config.value_bytes_max, values.tier.block_bytes * values.tier.blocks_total // 4)
+        self.answers = DelayedReplies(values, jobs)
+        self.puts = Puts(values, jobs, self.answers, self.value_bytes_max)
+        self.gets = Gets(values, loads, jobs)
+        self.sweeps = Sweeps(values, jobs, self.answers, config)
+
+    def hear(self, sender: Peer, message: StoreMessage, now_ns: int) -> None:
+        """A client said something."""
+        if isinstance(message, StoreHello):
+            self._greeted(sender, message, now_ns)
+            return
+        client = self._clients.get(sender)
+        if client is None:
+            self._values.counters.refused += 1
+            self._jobs.send(sender, Expelled("this client is not known here: StoreHello comes first"))
+            return
+        client.heard_ns = now_ns
+        match message:
+            case StorePut() | StoreGet() | StoreDelete() | StorePurge():
+                if len(client.calls) >= self._config.calls_max or message.call in client.calls:
+                    self._jobs.send(sender, StoreDone(message.call, _all(message, StoreCode.NO_ROOM)))
+                else:
+                    self._begin(client, message, now_ns)
+            case StoreLook(call, keys):
+                self._jobs.send(sender, StorePlaces(call, self._look(client, keys)))
+            case StoreStat(call):
+                self._jobs.send(sender, StoreStatus(call, self.numbers()))
+            case StoreVerify(call, start):
+                self.sweeps.verify(start, now_ns)
+                self._jobs.send(sender, StoreStatus(call, self.numbers()))
+            case StoreList():
+                self._jobs.send(sender, self.sweeps.listing(client, message))
+            case _:
+                self._values.counters.refused += 1
+
+    def _begin(self, client: Client, message: StorePut | StoreGet | StoreDelete | StorePurge, now_ns: int) -> None:
+        match message:
+            case StorePut():
+                self.puts.begin(client, message, now_ns)
+            case StoreGet():
+                self.gets.begin(client, message, now_ns)
+            case StoreDelete():
+                self._delete(client, message, now_ns)
+            case StorePurge():
+                self.sweeps.purge(client, message, now_ns)
+
+    # -- coming and going
+
+    def _greeted(self, peer: Peer, hello: StoreHello, now_ns: int) -> None:
+        client = self._clients.get(peer)
+        if client is not None and client.hello != hello:
+            self._drop(client)
+            client = None
+        if client is None:
+            older = next((known for known in self._clients.values() if known.peer.name == peer.name), None)
+            if older is not None and older.peer.generation > peer.generation:
+                return
+            if older is not None:
+                self._drop(older)
+            if hello.kv is not None and not self._fits(peer, hello.kv):
+                return
+            if len(self._clients) >= self._config.clients_max:
+                self._values.counters.refused += 1
+                self._jobs.send(peer, Refused(f"{len(self._clients)} clients are served already: close some"))
+                return
+            client = self._enter(peer, hello, now_ns)
+        client.heard_ns = now_ns
+        self._jobs.send(peer, client.welcome)
+
+    def _fits(self, peer: Peer, model: KvModel) -> bool:
+        """Whether KV blocks of ``model`` can be kept here. While no model is known they are waited for: the client
+        repeats its greeting."""
+        if self._model.namespace and model != self._model:
+            self._values.counters.refused += 1
+            self._jobs.send(peer, Refused(_misfit(model, self._model)))
+            return False
+        self._hear_of_model(peer, model)
+        return bool(self._model.namespace)
+
+    def _enter(self, peer: Peer, hello: StoreHello, now_ns: int) -> Client:
+        tier, tenant = self._values.tier, hello.tenant
+        self._numbers += 1
+        is_here = bool(self._host_id) and hello.host_id == self._host_id and tier.arena is not None
+        welcome = StoreWelcome(
+            number=self._numbers,
+            key=tenant_key(tenant, self._key),
+            dram_bytes=tier.block_bytes * tier.blocks_total,
+            value_bytes_max=self.value_bytes_max,
+            data_path=tier.data_path if is_here else "",
+            index_path=tier.index_path if is_here else "",
+            client_path=tier.open_client(self._numbers) if is_here else "",
+        )
+        scope = tenant_scope(tenant, self._key) if hello.kv is None else KV_SCOPE
+        client = Client(peer, self._numbers, hello, scope, welcome, now_ns)
+        self._clients[peer] = client
+        self._jobs.ask(MeetClient(peer, hello))
+        return client
+
+    def left(self, peer: Peer) -> bool:
+        """A process says good-bye. False: it was no client."""
+        client = self._clients.get(peer)
+        if client is not None:
+            self._drop(client)
+        return client is not None
+
+    def _drop(self, client: Client) -> None:
+        """Nothing is held for the client any more, but what a job of the host's still writes or reads."""
+        client.is_gone = True
+        del self._clients[client.peer]
+        if client.welcome.client_path:
+            self._values.tier.close_client(client.number)
+        self.gets.drop(client)
+        self.sweeps.drop(client)
+        self._jobs.ask(PartFromClient(client.peer))
+
+    # -- small calls
+
+    def _look(self, client: Client, keys: bytes) -> bytes:
+        places = bytearray()
+        for at in range(0, len(keys) - KEY_BYTES + 1, KEY_BYTES):
+            key = keys[at : at + KEY_BYTES]
+            known = self._values.look(key)
+            where = self._values.where(key) if known is not None and known.scope == client.scope else 0
+            places.append(1 if where & 1 else where)
+        return bytes(places)
+
+    def _delete(self, client: Client, message: StoreDelete, now_ns: int) -> None:
+        codes = bytearray()
+        if len(message.keys) != KEY_BYTES * len(message.names):
+            codes += bytes([StoreCode.BAD_CALL]) * len(message.names)
+        else:
+            for number, name in enumerate(message.names):
+                codes.append(self._delete_one(client, message.keys[16 * number : 16 * number + 16], name, now_ns))
+        self.answers.give(client, StoreDone(message.call, bytes(codes)), now_ns + self._config.forget_ns)
+
+    def _delete_one(self, client: Client, key: bytes, name: bytes, now_ns: int) -> int:
+        known = self._values.look(key)
+        if known is None:
+            return StoreCode.ABSENT
+        if known.scope != client.scope or known.name not in (None, name):
+            return StoreCode.BAD_CALL
+        self._values.forget(key, now_ns)
+        self._values.counters.deleted += 1
+        return StoreCode.DONE
+
+    # -- time and jobs
+
+    def values_taken(self, event: ValuesTaken, now_ns: int) -> None:
+        """The host has copied values out of a client's arena."""
+        self.puts.taken(event, now_ns)
+
+    def values_sent(self, event: ValuesSent) -> None:
+        """The host has sent values."""
+        self.gets.sent(event)
+
+    def advance(self, now_ns: int) -> None:
+        """Drop silent clients, answer calls whose time is over, go on with long work."""
+        for client in [one for one in self._clients.values() if now_ns - one.heard_ns >= self._config.silent_ns]:
+            self._values.counters.clients_dropped += 1
+            self._drop(client)
+        self.answers.advance(now_ns)
+        self.puts.advance(now_ns)
+        self.gets.advance(now_ns)
+        self.sweeps.advance(now_ns)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`advance` is worth calling."""
+        silent = [client.heard_ns + self._config.silent_ns for client in self._clients.values()]
+        parts = (self.answers, self.puts, self.gets, self.sweeps)
+        return min([*silent, *(due for part in parts if (due := part.next_deadline_ns) is not None)], default=None)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def numbers(self) -> dict[str, int]:
+        """Sizes and totals, by name."""
+        tier = self._values.tier
+        numbers = {
+            "clients": len(self._clients),
+            "dram_bytes": tier.block_bytes * tier.blocks_total,
+            "dram_bytes_used": tier.bytes_used,
+            "dram_values": tier.entries_used,
+            "kv_blocks": len(self._values.log),
+            "disk_bytes": self._values.disks.capacity_bytes,
+            "index_bytes": tier.nbytes + self._values.disks.nbytes,
+        }
+        numbers |= self.sweeps.numbers()
+        numbers |= {f"dram_{name}": count for name, count in tier.counters().items()}
+        numbers |= {f"disk_{name}": count for name, count in self._values.disks.counters().items()}
+        return numbers | self._values.counters.numbers()
+
+    def leave_all(self) -> None:
+        """The store ends: its clients are told."""
+        for client in list(self._clients.values()):
+            self._drop(client)
+            self._jobs.send(client.peer, Leave())  # behind PartFromClient, which drops what is queued
+
+
+def _all(message: StorePut | StoreGet | StoreDelete | StorePurge, code: StoreCode) -> bytes:
+    match message:
+        case StorePut():
+            return bytes([code]) * len(message.pairs)
+        case StoreGet() | StoreDelete():
+            return bytes([code]) * len(message.names)
+    return bytes([code])
+
+
+def _misfit(asked: KvModel, mine: KvModel) -> str:
+    """Why blocks of one model cannot lie among those of another."""
+    if asked.geometry.block_tokens != mine.geometry.block_tokens:
+        sizes = asked.geometry.block_tokens, mine.geometry.block_tokens
+        return "its blocks have {} tokens, those that are kept here {}".format(*sizes)
+    if asked.geometry != mine.geometry:
+        return f"its KV has another shape or dtype than what is kept here: {asked.geometry} for {mine.geometry}"
+    return "KV of other weights, or of an engine that shares none, is kept here"

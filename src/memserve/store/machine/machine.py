@@ -1,0 +1,399 @@
+"""A store: keeps KV blocks of a cluster's instances, and values of clients, in memory and on disks.
+
+One mutator, ``handle(event, now_ns) -> actions``; no thread, file or socket. Its parts:
+
+=============  ================================================================================
+``values``     one set of keys: the memory tier, the disks, what is told of them
+``loads``      from disks into memory, each value once
+``kv``         KV blocks: the exchange with instances
+``clients``    clients and their calls
+``member``     joining, heartbeats, leaving, as instances have it
+=============  ================================================================================
+
+A store that was told of no router serves clients alone until one calls it, and again when that router is gone.
+
+A store that knows no model yet (``info.namespace`` empty) serves clients. The first member with a model tells it what
+KV looks like (``ServeModel``): the host starts it again, with memory in blocks of that size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from memserve.base.errors import check
+from memserve.base.types import ClockTicked, KVGeometry, Role
+from memserve.base.units import NS_PER_S
+from memserve.kv.feed import KvFeed
+from memserve.kv.transfer.events import PagesPulled, PagesSealed
+from memserve.kv.transfer.exchange import Exchange
+from memserve.protocol.events import MessageArrived
+from memserve.protocol.member import MemberMachine
+from memserve.protocol.member_events import (
+    ChangeGeneration,
+    DrainRequested,
+    ForwardMessage,
+    GenerationChanged,
+    Joined,
+    Left,
+    LoadRead,
+    LogWarning,
+    MemberAction,
+    MemberEvent,
+    ReadLoad,
+    RemovePeer,
+)
+from memserve.protocol.messages import AnyMessage, JoinAccepted, Leave, PeerGone, PeerJoined, QueryKvEvents
+from memserve.protocol.peers import ROUTER, Load, Peer, PeerInfo
+from memserve.protocol.store import ForgetKv, KvModel, StoreMessage
+from memserve.store.disks.disks import Disks
+from memserve.store.disks.events import (
+    DiskDone,
+    DiskFull,
+    DiskHasRoom,
+    Dropped,
+    ExtentFree,
+    ReadEnded,
+    Verified,
+    Written,
+)
+from memserve.store.machine.block_pool import StorePool
+from memserve.store.machine.clients import Clients
+from memserve.store.machine.events import (
+    Ended,
+    ExtentsSealed,
+    Jobs,
+    ServeModel,
+    StoreAction,
+    StoreConfig,
+    StoreCounters,
+    StoreEvent,
+    ValuesSent,
+    ValuesTaken,
+)
+from memserve.store.machine.kv_blocks import KvBlocks
+from memserve.store.machine.loads import Loads
+from memserve.store.machine.values import Values
+
+if TYPE_CHECKING:
+    from memserve._core import MemoryTier
+
+
+class StoreMachine:
+    """The machine of one store."""
+
+    def __init__(
+        self,
+        tier: MemoryTier,
+        disks: Disks,
+        info: PeerInfo,
+        key: bytes,
+        member: MemberMachine,
+        config: StoreConfig | None = None,
+    ) -> None:
+        """``info``: what members are told; ``info.geometry`` has the size of the tier's blocks. ``key``: of the
+        cluster's identities, 16 bytes."""
+        config = config or StoreConfig()
+        self.counters = StoreCounters()
+        self.jobs = Jobs()
+        self.member = member
+        self.values = Values(tier, disks, self.counters)
+        self.loads = Loads(self.values, self.jobs, config)
+        pool = StorePool(tier, info.geometry.block_bytes, info.geometry.block_tokens, info.namespace, key)
+        check(pool.block_bytes == tier.block_bytes, "the memory has blocks of another size than the geometry")
+        exchange = Exchange(pool, info.geometry, config.exchange, info.peer, info.namespace)
+        self.kv = KvBlocks(pool, exchange, self.values, self.loads, self.jobs, config)
+        model = KvModel(info.namespace, info.geometry)
+        self.clients = Clients(
+            self.values, self.loads, self.jobs, config, key, info.host_id, model, self._hear_of_model
+        )
+        self._feed = KvFeed(self.values.log, config.exchange.event_capacity)
+        self.info = info
+        self._fits_a_model = False  # a member with this namespace and geometry was seen
+        self._asked_to_serve = False
+        self._write_out: deque[bytes] | None = None  # None: the end was not asked for
+        self._ends_at_ns = 0
+        self._disks_closed = False
+        self._has_ended = False
+        self._refused = ""
+
+    def start(self, now_ns: int) -> list[StoreAction]:
+        """Ask to join."""
+        self._follow(self.member.start(now_ns), now_ns)
+        return self._conclude(now_ns)
+
+    def handle(self, event: StoreEvent, now_ns: int) -> list[StoreAction]:
+        """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
+        match event:
+            case MessageArrived(sender, message):
+                self._hear(sender, message, now_ns)
+            case PagesSealed() | PagesPulled():
+                self.kv.pages_done(event, now_ns)
+            case DiskDone():
+                self.values.disks.handle(event, now_ns)
+                self.values.go_on(now_ns)
+            case ExtentsSealed():
+                done = (
+                    self.loads.sealed(event, now_ns)
+                    or self.kv.sealed(event, now_ns)
+                    or self.clients.sweeps.sealed(event)
+                )
+                check(done, f"job {event.job} seals nothing")
+            case ValuesTaken():
+                self.clients.values_taken(event, now_ns)
+            case ValuesSent():
+                self.clients.values_sent(event)
+            case DrainRequested():
+                self._begin_end(event, now_ns)
+            case GenerationChanged(info):
+                self._reborn(event, info, now_ns)
+        return self._conclude(now_ns)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """When a ``ClockTicked`` is worth sending. None: nothing has a deadline."""
+        due = [
+            self.kv.next_deadline_ns,
+            self.clients.next_deadline_ns,
+            self.values.disks.next_deadline_ns,
+            self.member.next_deadline_ns,
+            self._ends_at_ns if self._write_out is not None and not self._has_ended else None,
+        ]
+        return min((at for at in due if at is not None), default=None)
+
+    def _conclude(self, now_ns: int) -> list[StoreAction]:
+        """What follows from any event."""
+        self.values.disks.tick(now_ns)
+        self.kv.advance(now_ns)
+        self.clients.advance(now_ns)
+        due_ns = self.member.next_deadline_ns
+        if due_ns is not None and now_ns >= due_ns:
+            self._follow(self.member.handle(ClockTicked(), now_ns), now_ns)
+        self.loads.advance(now_ns)
+        self._go_on_ending(now_ns)
+        while self._hear_disks(now_ns):
+            self._go_on_ending(now_ns)
+        self.values.settle()
+        self._tell_news()
+        actions = self.jobs.take()
+        for exchange_action in self.kv.exchange.take_actions():
+            actions.append(exchange_action)
+        actions += self.values.disks.take_actions()
+        return actions
+
+    def _hear_disks(self, now_ns: int) -> bool:
+        outcomes = self.values.disks.take_outcomes()
+        for outcome in outcomes:
+            match outcome:
+                case Written():
+                    self.values.written(outcome, now_ns)
+                case ReadEnded():
+                    self.loads.read_ended(outcome, now_ns)
+                case ExtentFree():
+                    self.loads.extent_free(outcome)
+                case Dropped():
+                    self.values.dropped(outcome)
+                case Verified():
+                    self.clients.sweeps.disks_verified(outcome)
+                case DiskFull(number, why):
+                    pause_s = self.values.disks.config.full_pause_ns / NS_PER_S
+                    text = f"--ssd number {number + 1} has no room for what is written ({why}): it is read, and not"
+                    self.jobs.ask(LogWarning(f"{text} written but for a try every {pause_s:.0f} s"))
+                case DiskHasRoom(number):
+                    self.jobs.ask(LogWarning(f"--ssd number {number + 1} has room again: it is written"))
+        return bool(outcomes)
+
+    # -- messages
+
+    def _hear(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
+        if isinstance(message, ForgetKv):
+            if self.kv.exchange.misfit(sender) is None:
+                self.kv.forget(message.identities, now_ns)
+        elif isinstance(message, StoreMessage):
+            self.clients.hear(sender, message, now_ns)
+        elif isinstance(message, Leave) and self.clients.left(sender):
+            pass
+        elif self.member.is_alone and sender.name != ROUTER:
+            self.counters.refused += 1
+        else:
+            self._follow(self.member.handle(MessageArrived(sender, message), now_ns), now_ns)
+
+    # -- the cluster
+
+    def _follow(self, actions: list[MemberAction], now_ns: int) -> None:
+        """Do what the membership says; what needs the host goes on to it."""
+        for action in actions:
+            match action:
+                case ForwardMessage(sender, message):
+                    self._hear_member(sender, message, now_ns)
+                case ReadLoad(with_stats):
+                    load = Load(transfers_open=self.kv.exchange.transfers_open)
+                    stats = msgspec.msgpack.encode(self.clients.numbers()) if with_stats else b""
+                    news, routers = self._feed.next_event, self.member.followers.values()
+                    self._follow_event(
+                        LoadRead(load, news, stats, tuple((peer, load, news) for peer in routers)), now_ns
+                    )
+                case Joined():
+                    pass
+                case Left(refused):
+                    self._refused = refused
+                    if self._write_out is None:
+                        self._begin_end(DrainRequested(0), now_ns)
+                case RemovePeer(peer):
+                    self.kv.peer_gone(peer, now_ns)
+                    self.jobs.ask(action)
+                case ChangeGeneration():
+                    self.kv.drop_fetches()
+                    self.jobs.ask(action)
+                case _:
+                    self.jobs.ask(action)
+
+    def _follow_event(self, event: MemberEvent, now_ns: int) -> None:
+        self._follow(self.member.handle(event, now_ns), now_ns)
+
+    def _hear_member(self, sender: Peer, message: AnyMessage, now_ns: int) -> None:
+        if sender.name != ROUTER:
+            if isinstance(message, Leave):
+                self.kv.peer_gone(sender, now_ns)
+            elif isinstance(message, QueryKvEvents) and self.member.followers.get(sender.name) == sender:
+                self._tell_changes(message.first, sender)
+            else:
+                self.kv.hear(sender, message, now_ns)
+            return
+        match message:
+            case JoinAccepted(peers):
+                self._fits_a_model = False  # those of an earlier router are no members any more
+                self._look_for_models(peers)
+                self.kv.act(self.kv.exchange.set_members(peers, now_ns), now_ns)
+                self._tell_changes(None, sender)
+            case PeerJoined(info):
+                self._look_for_models((info,))
+                if info.peer.name != self.info.peer.name:
+                    self.kv.act(self.kv.exchange.peer_joined(info, now_ns), now_ns)
+            case PeerGone(peer):
+                self.kv.peer_gone(peer, now_ns)
+            case QueryKvEvents(first):
+                self._tell_changes(first, sender)
+            case _:
+                pass
+
+    def _tell_changes(self, first: int | None, to: Peer) -> None:
+        self._tell_news()
+        if (rest := self._feed.answer(first)) is not None:
+            self.jobs.send(to, rest)
+
+    def _tell_news(self) -> None:
+        """Every router hears what has changed."""
+        news = self._feed.news()
+        for router in (self.member.router, *self.member.followers.values()):
+            if news is not None and router is not None:
+                self.jobs.send(router, news)
+
+    def _look_for_models(self, members: tuple[PeerInfo, ...]) -> None:
+        """Members with a model say what KV looks like. What this store was started with stays once one has it."""
+        models = [info for info in members if info.role is not Role.STORE and info.namespace]
+        mine = (self.info.namespace, self.info.geometry)
+        self._fits_a_model = self._fits_a_model or any((one.namespace, one.geometry) == mine for one in models)
+        if models and not self._fits_a_model:
+            self._serve(models[0].namespace, models[0].geometry, models[0].peer.name)
+
+    def _hear_of_model(self, client: Peer, model: KvModel) -> None:
+        """A client has KV blocks of this model, which is this store's, or this store's until a member has another."""
+        if not self.info.namespace:
+            self._serve(model.namespace, model.geometry, client.name)
+
+    def _serve(self, namespace: str, geometry: KVGeometry, of: str) -> None:
+        if not self._asked_to_serve:
+            self._asked_to_serve = True
+            self.jobs.ask(ServeModel(namespace, geometry, of))
+
+    def _reborn(self, event: GenerationChanged, info: PeerInfo, now_ns: int) -> None:
+        """The store was expelled and is a new incarnation: what it keeps stays."""
+        self.info = info
+        self.kv.drop_fetches()
+        self.kv.exchange.reborn(info.peer)
+        self._follow_event(event, now_ns)
+
+    # -- the end
+
+    def _begin_end(self, asked: DrainRequested, now_ns: int) -> None:
+        """Write what is in memory alone and wanted on a disk, then close the disks, for ``patience_ns`` at most."""
+        if self._write_out is None:
+            self._write_out = deque(self.values.unwritten() if asked.patience_ns else ())
+            self._say_end(asked)
+            self.clients.leave_all()
+        self._ends_at_ns = now_ns + asked.patience_ns
+        if not asked.patience_ns:
+            self._write_out.clear()
+        self._follow(self.member.handle(replace(asked, why=""), now_ns), now_ns)
+
+    def _say_end(self, asked: DrainRequested) -> None:
+        if not asked.why:
+            return
+        numbers, left = self.clients.numbers(), len(self._write_out or ()) + self.values.writes_open
+        text = f"{asked.why}: store {self.info.peer.name} ends; it keeps {numbers['disk_records']:,} values on disks"
+        if left:
+            text += f" and writes {left:,} more, for {asked.patience_ns / NS_PER_S:.0f} s at most"
+        self.jobs.ask(LogWarning(text))
+
+    def _go_on_ending(self, now_ns: int) -> None:
+        if self._write_out is None or self._has_ended:
+            return
+        is_late = now_ns >= self._ends_at_ns
+        while self._write_out and self.values.may_write_out and not is_late:
+            self.values.write_out(self._write_out.popleft(), now_ns)
+        left = len(self._write_out) + self.values.writes_open
+        if left and not is_late:
+            return
+        disks = self.values.disks
+        if not self._disks_closed:
+            self._disks_closed = True
+            if left:
+                self.jobs.ask(
+                    LogWarning(f"the time is over: store {self.info.peer.name} has not written {left:,} values")
+                )
+            disks.close(now_ns)
+        if disks.idle or is_late:
+            self._has_ended = True
+            self.jobs.ask(Ended(self._refused))
+
+    # -- books
+
+    def references(self) -> Counter[int]:
+        """Every reference that parts of the machine hold, by extent; the table's own come on top."""
+        held: Counter[int] = Counter()
+        for part in self._holders():
+            held.update(part)
+        return held
+
+    def _holders(self) -> Iterator[list[int]]:
+        yield self.values.references()
+        yield self.loads.references()
+        yield self.kv.references()
+        yield self.clients.puts.references()
+        yield self.clients.gets.references()
+        yield self.clients.sweeps.references()
+
+    def check_invariants(self) -> None:
+        """Raise :class:`InvariantError` when the books do not balance. For tests; slow."""
+        tier = self.values.tier
+        tier.check_invariants()
+        self.values.disks.check_invariants()
+        self.values.check_invariants()
+        self.loads.check_invariants()
+        self.kv.exchange.check_invariants()
+        held = self.references()
+        in_table: Counter[int] = Counter()
+        keys = tier.keys()
+        for at in range(0, len(keys), 16):
+            place = tier.find(keys[at : at + 16], counts=False)
+            if place is not None:
+                tier.release(place.offset)
+                in_table[place.offset] += 1
+        for extent in held | in_table:
+            count = tier.ref_count(extent)
+            check(count == held[extent] + in_table[extent], f"extent {extent}: {count} references, {held[extent]} held")

@@ -1,0 +1,272 @@
+"""Reading peers over NIXL: between hosts, and wherever memory cannot be mapped.
+
+Without progress on the owner's side a READ does not end: over TCP because the owner sends, on one host because the
+connection takes both. NIXL's own thread costs 60 % of a core while nothing happens (1.5, UCX). Ours looks now and
+then, and often for a while after pages were sealed, for then a peer is about to read them, and after a peer said that
+it reads.
+
+UCX listens where the process does: on the network device of the host that it was given, and the RDMA adapters behind
+that (``UCX_NET_DEVICES`` in the environment says otherwise). It asks no peer for the cluster's secret, and encrypts
+nothing: this link is for networks that are said to be trusted. Instances on one host need no NIXL.
+
+A thread that looks after something: often for a while, then now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from memserve.base.types import Tier
+from memserve.base.units import MIB, ns_from_s
+from memserve.protocol.peers import ArenaPlace, Peer, PeerInfo
+from memserve.transport.links.gpu_memory import GpuMemory, shards_of
+from memserve.transport.links.nixl_agent import Agent
+from memserve.transport.links.nixl_slots import SlotReader, SlotSource
+from memserve.transport.ports import ArenaMemory, Arenas, LinkError, Seals, check_ranges, place_of
+from memserve.transport.ranges import Ranges
+
+_PACE = ((0.01, 0.0001), (0.1, 0.0005), (2.0, 0.002))
+"""``(age_s, pause_s)``: how long to sleep between looks, until so long after the last call of ``look_often``."""
+_SLOW_S = 0.05
+
+
+class PollThread:
+    """Calls ``attend`` again and again, until it returns False; then not before the next ``look_often``."""
+
+    def __init__(self, attend: Callable[[], bool]) -> None:
+        self._attend = attend
+        self._changed = threading.Condition()
+        self._asked = False
+        self._closed = False
+        self._busy_since_s = 0.0
+        self._thread = threading.Thread(target=self._work, name="nixl attendant", daemon=True)
+        self._thread.start()
+
+    def look_often(self) -> None:
+        """Something is about to happen."""
+        with self._changed:
+            self._busy_since_s = time.monotonic()
+            self._asked = True
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            pause_s = self._pause_s() if self._attend() else None
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked or self._closed, pause_s)
+                self._asked = False
+                if self._closed:
+                    return
+
+    def _pause_s(self) -> float:
+        age_s = time.monotonic() - self._busy_since_s
+        return next((pause_s for until_s, pause_s in _PACE if age_s < until_s), _SLOW_S)
+
+
+log = logging.getLogger(__name__)
+
+SLOT_BYTES_MIN = 4 * MIB
+"""A slot holds this much, or one block when that is larger."""
+STALL_S = 4.0
+"""A slot that does not fill within this time is given up, and the read with it."""
+
+
+class ServingAgent:
+    """The agent of a worker that is not the leader: peers read its GPU's memory, and it reads nothing.
+
+    Raises :class:`UserError` when NIXL is not installed, or does not start.
+    """
+
+    def __init__(self, memory: GpuMemory, host: str | None) -> None:
+        self._agent = Agent(_agent_name(), host)
+        self._agent.register(memory.address, len(memory.tensor), on_gpu=True)
+        #: what peers need to read it
+        self.metadata = self._agent.metadata()
+        self._attendant = PollThread(self._attend)
+
+    def expect_reads(self) -> None:
+        """Peers will read in a moment."""
+        self._attendant.look_often()
+
+    def close(self) -> None:
+        """No peer reads any more."""
+        self._attendant.close()
+        self._agent.close()
+
+    def _attend(self) -> bool:
+        try:
+            if self._agent.progress():
+                self._attendant.look_often()
+        except LinkError as error:
+            log.warning("%s", error)
+        return True
+
+
+def _agent_name() -> str:
+    return f"memserve {os.getpid()} {time.time_ns():x}"
+
+
+class NixlLink:
+    """A :class:`PageLink` over NIXL with UCX: RDMA, TCP, or one copy by the kernel on the same host.
+
+    Raises :class:`UserError` when NIXL is not installed, or does not start.
+    """
+
+    name = "nixl"
+    workers = 4
+
+    def __init__(self, arenas: Arenas, block_bytes: int, *, stall_s: float = STALL_S, host: str | None = None) -> None:
+        self._arenas = arenas
+        self._agent = Agent(_agent_name(), host)
+        for arena in arenas.values():
+            on_gpu = isinstance(arena, GpuMemory)  # of several GPUs: the others are read by their workers' agents
+            nbytes = len(arena.tensor) if isinstance(arena, GpuMemory) else arena.nbytes
+            self._agent.register(arena.address, nbytes, on_gpu=on_gpu)
+        self._metadata = self._agent.metadata()  # without slots: no peer may read those
+        sizes = max(SLOT_BYTES_MIN, block_bytes), ns_from_s(stall_s)
+        self._reader = SlotReader(self._agent, *sizes)
+        gpus = [arena for arena in arenas.values() if isinstance(arena, GpuMemory)]
+        #: reads into GPU memory, which pass through slots there
+        self._gpu_reader = SlotReader(self._agent, *sizes, make=gpus[0].like) if gpus else None
+        self._lock = threading.Lock()
+        self._peers: dict[Peer, PeerInfo] = {}
+        self._names: dict[Peer, dict[bytes, str]] = {}
+        """Agents of peers that were read from, by their metadata; generations of one process share theirs."""
+        self._reading: Counter[str] = Counter()
+        """Reads under way, by agent."""
+        self._leaving: list[str] = []
+        """Agents without a peer, to be removed once nothing is under way from them."""
+        self._broken: set[str] = set()
+        """Agents from which a read failed: to be connected to anew."""
+        self._attendant = PollThread(self._attend)
+
+    def describe(self, info: PeerInfo) -> PeerInfo:
+        """Add the agent, where those of all workers are there."""
+        shards = [shard for place in info.arenas for shard in place.shards[1:]]
+        all_there = all(shard.nixl_agent for shard in shards)
+        return msgspec.structs.replace(info, nixl_agent=self._metadata if all_there else b"")
+
+    def reaches(self, info: PeerInfo) -> bool:
+        """It has an agent as well."""
+        return bool(info.nixl_agent)
+
+    def add_peer(self, info: PeerInfo) -> None:
+        """Remember its agent, and be there when it reads."""
+        with self._lock:
+            self._peers[info.peer] = info
+        self._attendant.look_often()
+
+    def remove_peer(self, peer: Peer) -> None:
+        """A read under way notices, and its slots are abandoned."""
+        with self._lock:
+            self._peers.pop(peer, None)
+            names = self._names.pop(peer, {}).values()
+            still = {name for others in self._names.values() for name in others.values()}
+            self._leaving += [name for name in names if name not in still]
+
+    def expect_reads(self) -> None:
+        """Look more often for a while, if there are peers."""
+        if self._peers:
+            self._attendant.look_often()
+            for arena in self._arenas.values():
+                if isinstance(arena, GpuMemory):
+                    arena.on_expected()
+
+    def read(self, peer: Peer, src_tier: Tier, dst_tier: Tier, ranges: Ranges) -> Seals:
+        """Read slot by slot, then copy and checksum each. Raises :class:`LinkError`."""
+        target = self._arenas.get(dst_tier)
+        if target is None:
+            raise LinkError(f"no {dst_tier.name} here")
+        place, source = self._begin(peer, src_tier)
+        try:
+            check_ranges(ranges, place.arena_bytes, target.nbytes)
+            return self._read(peer, source, target, ranges)
+        finally:
+            with self._lock:
+                self._reading.subtract(source.agent_names)
+
+    def close(self) -> None:
+        """Stop attending, give agent and slots back."""
+        self._attendant.close()
+        keeps_agent = bool(self._sweep())
+        for reader in filter(None, (self._gpu_reader, self._reader)):
+            reader.close(keeps_agent=keeps_agent)
+
+    def _sweep(self) -> set[str]:
+        """Agents from which something is still under way."""
+        return self._reader.sweep() | (self._gpu_reader.sweep() if self._gpu_reader is not None else set())
+
+    def _begin(self, peer: Peer, tier: Tier) -> tuple[ArenaPlace, SlotSource]:
+        """Where the peer's tier lies, and how it is read; from now on a read is under way from its agents."""
+        with self._lock:
+            info = self._peers.get(peer)
+            if info is None:
+                raise LinkError(f"{peer.name} is gone")
+            place = place_of(info, tier)
+            try:
+                shards = shards_of(place, info.geometry)
+            except ValueError as error:
+                raise LinkError(str(error)) from error
+            agents = [shard.nixl_agent or info.nixl_agent for shard in place.shards] or [info.nixl_agent]
+            addresses = tuple(shard.address for shard in place.shards) or (place.address,)
+            known = self._names.setdefault(peer, {})
+            for metadata in agents:
+                name = known.get(metadata)
+                if name is None or name in self._broken:
+                    known[metadata] = self._connect(metadata, name)
+            names = tuple(known[metadata] for metadata in agents)
+            self._leaving = [other for other in self._leaving if other not in names]
+            self._reading.update(names)
+            return place, SlotSource(names, addresses, place.on_gpu, shards)
+
+    def _read(self, peer: Peer, source: SlotSource, target: ArenaMemory, ranges: Ranges) -> Seals:
+        reader = self._gpu_reader if isinstance(target, GpuMemory) and self._gpu_reader else self._reader
+        try:
+            return reader.read(source, target, ranges, lambda: peer in self._peers)
+        except LinkError:
+            with self._lock:
+                self._broken.update(source.agent_names)
+            raise
+
+    def _connect(self, metadata: bytes, broken: str | None) -> str:
+        """The name of the peer's agent. A connection that broke stays broken until its agent is removed, which has to
+        wait for what is under way."""
+        if broken is not None and not self._reading[broken] and broken not in self._sweep():
+            self._forget(broken)
+        return self._agent.add_peer(metadata)
+
+    def _attend(self) -> bool:
+        """Serve readers, take back what is over; whether there is anybody to serve."""
+        try:
+            if self._agent.progress():
+                self._attendant.look_often()
+        except LinkError as error:
+            log.warning("%s", error)
+        with self._lock:
+            busy = self._sweep()
+            for name in [name for name in self._leaving if name not in busy and not self._reading[name]]:
+                self._leaving.remove(name)
+                self._forget(name)
+            return bool(self._peers or self._leaving or busy)
+
+    def _forget(self, agent_name: str) -> None:
+        del self._reading[agent_name]
+        self._broken.discard(agent_name)
+        try:
+            self._agent.remove_peer(agent_name)
+        except LinkError as error:
+            log.info("%s", error)

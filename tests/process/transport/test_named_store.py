@@ -1,0 +1,196 @@
+"""``memserve serve --store``: a store that runs already is called, found again, and goes on when the server ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from memserve.protocol.messages import Join
+from memserve.protocol.peers import ROUTER, Peer
+from memserve.protocol.store import STORE, JoinRequest
+from memserve.transport.mailbox import ZmqMailbox
+from ports import free_port
+from served_cluster import WAIT_S, Server, eventually, is_alive
+from served_store import SECRET, ServedStore
+from tiny_models import one_engine, prompt, save_folder, tiny_module
+
+BLOCK = 8
+"""Tokens: the model's context is 256."""
+VALUE = bytes(range(256)) * 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_folder(tiny_module("llama"), tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def truth(model: Path) -> Iterator[Callable[[list[int], int], str]]:
+    with one_engine(model) as answer:
+        yield answer
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ServedStore]:
+    """It was told of no router."""
+    with ServedStore(tmp_path, "--ssd", f"{tmp_path}/ssd=64MiB", "--ssd-sync", "none", dram="16MiB") as store:
+        yield store
+
+
+class Serving:
+    """One ``memserve serve`` after the other."""
+
+    def __init__(self, model: Path, store: ServedStore) -> None:
+        self._model, self._store = model, store
+        self.pids: set[int] = set()
+
+    def start(self, metadata: str) -> None:
+        named = ("--store", self._store.address, "--cluster-secret-file", str(self._store.secret_file))
+        shape = ("--colocated", "1", "--block-tokens", str(BLOCK), "--metadata", metadata)
+        self.server = Server(self._model, *shape, *named)
+        self.pids |= {self.server.process.pid, *self.server.children().values()}
+        assert set(self.server.children()) == {"c1"}, "no store is started"
+        assert f"store: that at {self._store.address}" in self.server.lines[2]
+
+    def kill_everything(self) -> None:
+        """The server with its instances, with -9."""
+        for pid in self.pids:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.server.process.wait(60)
+        eventually(lambda: not any(is_alive(pid) for pid in self.pids))
+
+    def ask(self, tokens: list[int], count: int) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{self.server.url}/completions", json=body | {"explain": True}, timeout=WAIT_S)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stored_blocks(self) -> float:
+        """Blocks that the store has, as the router knows."""
+        page = httpx.get(self.server.url.removesuffix("/v1") + "/metrics", timeout=WAIT_S).text
+        rows = [line for line in page.splitlines() if line.startswith("memserve_store_tree_blocks{")]
+        return sum(float(row.rpartition(" ")[2]) for row in rows)
+
+
+@pytest.fixture
+def serving(model: Path, store: ServedStore) -> Iterator[Serving]:
+    serving = Serving(model, store)
+    yield serving
+    serving.kill_everything()
+
+
+def tokens(length: int, seed: int) -> list[int]:
+    return [int(token) for token in prompt(length, seed)]
+
+
+def facts(answer: dict[str, Any]) -> dict[str, Any]:
+    return {fact["fact"]: fact["value"] for fact in answer["memserve"]["story"]}
+
+
+@pytest.mark.parametrize("metadata", ["none", "state"])
+def test_a_store_that_runs_outlives_every_server(serving, store, truth, tmp_path, metadata) -> None:
+    """kill -9 of the server; the next one finds in the store what the first has computed, and so do clients. Without
+    metadata the next router is a stranger to the store, which waits until the first one is silent for long enough."""
+    metadata = metadata if metadata == "none" else str(tmp_path / metadata)
+    questions = [tokens(205, seed) for seed in (1, 5, 6, 7, 8)]
+    blocks = len(questions) * (205 // BLOCK)
+    with store.client() as client:
+        assert client.put(b"mine", VALUE)
+        serving.start(metadata)
+        for question in questions:
+            assert serving.ask(question, 8)["choices"][0]["text"] == truth(question, 8)
+        eventually(lambda: serving.stored_blocks() >= blocks)
+        serving.kill_everything()
+        assert client.get(b"mine").data == VALUE, "alone, it serves clients"
+
+        serving.start(metadata)
+        eventually(lambda: serving.stored_blocks() >= blocks)
+        answers = [serving.ask(question, 8) for question in questions]
+        assert [answer["choices"][0]["text"] for answer in answers] == [truth(question, 8) for question in questions]
+        fetched = [answer for answer in answers if facts(answer).get("fetched_from") == store.name]
+        assert fetched, f"what comes too late is computed; but not all of it comes too late: {answers}"
+        assert fetched[0]["usage"]["prompt_tokens_details"]["cached_tokens"] == 205 // BLOCK * BLOCK
+        assert client.get(b"mine").data == VALUE
+
+        serving.server.process.send_signal(signal.SIGTERM)
+        assert serving.server.process.wait(60) == 0
+        assert client.get(b"mine").data == VALUE and is_alive(store.pid), "the end of a server is not that of the store"
+
+
+def test_a_store_that_dies_is_called_again(serving, store, truth) -> None:
+    serving.start("none")
+    question = tokens(90, 2)
+    assert serving.ask(question, 8)["choices"][0]["text"] == truth(question, 8)
+    eventually(lambda: serving.stored_blocks() >= len(question) // BLOCK)
+    store.kill()
+    other = tokens(60, 3)
+    assert serving.ask(other, 8)["choices"][0]["text"] == truth(other, 8), "no request needs the store"
+    store.restart()
+    eventually(lambda: serving.stored_blocks() >= len(question) // BLOCK)
+
+
+IMPATIENT = """
+import sys
+from memserve.cli.cluster import members
+from memserve.cli.main import run
+members.FIND_S = 2.0
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def serve_error(model: Path, *flags: str) -> str:
+    """What ``memserve serve`` says, which waits for a store for two seconds instead of half a minute."""
+    command = [sys.executable, "-c", IMPATIENT, "serve", "--model", str(model), "--port", "0", "--metadata", "none"]
+    ended = subprocess.run([*command, "--colocated", "1", *flags], capture_output=True, text=True, timeout=WAIT_S)
+    assert ended.returncode == 1 and not ended.stdout
+    return " ".join(ended.stderr.strip().splitlines()[-2:])  # the error and its hint
+
+
+def test_another_secret_and_an_address_without_a_store_are_told_apart(model, store, tmp_path) -> None:
+    other = tmp_path / "other"
+    other.write_text("a secret of another cluster")
+    other.chmod(0o600)
+    said = serve_error(model, "--store", store.address, "--cluster-secret-file", str(other))
+    assert "has another secret" in said and "--cluster-secret-file FILE" in said
+    nowhere = f"127.0.0.1:{free_port()}"
+    said = serve_error(model, "--store", nowhere, "--cluster-secret-file", str(store.secret_file))
+    assert f"no store at {nowhere}: nothing answers there" in said and "start it: memserve store --listen" in said
+
+
+def test_a_store_of_another_server_does_not_join(serving, store, model) -> None:
+    serving.start("none")
+    flags = ("--dtype", "float32", "--kv-memory", "4MiB", "--threads", "1", "--block-tokens", str(BLOCK))
+    named = ("--store", store.address, "--cluster-secret-file", str(store.secret_file))
+    said = serve_error(model, *flags, *named)
+    assert f"does not join: {store.name} belongs to the router at tcp://127.0.0.1:" in said
+    assert serving.stored_blocks() == 0 and serving.server.process.poll() is None
+    question = tokens(90, 4)
+    serving.ask(question, 8)
+    eventually(lambda: serving.stored_blocks() >= len(question) // BLOCK)
+
+
+def test_a_store_is_free_as_soon_as_its_server_has_ended_in_order(serving, store) -> None:
+    serving.start("none")
+    serving.server.process.send_signal(signal.SIGTERM)
+    assert serving.server.process.wait(60) == 0
+    ended_s, heard = time.monotonic(), queue.SimpleQueue()
+    me = Peer(ROUTER, time.time_ns())
+    router = ZmqMailbox(me, SECRET, "127.0.0.1", 0, lambda _, message: heard.put(message))
+    try:
+        router.connect(STORE, f"tcp://{store.address}")
+        router.send(STORE, JoinRequest(router.address))
+        assert isinstance(heard.get(timeout=5), Join), "it belongs to the router that has ended"
+        assert time.monotonic() - ended_s < 5, "before silence could have told it"
+    finally:
+        router.close()

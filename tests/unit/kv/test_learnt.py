@@ -1,0 +1,85 @@
+"""Costs that are learnt while serving: curves through steps, copies and pulls."""
+
+from __future__ import annotations
+
+import pytest
+
+from memserve.kv.costs import (
+    CopyCurve,
+    CostModel,
+    DecodeCurve,
+    LearntCurve,
+    LearntLinks,
+    PreemptionCosts,
+    PreemptionModel,
+    PrefillCurve,
+    are_alike,
+    attended_pairs,
+)
+
+TRUE = CostModel(
+    prefill=PrefillCurve(5e6, 30_000.0, 1.0), decode=DecodeCurve(8e6, 10_000.0, 50.0),
+    swap_in=CopyCurve(20_000.0, 2_000.0, 0.02), network=CopyCurve(200_000.0, 2_000.0, 0.07),
+)  # fmt: skip
+BLOCK_BYTES = 4 << 20
+
+
+def served(requests: int) -> PreemptionModel:
+    """What an instance knows that has served so many requests, each of another length, and knew nothing before."""
+    costs = PreemptionModel(PreemptionCosts(block_bytes=BLOCK_BYTES))
+    for number in range(requests):
+        tokens, blocks = 200 * (number + 1), number % 7 + 1
+        pairs = attended_pairs(tokens, 0)
+        costs.learn(tokens, 0, TRUE.prefill.step(tokens, pairs), pairs)
+        costs.learn_decode(number % 8 + 1, 500 * (number + 1), TRUE.decode_step_ns(number % 8 + 1, 500 * (number + 1)))
+        costs.learn_swap(blocks, TRUE.swap_in.ns(blocks * BLOCK_BYTES, blocks))
+        costs.learn_link("a", False, blocks * BLOCK_BYTES, blocks, TRUE.network.ns(blocks * BLOCK_BYTES, blocks))
+    return costs
+
+
+def test_within_20_requests_all_curves_are_those_of_the_machine() -> None:
+    model = served(20).model
+    assert model.prefill_ns(4096) == pytest.approx(TRUE.prefill_ns(4096), rel=0.02)
+    assert model.prefill_ns(100, 8000) == pytest.approx(TRUE.prefill_ns(100, 8000), rel=0.05)
+    assert model.decode_step_ns(16, 30_000) == pytest.approx(TRUE.decode_step_ns(16, 30_000), rel=0.02)
+    for link, true in ((model.swap_in, TRUE.swap_in), (model.swap_out, TRUE.swap_in), (model.network, TRUE.network)):
+        assert link.ns(50 * BLOCK_BYTES, 50) == pytest.approx(true.ns(50 * BLOCK_BYTES, 50), rel=0.05)
+
+
+def test_routers_are_told_what_is_known_and_again_when_it_has_changed() -> None:
+    fresh = PreemptionModel(PreemptionCosts())
+    assert not fresh.is_known and fresh.told() == b""
+    costs = served(20)
+    told = costs.told()
+    assert CostModel.decoded(told).is_measured and costs.told() is told
+    for _ in range(64):
+        costs.learn_link("a", False, BLOCK_BYTES, 1, 10 * TRUE.network.ns(BLOCK_BYTES, 1))
+    assert costs.told() != told
+
+
+def test_measurements_of_one_size_scale_the_curve_and_bend_nothing() -> None:
+    curve = LearntCurve(PrefillCurve(2e6, 200_000.0, 10.0))
+    for _ in range(10):
+        curve.add((1.0, 1000.0, 500_000.0), 20_700_000)
+    assert not curve.is_fitted and curve.curve.token_ns == pytest.approx(20_000.0, rel=0.01)
+
+
+def test_each_peer_has_a_link_of_its_own() -> None:
+    links = LearntLinks(CopyCurve(0.0, 0.0, 1.0), CopyCurve(0.0, 0.0, 2.0))
+    for blocks in (1, 4, 9):
+        links.learn("fast", False, blocks * BLOCK_BYTES, blocks, round(blocks * BLOCK_BYTES * 0.1))
+        links.learn("slow", False, blocks * BLOCK_BYTES, blocks, blocks * BLOCK_BYTES * 10)
+    fast_ns, slow_ns = (links.curve(name, False).ns(BLOCK_BYTES) for name in ("fast", "slow"))
+    assert slow_ns > 50 * fast_ns and fast_ns < links.curve("new", False).ns(BLOCK_BYTES) <= slow_ns
+    assert links.is_known(near=False) and not links.is_known(near=True)
+
+
+def test_a_profile_is_scaled_and_not_replaced() -> None:
+    costs = PreemptionModel(PreemptionCosts(profile=TRUE))
+    costs.learn_decode(8, 8000, 1)
+    costs.learn_swap(8, 1)
+    assert costs.model.decode == TRUE.decode and costs.model.swap_in == TRUE.swap_in
+
+
+def test_costs_are_alike_within_a_share() -> None:
+    assert are_alike(TRUE, TRUE.scaled(1.1), 0.15) and not are_alike(TRUE, TRUE.scaled(1.3), 0.15)

@@ -1,0 +1,113 @@
+"""A store reads a little of its disks at its start: of real files, slow ones and ones that stand still."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from disk_files import FaultyQueue, Files
+from faulty_store import Faults
+from faulty_store import FaultyQueue as SlowQueue
+from memserve import _core
+from memserve.base.units import MIB, NS_PER_MS, NS_PER_S
+from memserve.store.disks.disks import DisksConfig
+from memserve.store.host.disks import DiskHost
+from memserve.store.host.files import measured_curve
+from waiting import eventually
+
+SIZE = 64 * MIB
+LENGTH = 737_280
+
+
+def filled(folder: Path, count: int = 12) -> None:
+    rng = random.Random(2)
+    files = Files([(folder, SIZE)], unit_bytes=4096)
+    for _ in range(count):
+        assert files.write(rng.randbytes(16), 4096, rng.randbytes(LENGTH))
+    files.close()
+
+
+def host_of(folder: Path) -> DiskHost:
+    return DiskHost([(folder, SIZE)], DisksConfig())
+
+
+def logs_of(host: DiskHost) -> list[tuple[Path, _core.SegmentLog]]:
+    return [(file.path, file.log) for file in host._files]
+
+
+def test_a_file_that_holds_nothing_tells_nothing(tmp_path: Path) -> None:
+    host = host_of(tmp_path / "a")
+    assert host.read_curve() is None
+    assert host.close()
+    assert DiskHost([], DisksConfig()).read_curve() is None
+
+
+def test_a_file_with_values_tells_a_curve_quickly(tmp_path: Path) -> None:
+    filled(tmp_path / "a")
+    host = host_of(tmp_path / "a")
+    began = time.monotonic()
+    curve = host.read_curve()
+    assert time.monotonic() - began < 5.0
+    assert curve is not None and 0 < curve.byte_ns < 1000 and curve.start_ns >= 0
+    assert host.close()
+
+
+def test_one_disk_of_two_that_holds_nothing_leaves_the_store_without_a_word(tmp_path: Path) -> None:
+    filled(tmp_path / "a")
+    host = DiskHost([(tmp_path / "a", SIZE), (tmp_path / "b", SIZE)], DisksConfig())
+    assert host.read_curve() is None
+    assert host.close()
+
+
+def test_a_slow_disk_is_known_as_slow(tmp_path: Path) -> None:
+    filled(tmp_path / "a")
+    host = host_of(tmp_path / "a")
+
+    (tmp_path / "faults.json").write_text('{"rate": 50e6, "delay_s": 0.01}')
+    faults = Faults(tmp_path / "faults.json")
+    slow = measured_curve(logs_of(host), lambda path: SlowQueue(_core.DiskQueue(path), faults), within_ns=20 * NS_PER_S)
+    assert slow is not None and 15 < slow.byte_ns < 60 and slow.ns(LENGTH) > 20 * NS_PER_MS
+    assert host.close()
+
+
+def test_a_disk_that_stands_still_holds_up_no_start(tmp_path: Path) -> None:
+    filled(tmp_path / "a")
+    host, made = host_of(tmp_path / "a"), []
+
+    def still(path: str) -> FaultyQueue:
+        made.append(FaultyQueue(path, []))
+        made[-1].through.clear()
+        return made[-1]
+
+    began = time.monotonic()
+    curve = measured_curve(logs_of(host), still)
+    assert time.monotonic() - began < 5.0
+    assert curve is not None and curve.byte_ns * LENGTH >= 100 * NS_PER_MS
+    eventually(lambda: made)  # on a busy machine the measuring thread may only begin now
+    made[0].through.set()
+    assert host.close()
+    for thread in threading.enumerate():
+        if thread.name == "memserve-disk-speed":
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("fails", ["read", "open"])
+def test_a_disk_that_fails_tells_nothing(tmp_path: Path, fails: str) -> None:
+    filled(tmp_path / "a")
+    host = host_of(tmp_path / "a")
+
+    def failing(path: str) -> FaultyQueue:
+        if fails == "open":
+            raise OSError(errno.EMFILE, "too many files")
+        queue = FaultyQueue(path, [])
+        queue.fails = lambda kind: errno.EIO
+        return queue
+
+    assert measured_curve(logs_of(host), failing, within_ns=20 * NS_PER_S) is None
+    assert host.close()

@@ -1,0 +1,94 @@
+"""This process: signals that end it, and other programs beside it, by files in the form of /proc."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from memserve.system import process
+from memserve.system.process import CpuWatch, EndRequested, busy_note, signals_raise
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture(autouse=True)
+def a_quiet_machine() -> None:
+    """Here it is the subject."""
+
+
+class FakeProc:
+    """A machine with processors and processes that a test sets."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.now_s = folder, 100.0
+        monkeypatch.setattr(process, "_PROC", folder)
+        monkeypatch.setattr(process.time, "monotonic", lambda: self.now_s)
+
+    def machine(self, user_s: float, idle_s: float = 0.0, iowait_s: float = 0.0, stolen_s: float = 0.0) -> None:
+        columns = [user_s, 0, 0, idle_s, iowait_s, 0, 0, stolen_s, user_s, 0]  # guest time is user time again
+        (self.folder / "stat").write_text("cpu  " + " ".join(str(round(s * TICKS)) for s in columns) + "\ncpu0 1 2\n")
+
+    def process(self, pid: int, parent: int, used_s: float, of_ended_children_s: float = 0.0) -> None:
+        place = self.folder / str(pid)
+        place.mkdir(exist_ok=True)
+        used, ended = str(round(used_s * TICKS)), str(round(of_ended_children_s * TICKS))
+        fields = ["R", str(parent), *["0"] * 9, used, "0", ended, "0", "0"]
+        (place / "stat").write_text(f"{pid} (a (b) c) " + " ".join(fields))
+
+
+@pytest.fixture
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeProc:
+    fake = FakeProc(tmp_path, monkeypatch)
+    fake.machine(50.0)
+    fake.process(os.getpid(), 1, 5.0)
+    fake.process(900001, os.getpid(), 1.0)  # a child, and its child
+    fake.process(900002, 900001, 1.0)
+    fake.process(900003, 1, 7.0)  # another program
+    return fake
+
+
+def test_what_this_program_and_its_children_use_is_its_own(proc: FakeProc) -> None:
+    watch = CpuWatch()
+    proc.now_s += 10
+    proc.machine(50.0 + 12.0, idle_s=300.0, iowait_s=40.0)
+    proc.process(os.getpid(), 1, 5.0 + 4.0, of_ended_children_s=1.0)
+    proc.process(900002, 900001, 1.0 + 7.0)
+    assert watch.others_cores() == pytest.approx(0.0)
+    assert busy_note(watch.others_cores()) is None
+
+
+def test_what_others_use_is_told(proc: FakeProc) -> None:
+    watch = CpuWatch()
+    proc.now_s += 10
+    proc.machine(50.0 + 9.0, stolen_s=6.0)
+    proc.process(os.getpid(), 1, 5.0 + 2.0)
+    assert watch.others_cores() == pytest.approx(1.3)
+    assert "other programs use 1.3 of" in str(busy_note(watch.others_cores()))
+
+
+def test_a_system_that_does_not_tell(proc: FakeProc) -> None:
+    watch = CpuWatch()
+    assert watch.others_cores() is None, "no time has passed"
+    proc.now_s += 1
+    (proc.folder / "stat").unlink()
+    assert watch.others_cores() is None and busy_note(None) is None
+
+
+def test_this_machine_tells() -> None:
+    assert process._read() is not None
+
+
+def test_an_end_that_a_library_has_made_an_error_of_is_still_an_end() -> None:
+    """As the tokenizer's library does with whatever the Python that it calls raises."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(EndRequested, match="SIGTERM"), signals_raise():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as asked:
+            raise OSError(f"cannot read the file: {asked}") from None
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(OSError, match="no such file"), signals_raise():
+        raise OSError("no such file")
