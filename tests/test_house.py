@@ -208,6 +208,12 @@ def test_test_files_fit_their_budget() -> None:
     report(long, f"No test file is longer than {TEST_FILE_LINES_MAX} lines: give one subject a file of its own.")
 
 
+def test_files_that_take_long_are_there() -> None:
+    """They begin first, so that no worker is left alone with one at the end."""
+    names = re.findall(r'"([^"]+)"', text(TESTS / "conftest.py").partition("LONG = (")[2].partition("\n)")[0])
+    report([name for name in names if not (TESTS / f"{name}.py").is_file()], "Name them in tests/conftest.py anew.")
+
+
 @functools.cache
 def concerns(path: Path) -> set[str]:
     """The modules of ours that a test imports, those of the helpers that it imports included."""

@@ -99,9 +99,10 @@ def facts(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("metadata", ["none", "state"])
-def test_a_store_that_runs_outlives_every_server(serving, store, truth, tmp_path, metadata) -> None:
+def test_a_store_that_runs_outlives_every_server(serving, store, truth, tmp_path, monkeypatch, metadata) -> None:
     """kill -9 of the server; the next one finds in the store what the first has computed, and so do clients. Without
     metadata the next router is a stranger to the store, which waits until the first one is silent for long enough."""
+    monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "first"))
     metadata = metadata if metadata == "none" else str(tmp_path / metadata)
     questions = [tokens(205, seed) for seed in (1, 5, 6, 7, 8)]
     blocks = len(questions) * (205 // BLOCK)
@@ -114,6 +115,8 @@ def test_a_store_that_runs_outlives_every_server(serving, store, truth, tmp_path
         serving.kill_everything()
         assert client.get(b"mine").data == VALUE, "alone, it serves clients"
 
+        # had it learnt how quick this tiny model is, it would rather compute
+        monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "second"))
         serving.start(metadata)
         eventually(lambda: serving.stored_blocks() >= blocks)
         answers = [serving.ask(question, 8) for question in questions]
