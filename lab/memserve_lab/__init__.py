@@ -1,0 +1,1 @@
+"""The laboratory of memserve: measures, simulates and reproduces."""

@@ -1,0 +1,1 @@
+"""Load on servers, its records, comparisons, reports."""

@@ -1,0 +1,1 @@
+"""Commands of the lab, which memserve finds by entry points."""

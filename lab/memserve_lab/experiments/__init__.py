@@ -1,0 +1,1 @@
+"""Studies: figures of papers, and of this project."""

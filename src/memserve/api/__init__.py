@@ -1,0 +1,1 @@
+"""Bytes and Python calls to requests, tokens to streams."""

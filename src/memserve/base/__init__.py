@@ -1,0 +1,1 @@
+"""Types, units, errors, options, state tables: what every room may use."""

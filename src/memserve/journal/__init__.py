@@ -1,0 +1,1 @@
+"""What a router must not forget: records, their journal, and where it lies."""

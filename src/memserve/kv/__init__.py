@@ -1,0 +1,1 @@
+"""Blocks, prefixes, tiers, and what moving or computing them costs."""

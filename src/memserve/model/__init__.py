@@ -1,0 +1,1 @@
+"""A step plan to tokens: weights, attention, sampling."""

@@ -1,0 +1,1 @@
+"""Everything that crosses the border of a process."""

@@ -1,0 +1,1 @@
+"""Devices and disks whose answers are right by construction."""

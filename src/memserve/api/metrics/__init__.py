@@ -1,0 +1,1 @@
+"""What is counted, as Prometheus and OpenTelemetry want it."""

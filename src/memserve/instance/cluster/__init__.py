@@ -1,0 +1,1 @@
+"""What an instance does with other members: routers, peers, stores."""

@@ -1,0 +1,1 @@
+"""KV by layer: which layers of a sequence lie where."""

@@ -1,0 +1,1 @@
+"""Which sequence computes which tokens next, on which blocks."""

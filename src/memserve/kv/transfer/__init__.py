@@ -1,0 +1,1 @@
+"""KV between processes: offered, pulled, compared, handed over."""

@@ -1,0 +1,1 @@
+"""The same on GPUs: arenas, streams, graphs, sampling."""

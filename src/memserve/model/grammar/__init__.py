@@ -1,0 +1,1 @@
+"""Grammars of answers, built and asked for masks in processes of their own."""

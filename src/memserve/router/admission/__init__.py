@@ -1,0 +1,1 @@
+"""Which requests may run: queues, ledgers, and those of other routers."""

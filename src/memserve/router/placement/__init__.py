@@ -1,0 +1,1 @@
+"""Which instances have how much of a prompt, and which are chosen."""

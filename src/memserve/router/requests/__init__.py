@@ -1,0 +1,1 @@
+"""From arrival to the last output: attempts, sessions, replays."""

@@ -1,0 +1,1 @@
+"""A store's disks: what is kept on them, decided without IO."""

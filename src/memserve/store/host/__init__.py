@@ -1,0 +1,1 @@
+"""A store's process: its memory, files and threads."""

@@ -1,0 +1,1 @@
+"""Ways to read the memory of a peer."""

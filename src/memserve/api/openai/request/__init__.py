@@ -1,0 +1,1 @@
+"""A body to engine requests: schema, messages, prompts, plan, grammars, tools."""

@@ -1,0 +1,1 @@
+"""Tokens to the bytes of an answer: text, reasoning, tool calls, formats, replays."""
