@@ -89,16 +89,26 @@ class Browser:
 Opener = Callable[..., Browser]
 
 
+def _driver() -> tuple[subprocess.Popen[str], int]:
+    """A chromedriver and its port. It takes a free port of IPv4; ends where IPv6 has it in use: another, then."""
+    for _ in range(8):
+        process = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"successfully on port (\d+)", line):
+                return process, int(found[1])
+        process.wait(20)
+    raise AssertionError("chromedriver finds no free port")
+
+
 @contextmanager
 def browsers() -> Iterator[Opener]:
     """Opens windows of one Chromium, each in the place of the one before: ``open(width, height, dark=False)``. Skips
     the test where there is no Chromium."""
     if shutil.which("chromedriver") is None or shutil.which("chromium") is None:
         pytest.skip("chromium and chromedriver are not installed (Debian: chromium, chromium-driver)")
-    process = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+    process, port = _driver()
     try:
-        assert process.stdout is not None
-        port = next(found[1] for line in process.stdout if (found := re.search(r"successfully on port (\d+)", line)))
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=WAIT_S) as driver:
             browser = Browser(driver)
 
