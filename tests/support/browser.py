@@ -90,7 +90,7 @@ Opener = Callable[..., Browser]
 
 
 def _driver() -> tuple[subprocess.Popen[str], int]:
-    """A chromedriver and its port. It takes a free port of IPv4 and ends if that is in use on IPv6: another one, then."""
+    """A chromedriver and its port. It takes a free port of IPv4; ends where IPv6 has it in use: another, then."""
     for _ in range(8):
         process = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
