@@ -36,3 +36,8 @@ def check(condition: object, message: str, *about: object) -> None:
     the ``{}`` of ``message``, which costs nothing as long as all is well."""
     if not condition:
         raise InvariantError(message.format(*about) if about else message)
+
+
+def refuse_event(event: object, now_ns: int) -> None:
+    """Of a machine, for events that it has no handler for; raises :class:`InvariantError`."""
+    check(False, "unknown event {!r} at {} ns", event, now_ns)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memserve.base.config import ClusterConfig
-from memserve.base.errors import check
+from memserve.base.errors import check, refuse_event
 from memserve.base.types import Role
 from memserve.fleet.engines import CONTEXT_MAX, Engines, FleetEngine, fingerprint_of, team_of
 from memserve.fleet.kv_events import Hash
@@ -128,10 +128,7 @@ class Fleet:
 
     def handle(self, event: FleetEvent, now_ns: int) -> list[FleetAction]:
         """Take ``event`` into account at time ``now_ns`` (ns) and say what is to be done, in order."""
-        handle = self._handlers.get(type(event))
-        check(handle is not None, "unknown event {!r}", event)
-        if handle is not None:
-            handle(event, now_ns)
+        self._handlers.get(type(event), refuse_event)(event, now_ns)
         self._timers.run(now_ns)
         self._admit(now_ns)
         actions = self._actions.copy()

@@ -25,6 +25,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -286,7 +287,7 @@ class Relay:
                 raise rejected(Rejected(ticket.request_id, decision.reason, decision.retry_after_s, refusal))
             ticket.call = HttpCall(self._host.specs[decision.engine].url)
             is_answer = isinstance(decision, ForwardRequest)
-            scope[FORWARDED_KEY] = timeline_entry(decision, failures)
+            scope[FORWARDED_KEY] = partial(timeline_entry, decision, failures)
             try:
                 asked = body if is_answer else prefill_body(body)
                 await ticket.call.send("POST", scope["path"], headers, asked, self._silence_s)
@@ -301,7 +302,6 @@ class Relay:
             except EngineFault as fault:
                 ticket.call.close()
                 failures[decision.engine] = fault.reason
-                scope[FORWARDED_KEY] = timeline_entry(decision, failures)
                 if ticket.ended is not None:
                     raise ticket.ended from None
                 failed = AttemptFailed(

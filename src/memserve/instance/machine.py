@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import structs
 
 from memserve.base.config import InstanceConfig
-from memserve.base.errors import InvariantError, check
+from memserve.base.errors import InvariantError, check, refuse_event
 from memserve.base.kv_layout import lower_page_bytes
 from memserve.base.types import ClockTicked, KVGeometry, NamedPrefix, Request, TokenOutput
 from memserve.base.units import NS_PER_MS, ceil_div
@@ -152,13 +152,7 @@ class Instance:
         """
         link = self.link
         self.state.now = now_ns
-        handle = self._handlers.get(type(event))
-        if handle is not None:
-            handle(event, now_ns)
-        elif link is not None:
-            self._hear(link, event, now_ns)
-        else:
-            check(False, "unknown event {!r}", event)
+        self._handlers.get(type(event), self._hear)(event, now_ns)
         actions, self._refusals = self._refusals, []
         self.intake.expire(now_ns)
         self.pins.expire(now_ns)
@@ -179,16 +173,19 @@ class Instance:
         outputs, self.state.outputs = self.state.outputs, []
         return outputs
 
-    @staticmethod
-    def _hear(link: ClusterLink, event: Event, now_ns: int) -> None:
-        if isinstance(event, MessageArrived):
+    def _hear(self, event: Event, now_ns: int) -> None:
+        """What a cluster brings."""
+        link = self.link
+        if link is None:
+            refuse_event(event, now_ns)
+        elif isinstance(event, MessageArrived):
             link.hear(event.sender, event.message, now_ns)
         elif isinstance(event, LayerFinished):
             link.layer_finished(event.step_id, event.layer)
         elif isinstance(event, PagesSealed | PagesPulled):
             link.pages_done(event, now_ns)
         else:
-            check(False, "unknown event {!r}", event)
+            refuse_event(event, now_ns)
 
     def _plan(self, now_ns: int, actions: list[Action]) -> None:
         """Keep the device busy: as many plans as it may have, but none long before the device needs it. Plans come

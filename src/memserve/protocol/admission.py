@@ -3,7 +3,7 @@
 ::
 
     follower                                     owner
-    AdmissionRequests(serial, asks) -------------->  each is a *guest* in the queue, as a request of the owner's own
+    AdmissionRequests(serial, asks) -------------->  each is a *remote request* in the queue, as one of the owner's own
                                             <--  AdmissionGrants(serial, lease, grants)
     AdmissionRequests(places, over) -------------->  the ledger counts where it runs, until it has ended
     AdmissionRequests(open), with each heartbeat ->  repairs what was lost

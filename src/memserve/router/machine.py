@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from memserve.base.config import ClusterConfig
-from memserve.base.errors import check
+from memserve.base.errors import check, refuse_event
 from memserve.base.types import FinishReason, NamedPrefix, Request, TokenOutput
 from memserve.kv.identity import DEFAULT_KEY
 from memserve.protocol.admission import AdmissionRequests
@@ -153,7 +153,7 @@ class Cluster:
             AnswerTaken: lambda member, message, now_ns: self._taken(member, message.request_id, now_ns),
             AttemptsUnknown: membership.answer,
             SegmentHeld: lambda member, message, now_ns: lifecycle.segment_held(message.request_id, member, now_ns),
-            AdmissionRequests: lifecycle.guests.hear,
+            AdmissionRequests: lifecycle.remote_requests.hear,
             Pinned: self._handles.pinned,
             Drain: lambda member, _message, _now_ns: membership.drain(member),
             Leave: lambda member, _message, now_ns: membership.gone(member, "it left", now_ns, died=False),
@@ -168,10 +168,7 @@ class Cluster:
         is taken to be dead.
         """
         self._excuse_own_sleep(now_ns)
-        handle = self._event_handlers.get(type(event))
-        check(handle is not None, "unknown event {!r}", event)
-        if handle is not None:
-            handle(event, now_ns)
+        self._event_handlers.get(type(event), refuse_event)(event, now_ns)
         self._timers.run(now_ns)
         self._lifecycle.arrivals.admit_waiting(now_ns)
         self._membership.speak(now_ns)
@@ -391,8 +388,8 @@ class Cluster:
         self._handles.check_invariants()
         requests = self._lifecycle.requests
         requests.check_invariants(self._registry)
-        self._lifecycle.guests.check_invariants()
-        self._lifecycle.admission.check_invariants(requests.by_id | self._lifecycle.guests.by_id)
+        self._lifecycle.remote_requests.check_invariants()
+        self._lifecycle.admission.check_invariants(requests.by_id | self._lifecycle.remote_requests.by_id)
         self.answers.check_invariants(requests.by_id)
         self._lifecycle.tallies.ceiling.check_invariants()
         charges = [c for req in requests.by_id.values() if req.attempt is not None for c in req.attempt.charges]

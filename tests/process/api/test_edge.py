@@ -174,7 +174,7 @@ def test_an_idle_connection_is_closed_and_a_busy_one_is_not(hasty: World) -> Non
 # -- connections
 
 
-def test_a_newcomer_takes_the_place_of_the_connection_that_has_waited_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_connection_takes_the_place_of_the_idlest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "FRESH_S", 0.0)
     with contextlib.ExitStack() as stack:
         world = stack.enter_context(serve(FakeEngine(says("x")), limits=EdgeConfig(connections_max=3)))

@@ -18,7 +18,7 @@ class Reading:
         return with_old_names(families(table, [(("c1",), {"lost": 3, "all": 5})], ("instance",)))
 
 
-def test_a_renamed_metric_has_the_same_samples_under_its_old_name() -> None:
+def test_a_renamed_metric_has_its_samples_under_the_old_name() -> None:
     registry = CollectorRegistry()
     registry.register(Reading())
     page = generate_latest(registry).decode()

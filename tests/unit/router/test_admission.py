@@ -141,7 +141,7 @@ def test_the_limit_holds_over_all_routers_and_the_queue_is_one() -> None:
     assert world.runs[3:] == [(R2, "d")]
     world.end("c")
     world.end("d")
-    assert world.active == 0 and not world.owner._lifecycle.guests.by_id
+    assert world.active == 0 and not world.owner._lifecycle.remote_requests.by_id
 
 
 def test_tenants_take_turns_over_all_routers() -> None:
@@ -201,7 +201,7 @@ def test_news_that_come_late_or_twice_change_nothing() -> None:
     world.end("a")
     assert world.active == 0
     world.post(ROUTER, MessageArrived(letter[0], letter[2]))
-    assert world.active == 0 and not world.owner._lifecycle.guests.by_id
+    assert world.active == 0 and not world.owner._lifecycle.remote_requests.by_id
 
 
 # -- a follower dies, stands still, is cut off

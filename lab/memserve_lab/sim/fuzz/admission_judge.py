@@ -52,7 +52,7 @@ def fits_surely(
     pins. ``ended``: requests whose memory counts everywhere as if they still ran there. ``recovered``: further blocks
     that count, in the instance's own block size."""
     sides = _sides(cluster, len(request.prompt))
-    live = cluster._lifecycle.requests.by_id | cluster._lifecycle.guests.by_id
+    live = cluster._lifecycle.requests.by_id | cluster._lifecycle.remote_requests.by_id
     requests = [] if empty else list(live.values())
     kept = sum(_all_of(cluster, gone) for gone in ended)
     paired = len(sides) > 1
@@ -160,7 +160,7 @@ def draw_kept_ns(random: Random) -> int:
     return random.choice([NS_PER_S // 5, 5 * NS_PER_S, 20 * NS_PER_S])
 
 
-def guest_name(follower: Peer, number: int) -> str:
+def remote_name(follower: Peer, number: int) -> str:
     """That of a follower's request at the owner."""
     return f"{follower.name}.{follower.generation}/{number}"
 
@@ -181,7 +181,7 @@ class Waiter:
     """The connection that gets the answer; empty: none, and its client may ask again with the key."""
     waits: bool = True
     returns: bool = False
-    """A guest that was admitted once, and is to be admitted again before all that wait."""
+    """A remote request that was admitted once, and is to be admitted again before all that wait."""
     left: int = 0
     """How often it may have left KV where it no longer runs: failed attempts, a prompt handed over."""
     ended: set[int] = field(default_factory=set)
@@ -202,9 +202,9 @@ class Before(NamedTuple):
 
 
 def _told_to_followers(actions: Sequence[ClusterAction]) -> list[tuple[str, AdmissionGrant]]:
-    """What was decided for guests, by the names that they have at the owner."""
+    """What was decided for remote requests, by the names that they have at the owner."""
     return [
-        (guest_name(action.to, grant.number), grant)
+        (remote_name(action.to, grant.number), grant)
         for action in actions
         if isinstance(action, Send) and isinstance(action.message, AdmissionGrants)
         for grant in action.message.grants
@@ -262,7 +262,7 @@ class AdmissionChecker:
         for action in actions:
             self._ended(action, read, now_ns)
         admission = cluster._lifecycle.admission
-        live = cluster._lifecycle.requests.by_id | cluster._lifecycle.guests.by_id
+        live = cluster._lifecycle.requests.by_id | cluster._lifecycle.remote_requests.by_id
         for name, waiter in list(here.items()):
             req = live.get(name)
             if req is None:
@@ -297,7 +297,7 @@ class AdmissionChecker:
             self._arrives(event.request, now_ns)
         elif isinstance(event, MessageArrived) and isinstance(event.message, AdmissionRequests):
             for ask in event.message.asks:
-                self._guest_arrives(guest_name(event.sender, ask.number), ask, now_ns)
+                self._remote_arrives(remote_name(event.sender, ask.number), ask, now_ns)
             return len(event.message.asks)
         elif isinstance(event, RequestCancelled):
             self._goes_on_unread(event.request_id)
@@ -325,7 +325,7 @@ class AdmissionChecker:
         self._here[request.request_id] = Waiter(request, now_ns, request.request_id)
         self._cost_most = max(self._cost_most, self._cost(request))
 
-    def _guest_arrives(self, name: str, ask: AdmissionRequest, now_ns: int) -> None:
+    def _remote_arrives(self, name: str, ask: AdmissionRequest, now_ns: int) -> None:
         """A follower asks for a request, or asks again."""
         if name not in self._here:
             is_new = not (ask.is_admitted or ask.returns)

@@ -27,7 +27,7 @@ from memserve.router.follower import Follower
 from memserve.router.outbox import DurabilityGate, Write
 from memserve_lab.sim.fuzz import checks
 from memserve_lab.sim.fuzz import checks as store_checks
-from memserve_lab.sim.fuzz.admission_judge import guest_name
+from memserve_lab.sim.fuzz.admission_judge import remote_name
 from memserve_lab.sim.fuzz.clients import Ask, OutputChecker
 from memserve_lab.sim.fuzz.instances import FuzzedInstance, FuzzHost
 from memserve_lab.sim.fuzz.keyed import KeyedClients
@@ -336,8 +336,8 @@ class Routers:
     def check_at_rest(self, has_events: bool) -> None:
         """Followers know exactly what instances cache, and keep nothing of requests that have ended."""
         host = self._host
-        guests = host.router.machine._lifecycle.guests.by_id
-        require(not guests, f"the owner counts requests of followers that have ended: {guests}")
+        remote_requests = host.router.machine._lifecycle.remote_requests.by_id
+        require(not remote_requests, f"the owner counts requests of followers that have ended: {remote_requests}")
         for node in self.followers:
             name = node.peer.name
             require(node.alive and not node.paused, f"{name} was not put right")
@@ -381,7 +381,7 @@ def check_dispatches(host: Host, node: FollowerNode, actions: Sequence[object]) 
     whose clock goes forward: monotonic clocks do not.
     """
     lifecycle, happened = host.router.machine._lifecycle, host.happened
-    admission, guests = lifecycle.admission, lifecycle.guests.by_id
+    admission, remote_requests = lifecycle.admission, lifecycle.remote_requests.by_id
     asking = node.machine.cluster._lifecycle.admission
     forgets = not host.scenario.remembers and (happened["router-restart"] or happened["router-power"])
     excused = forgets or happened["router-clock-jump"] or happened["disk-full"]
@@ -391,6 +391,6 @@ def check_dispatches(host: Host, node: FollowerNode, actions: Sequence[object]) 
         if isinstance(action, Send) and isinstance(action.message, Dispatch):
             name = action.message.request.request_id.partition("#")[0]
             numbers = [one.number for one in asking._by_number.values() if one.req.request_id == name]
-            known = [guests.get(guest_name(node.peer, number)) for number in numbers]
+            known = [remote_requests.get(remote_name(node.peer, number)) for number in numbers]
             counted = [req for req in known if req is not None and req.request_id in admission._active]
             require(bool(counted), f"{node.peer.name} dispatches {name}, which the owner does not count")

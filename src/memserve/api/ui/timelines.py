@@ -22,7 +22,7 @@ from memserve.api.openai.response.reply import Account, Reply
 from memserve.base.units import NS_PER_MS
 
 FORWARDED_KEY = "memserve.forwarded"
-"""Of an ASGI scope: a fleet's last decision for its request, as entries of its timeline."""
+"""Of an ASGI scope: gives a fleet's last decision for its request, as entries of its timeline."""
 
 KEPT = 512
 """Requests that are remembered after their end."""
@@ -108,7 +108,7 @@ class _Open:
             time.monotonic_ns(),
             self.answered.at_ns,
             reply.account() if isinstance(reply, Reply) else None,
-            forwarded,
+            forwarded() if forwarded is not None else None,
         )
 
 

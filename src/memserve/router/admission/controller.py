@@ -14,7 +14,7 @@ with more chats than fit in memory, each would find its KV evicted by the others
 exactly once, however it ends.
 
 With several routers the owner has the queue and the ledger: requests of followers are in it as well
-(``cluster.guests``).
+(``router/admission/remote_requests.py``).
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class AdmissionController:
 
     def check_invariants(self, requests: Mapping[str, RequestState]) -> None:
         """Raise :class:`InvariantError` unless every live request is either queued or active, and the limits hold.
-        ``requests``: all that are live, by name, guests included."""
+        ``requests``: all that are live, by name, remote requests included."""
         config = self._config
         self._queue.check_invariants()
         returning = {req.request_id for req in self._returning}

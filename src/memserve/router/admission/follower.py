@@ -1,4 +1,4 @@
-"""Admission at a follower: it asks the owner, which has the queue and the ledger (``cluster.guests``).
+"""Admission at a follower: it asks the owner, which has queue and ledger (``router/admission/remote_requests.py``).
 
 ::
 

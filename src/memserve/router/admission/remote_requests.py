@@ -41,7 +41,7 @@ owner's may have stood still for the rest."""
 
 
 @dataclass(slots=True)
-class _Guest:
+class _RemoteRequest:
     """A request of a follower."""
 
     peer: Peer
@@ -56,7 +56,7 @@ class _Follower:
     """What the owner has heard of a follower."""
 
     serial: int = 0
-    guests: dict[int, _Guest] = field(default_factory=dict)
+    remote_requests: dict[int, _RemoteRequest] = field(default_factory=dict)
     grants: list[AdmissionGrant] = field(default_factory=list)
     """Not yet sent."""
     is_known: bool = False
@@ -65,7 +65,7 @@ class _Follower:
 
 
 class RemoteRequests:
-    """All and only the guests that have not ended."""
+    """All and only the remote requests that have not ended."""
 
     def __init__(self, parts: RouterParts, requests: RequestTable, flow: RequestFlow) -> None:
         self._config, self._registry, self._requests = parts.config, parts.registry, requests
@@ -73,13 +73,13 @@ class RemoteRequests:
         self._sessions, self._handles = parts.sessions, parts.handles
         self._timers, self._outbox = parts.timers, parts.outbox
         self._followers: dict[Peer, _Follower] = {}
-        self._by_id: dict[str, _Guest] = {}
+        self._by_id: dict[str, _RemoteRequest] = {}
         self._untold: dict[Peer, None] = {}  # followers of the last owner that have not told what they have
 
     @property
     def by_id(self) -> dict[str, RequestState]:
         """Remote requests by the names that they have here."""
-        return {name: guest.req for name, guest in self._by_id.items()}
+        return {name: remote.req for name, remote in self._by_id.items()}
 
     # -- followers
 
@@ -89,13 +89,13 @@ class RemoteRequests:
         self._admission.is_closed = True
 
     def member_gone(self, member: Member, now_ns: int) -> None:
-        """An instance, and with it the attempts that depend on it; or a follower, and with it its guests."""
-        for guest in list(self._by_id.values()):
-            attempt = guest.req.attempt
-            if guest.peer == member.peer:
-                self._end(guest, completed=False, now_ns=now_ns)
+        """An instance, and with it the attempts that depend on it; or a follower, and with it its remote requests."""
+        for remote in list(self._by_id.values()):
+            attempt = remote.req.attempt
+            if remote.peer == member.peer:
+                self._end(remote, completed=False, now_ns=now_ns)
             elif attempt is not None and member in attempt.involved:
-                self._give_up(guest, attempt)
+                self._give_up(remote, attempt)
         self._followers.pop(member.peer, None)
         self._has_told(member.peer)
 
@@ -114,22 +114,22 @@ class RemoteRequests:
             return  # late, or twice: the next news tell all again
         follower.serial = news.serial
         for number, completed in news.over:
-            self._end(follower.guests.get(number), completed=completed, now_ns=now_ns)
+            self._end(follower.remote_requests.get(number), completed=completed, now_ns=now_ns)
         if news.open is not None:
             follower.is_answered = False
             there = set(news.open)
-            for number in [number for number in follower.guests if number not in there]:
-                self._end(follower.guests[number], completed=False, now_ns=now_ns)
+            for number in [number for number in follower.remote_requests if number not in there]:
+                self._end(follower.remote_requests[number], completed=False, now_ns=now_ns)
         for ask in news.asks:
-            known = follower.guests.get(ask.number)
+            known = follower.remote_requests.get(ask.number)
             if known is None:
                 self._ask(member.peer, follower, ask, now_ns)
             elif known.req.phase is not RequestPhase.QUEUED and not ask.is_admitted:
                 follower.grants.append(self._grant(known))  # it was lost
         for place in news.places:
-            guest = follower.guests.get(place.number)
-            if guest is not None and guest.req.phase is not RequestPhase.QUEUED:
-                self._placed(guest, place, now_ns)
+            remote = follower.remote_requests.get(place.number)
+            if remote is not None and remote.req.phase is not RequestPhase.QUEUED:
+                self._placed(remote, place, now_ns)
         follower.is_known |= news.is_whole
         told_all = news.is_whole or news.open is not None
         if follower.is_known and told_all and not any(self._is_back_soon(place) for place in news.places):
@@ -143,21 +143,21 @@ class RemoteRequests:
     def _ask(self, peer: Peer, follower: _Follower, ask: AdmissionRequest, now_ns: int) -> None:
         name = f"{peer.name}.{peer.generation}/{ask.number}"
         request = structs.replace(ask.request, request_id=name, deadline_ns=None, key="")
-        req = RequestState(on_terms(request, self._config.admission), now_ns, is_guest=True)
+        req = RequestState(on_terms(request, self._config.admission), now_ns, is_remote=True)
         req.emitted[0] = [0] * ask.emitted
-        guest = self._by_id[name] = follower.guests[ask.number] = _Guest(peer, ask.number, req)
+        remote = self._by_id[name] = follower.remote_requests[ask.number] = _RemoteRequest(peer, ask.number, req)
         if ask.is_admitted:
             req.move(RequestCause.ADMITTED)
-            self._admission.recover(guest.req, now_ns)
+            self._admission.recover(remote.req, now_ns)
         elif ask.returns:
             self._admission.let_return(req)
         else:
             self._flow.enqueue(req, now_ns)
 
-    def _placed(self, guest: _Guest, place: AttemptPlacement, now_ns: int) -> None:
-        req, attempt = guest.req, guest.req.attempt
+    def _placed(self, remote: _RemoteRequest, place: AttemptPlacement, now_ns: int) -> None:
+        req, attempt = remote.req, remote.req.attempt
         there = () if attempt is None else tuple(member.peer for member in attempt.involved)
-        is_same = guest.attempt in (0, place.attempt)
+        is_same = remote.attempt in (0, place.attempt)
         if attempt is not None and is_same and attempt.decode_at is not None and place.at == there[1:]:
             self._prefilled(req, attempt)
             self._admission.memory.handed_over(attempt)
@@ -165,13 +165,13 @@ class RemoteRequests:
             req.move(RequestCause.HANDED_OVER)
         elif attempt is None or not is_same or place.at != there or place.holders != attempt.holders:
             if attempt is not None:
-                self._give_up(guest, attempt)
+                self._give_up(remote, attempt)
             members = [self._registry.get(peer) for peer in place.at]
             known = [member for member in members if member is not None and member.has_model]
             if known and len(known) == len(members) and not self._is_back_soon(place):
                 req.emitted[0] = [0] * place.emitted
                 self._begin(req, known, place.holders, now_ns)
-        guest.attempt = place.attempt
+        remote.attempt = place.attempt
         if place.prefilled and req.attempt is not None:
             self._prefilled(req, req.attempt)
 
@@ -183,40 +183,40 @@ class RemoteRequests:
     # -- what becomes of them
 
     def admitted(self, req: RequestState, now_ns: int) -> None:
-        """``req``, a guest, is admitted: instances with room are kept for it until its follower tells where it is."""
-        guest = self._by_id[req.request_id]
+        """``req`` is admitted: instances with room are kept for it until its follower tells where it is."""
+        remote = self._by_id[req.request_id]
         chosen = self._placer.place(req) if self._admission.memory.is_counting else None
         if chosen is not None:
             self._begin(req, chosen.members, chosen.holders, now_ns)
-        self._followers[guest.peer].grants.append(self._grant(guest))
+        self._followers[remote.peer].grants.append(self._grant(remote))
 
-    def _grant(self, guest: _Guest) -> AdmissionGrant:
-        attempt = guest.req.attempt
-        return AdmissionGrant(guest.number, () if attempt is None else tuple(one.peer for one in attempt.involved))
+    def _grant(self, remote: _RemoteRequest) -> AdmissionGrant:
+        attempt = remote.req.attempt
+        return AdmissionGrant(remote.number, () if attempt is None else tuple(one.peer for one in attempt.involved))
 
     def turned_away(self, rejection: Rejection, now_ns: int) -> None:
-        """A guest is rejected."""
-        guest = self._by_id[rejection.req.request_id]
-        grant = AdmissionGrant(guest.number, (), rejection.cause, rejection.reason, rejection.retry_after_s)
-        self._followers[guest.peer].grants.append(grant)
-        self._leave(guest, RequestCause.REJECTED, now_ns)
+        """A remote request is rejected."""
+        remote = self._by_id[rejection.req.request_id]
+        grant = AdmissionGrant(remote.number, (), rejection.cause, rejection.reason, rejection.retry_after_s)
+        self._followers[remote.peer].grants.append(grant)
+        self._leave(remote, RequestCause.REJECTED, now_ns)
 
-    def _end(self, guest: _Guest | None, *, completed: bool, now_ns: int) -> None:
+    def _end(self, remote: _RemoteRequest | None, *, completed: bool, now_ns: int) -> None:
         """``None``: it has ended already."""
-        if guest is None:
+        if remote is None:
             return
-        attempt = guest.req.attempt
+        attempt = remote.req.attempt
         if attempt is not None:
-            guest.req.introduced[0] = completed
+            remote.req.introduced[0] = completed
             held_ns = self._admission.memory.release(attempt, completed=completed)
             if held_ns:
                 self._timers.arm(now_ns + held_ns, self._not_held_any_more, None)
-        self._leave(guest, RequestCause.FINISHED, now_ns)
+        self._leave(remote, RequestCause.FINISHED, now_ns)
 
-    def _leave(self, guest: _Guest, cause: RequestCause, now_ns: int) -> None:
-        guest.req.move(cause)
-        del self._by_id[guest.req.request_id], self._followers[guest.peer].guests[guest.number]
-        self._admission.release(guest.req, now_ns)
+    def _leave(self, remote: _RemoteRequest, cause: RequestCause, now_ns: int) -> None:
+        remote.req.move(cause)
+        del self._by_id[remote.req.request_id], self._followers[remote.peer].remote_requests[remote.number]
+        self._admission.release(remote.req, now_ns)
 
     def _not_held_any_more(self, _: None, now_ns: int) -> None:
         self._flow.admit_waiting(now_ns)
@@ -235,10 +235,10 @@ class RemoteRequests:
             self._handles.give_way(handle)
         self._sessions.route(req.request.tenant, req.request.session, attempt.involved)
 
-    def _give_up(self, guest: _Guest, attempt: Attempt) -> None:
+    def _give_up(self, remote: _RemoteRequest, attempt: Attempt) -> None:
         self._admission.memory.release(attempt, completed=False)
-        guest.req.move(RequestCause.ATTEMPT_FAILED)
-        guest.req.attempt = None
+        remote.req.move(RequestCause.ATTEMPT_FAILED)
+        remote.req.attempt = None
 
     # -- speaking
 
@@ -251,14 +251,14 @@ class RemoteRequests:
                 follower.grants, follower.is_answered = [], True
 
     def check_invariants(self) -> None:
-        """Raise :class:`InvariantError` unless guests are those of members, and stand where their phase says."""
-        listed = {guest.req.request_id for one in self._followers.values() for guest in one.guests.values()}
-        check(listed == self._by_id.keys(), "{} are guests, listed are {}", list(self._by_id), listed)
+        """Raise :class:`InvariantError` unless all are those of members, and stand where their phase says."""
+        listed = {remote.req.request_id for one in self._followers.values() for remote in one.remote_requests.values()}
+        check(listed == self._by_id.keys(), "{} are remote requests, listed are {}", list(self._by_id), listed)
         check(self._admission.is_closed == bool(self._untold), "admission is closed, or open, for nothing")
         for peer in (*self._followers, *self._untold):
-            check(self._registry.get(peer) is not None, "{} has guests, and is no member", peer)
-        for name, guest in self._by_id.items():
-            phase, attempt = guest.req.phase, guest.req.attempt
+            check(self._registry.get(peer) is not None, "{} has remote requests, and is no member", peer)
+        for name, remote in self._by_id.items():
+            phase, attempt = remote.req.phase, remote.req.attempt
             waits = phase in (RequestPhase.QUEUED, RequestPhase.UNPLACED)
             check(waits == (attempt is None), "{} is {}: {}", name, phase, attempt)
             for member in attempt.involved if attempt is not None else ():

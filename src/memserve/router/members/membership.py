@@ -287,7 +287,7 @@ class Membership:
             if member.has_model:
                 self._lifecycle.answers.wait_for(member, now_ns)
             elif member.info.role is Role.ROUTER and self._config.admission.mode is not Admission.NONE:
-                self._lifecycle.guests.wait_for(member.peer)
+                self._lifecycle.remote_requests.wait_for(member.peer)
             self.ask_to_rejoin(member)
 
     def ask_to_rejoin(self, member: Member) -> None:
@@ -394,7 +394,7 @@ class Membership:
 
     def speak(self, now_ns: int) -> None:
         """Followers hear what was decided in this event."""
-        self._lifecycle.guests.speak()
+        self._lifecycle.remote_requests.speak()
 
     def check_invariants(self) -> None:
         """Raise :class:`InvariantError` if the state contradicts itself. For tests; slow."""

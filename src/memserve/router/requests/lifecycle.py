@@ -4,7 +4,7 @@ Whatever goes wrong with an attempt, it is ended as a whole: the involved instan
 and the request is placed again with the tokens that the client has. Drawing depends on seed, sequence and position
 alone, so the next attempt goes on exactly where the client's stream is.
 
-The way of a request from arrival to its place in the ledger, or to its rejection: this router's own, and guests'.
+The way of a request from arrival to its place in the ledger, or to its rejection: this router's own, and remote ones.
 
 What dispatches and answers leave behind in counters, in the reuse that would be possible, and in the metadata.
 """
@@ -41,9 +41,14 @@ class AdmissionFlow:
     """Asks admission for each request, and acts on what it says."""
 
     def __init__(
-        self, parts: RouterParts, requests: RequestTable, guests: RemoteRequests, answers: ReplayLog, flow: RequestFlow
+        self,
+        parts: RouterParts,
+        requests: RequestTable,
+        remote_requests: RemoteRequests,
+        answers: ReplayLog,
+        flow: RequestFlow,
     ) -> None:
-        self._requests, self._guests, self._answers, self._flow = requests, guests, answers, flow
+        self._requests, self._remote_requests, self._answers, self._flow = requests, remote_requests, answers, flow
         self._admission, self._placer = parts.admission, parts.placer
         self._timers, self._outbox, self._counters = parts.timers, parts.outbox, parts.counters
 
@@ -80,8 +85,8 @@ class AdmissionFlow:
         while not self._admission.is_idle(now_ns):
             while (req := self._admission.admit(now_ns)) is not None:
                 req.move(RequestCause.ADMITTED)
-                if req.is_guest:
-                    self._guests.admitted(req, now_ns)
+                if req.is_remote:
+                    self._remote_requests.admitted(req, now_ns)
                 else:
                     self._flow.place(req, now_ns)
             rejection = self._admission.hopeless(now_ns)
@@ -96,8 +101,8 @@ class AdmissionFlow:
 
     def turn_away(self, rejection: Rejection, now_ns: int) -> None:
         """Admission has decided."""
-        if rejection.req.is_guest:
-            self._guests.turned_away(rejection, now_ns)
+        if rejection.req.is_remote:
+            self._remote_requests.turned_away(rejection, now_ns)
         elif rejection.req.has_begun:  # an expelled follower has asked for it again
             self._counters.requests_failed += 1
             self._flow.end(rejection.req, FinishReason.ERROR, now_ns)
@@ -192,8 +197,8 @@ class Lifecycle:
         self._spans = SpanPlacer(parts.config, parts.registry, parts.loads, self.requests)
         self.answers = ReplayLog(parts, self)
         self.tallies = RequestCounters(parts.config, parts.placer, parts.outbox, parts.counters)
-        self.guests = RemoteRequests(parts, self.requests, self)
-        self.arrivals = AdmissionFlow(parts, self.requests, self.guests, self.answers, self)
+        self.remote_requests = RemoteRequests(parts, self.requests, self)
+        self.arrivals = AdmissionFlow(parts, self.requests, self.remote_requests, self.answers, self)
 
     # -- the way of requests, as its parts see it (RequestFlow)
 
@@ -486,7 +491,7 @@ class Lifecycle:
 
     def abandon_member(self, member: Member, now_ns: int, *, died: bool) -> list[RequestState]:
         """``member`` is gone: attempts that depend on it have failed. Returns the requests to be placed again."""
-        self.guests.member_gone(member, now_ns)
+        self.remote_requests.member_gone(member, now_ns)
         failed = [self.requests.by_attempt[attempt_id] for attempt_id in member.attempts]
         for req in failed:
             req.deaths += died

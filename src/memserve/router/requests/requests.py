@@ -273,8 +273,8 @@ class RequestState:
     """The client ended a sequence: instances may not have heard of it."""
     past: list[AttemptStory] = field(default_factory=list)
     """Attempts that have failed."""
-    is_guest: bool = False
-    """A follower's, of which this router keeps the ledger alone (``cluster.guests``)."""
+    is_remote: bool = False
+    """A follower's, of which this router keeps the ledger alone (``router/admission/remote_requests.py``)."""
 
     def __post_init__(self) -> None:
         self.request_id, n = self.request.request_id, self.request.n
