@@ -15,6 +15,7 @@ namespace nb = nanobind;
 void bind_attention(nb::module_& m);
 void bind_fused(nb::module_& m);
 void bind_collective(nb::module_& m);
+void bind_quantised(nb::module_& m);
 void bind_sampling(nb::module_& m);
 
 namespace {
@@ -43,5 +44,6 @@ NB_MODULE(_kernels, m) {
   bind_attention(m);
   bind_fused(m);
   bind_collective(m);
+  bind_quantised(m);
   bind_sampling(m);
 }

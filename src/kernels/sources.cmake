@@ -2,6 +2,7 @@
 set(MEMSERVE_ISA_SOURCES
   src/kernels/attention_kernels.cpp
   src/kernels/fused_kernels.cpp
+  src/kernels/quantised_kernels.cpp
   src/kernels/sampling_kernels.cpp
 )
 nanobind_add_module(_kernels STABLE_ABI NB_STATIC NB_DOMAIN memserve
@@ -14,8 +15,13 @@ nanobind_add_module(_kernels STABLE_ABI NB_STATIC NB_DOMAIN memserve
   src/kernels/fused_program.cpp
   src/kernels/collective.cpp
   src/kernels/collective_bind.cpp
+  src/kernels/quantised.cpp
+  src/kernels/quantised_bind.cpp
+  src/kernels/quantised_pack.cpp
   src/kernels/sampling_bind.cpp
 )
+# Packing is a start's longest work, and the module's other sources are compiled for size.
+set_source_files_properties(src/kernels/quantised_pack.cpp PROPERTIES COMPILE_OPTIONS -O3)
 find_package(OpenMP)
 if(OpenMP_CXX_FOUND)
   # torch ships a libgomp of the same SONAME: one process has one runtime and one team of threads.
@@ -39,7 +45,11 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$" AND MEMSERVE_HAS_AVX512BF16
   set(MEMSERVE_AVX512 ${MEMSERVE_AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512)
   memserve_add_isa(avx2 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX2})
   memserve_add_isa(avx512 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX512})
+  list(REMOVE_ITEM MEMSERVE_ISA_SOURCES src/kernels/quantised_kernels.cpp)
   memserve_add_isa(avx512_bf16 "${MEMSERVE_ISA_SOURCES}" ${MEMSERVE_AVX512} -mavx512bf16)
+  # Dot products of bytes (VNNI) came in other years than bfloat16: kernels that need them are sets of their own.
+  memserve_add_isa(avx2_vnni src/kernels/quantised_kernels.cpp ${MEMSERVE_AVX2} -mavxvnni)
+  memserve_add_isa(avx512_vnni src/kernels/quantised_kernels.cpp ${MEMSERVE_AVX512} -mavx512vnni)
   target_compile_definitions(_kernels PRIVATE MEMSERVE_X86_ISAS)
   check_cxx_compiler_flag(-mamx-bf16 MEMSERVE_HAS_AMX)
   if(MEMSERVE_HAS_AMX)

@@ -1,0 +1,158 @@
+// Distributes the kernels for quantised weights over threads, and chooses among those of the instruction sets.
+#include "quantised.h"
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
+
+#include "fused.h"
+#include "isa.h"
+
+namespace memserve::quantised {
+namespace {
+
+// With fewer weights a second thread costs more than it gains.
+constexpr std::ptrdiff_t kWeightsPerThread = 32768;
+constexpr std::ptrdiff_t kPanelStrips = 2;  // of an exact product: as wide as the tiles that multiply it
+
+std::atomic<int> forced_set{-1};
+
+int threads_for(std::ptrdiff_t weights) {
+#if defined(_OPENMP)
+  return static_cast<int>(std::clamp<std::ptrdiff_t>(weights / kWeightsPerThread, 1, omp_get_max_threads()));
+#else
+  return weights < 0 ? 0 : 1;
+#endif
+}
+
+// Memory in whole lines, not initialised.
+struct FreeLines {
+  void operator()(std::uint8_t* p) const { ::operator delete(p, std::align_val_t(kLine)); }
+};
+using Lines = std::unique_ptr<std::uint8_t, FreeLines>;
+Lines lines(std::ptrdiff_t bytes) {
+  return Lines(static_cast<std::uint8_t*>(::operator new(static_cast<std::size_t>(bytes), std::align_val_t(kLine))));
+}
+
+// This thread's part of [0, count), among those of its team.
+struct Part {
+  std::ptrdiff_t begin, end;
+};
+Part part_of(std::ptrdiff_t count) {
+#if defined(_OPENMP)
+  const std::ptrdiff_t n = omp_get_num_threads(), i = omp_get_thread_num();
+#else
+  const std::ptrdiff_t n = 1, i = 0;
+#endif
+  return {count * i / n, count * (i + 1) / n};
+}
+
+void fill_and_multiply(const Linear& op, Dtype of_x, bool wide, Part strips) {
+  const auto fill = kernels_in_use().fill;
+  const auto multiply = fused::kernels_in_use().linear;
+  const std::ptrdiff_t item = of_x == Dtype::float32 ? 4 : 2, item_y = wide ? 4 : item;
+  const std::ptrdiff_t bytes = strip_bytes(layout_of(op.format), op.k);
+  const Lines panel = lines(kPanelStrips * kStrip * op.k * item);
+  for (std::ptrdiff_t strip = strips.begin; strip < strips.end; strip += kPanelStrips) {
+    const std::ptrdiff_t count = std::min(kPanelStrips, strips.end - strip), first = strip * kStrip;
+    const std::ptrdiff_t outputs = std::min(count * kStrip, op.n - first);
+    fill(Panel{op.w + strip * bytes, panel.get(), op.k, op.format}, of_x, 0, count);
+    multiply(fused::Linear{op.x, panel.get(), nullptr, static_cast<char*>(op.y) + first * item_y, op.rows, op.k, op.k,
+                           outputs, kStrip, op.stride_x, op.stride_y, wide},
+             of_x, 0, outputs);
+  }
+}
+
+}  // namespace
+
+bool supports_set(int set) {
+#if defined(MEMSERVE_X86_ISAS)
+  const Isa best = best_isa();
+  if (set == 4) return best >= Isa::avx512 && __builtin_cpu_supports("avx512vnni");
+  if (set == 3) return best >= Isa::avx512;
+  if (set == 2) return best >= Isa::avx2 && has_avx_vnni();
+  if (set == 1) return best >= Isa::avx2;
+#endif
+  return set == 0;
+}
+
+void force_set(int set) { forced_set.store(set, std::memory_order_relaxed); }
+
+int set_in_use() {
+  static const bool able[kSets] = {true, supports_set(1), supports_set(2), supports_set(3), supports_set(4)};
+  const int forced = forced_set.load(std::memory_order_relaxed);
+  if (forced >= 0) return forced;
+  const Isa isa = current_isa();
+  if (isa >= Isa::avx512) return able[4] ? 4 : 3;
+  if (isa == Isa::avx2) return able[2] ? 2 : 1;
+  return 0;
+}
+
+const Kernels& kernels_in_use() {
+#if defined(MEMSERVE_X86_ISAS)
+  switch (set_in_use()) {
+    case 4: return avx512_vnni::quantised_kernels;
+    case 3: return avx512::quantised_kernels;
+    case 2: return avx2_vnni::quantised_kernels;
+    case 1: return avx2::quantised_kernels;
+    default: break;
+  }
+#endif
+  return portable::quantised_kernels;
+}
+
+void run(const Linear& op, Dtype of_x, Dtype of_y) {
+  const Kernels& kernels = kernels_in_use();
+  if (op.rows <= 0) return;
+  const Lines memory = lines(activation_bytes(op.rows, op.k));
+  const Activations x{reinterpret_cast<std::int8_t*>(memory.get()),
+                      reinterpret_cast<Group*>(memory.get() + op.rows * op.k)};
+  const Quantise first{op.x, x, op.k, op.stride_x, op.format};
+  const Product second{x, op.w, op.bias, op.y, op.rows, op.k, op.n, op.stride_y, op.format};
+  const int threads = threads_for(op.n * op.k);
+  if (threads <= 1) {
+    kernels.quantise(first, of_x, 0, op.rows);
+    return kernels.multiply(second, of_y, 0, strips_of(op.n));
+  }
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(threads)
+  {
+    const Part rows = part_of(op.rows), strips = part_of(strips_of(op.n));
+    kernels.quantise(first, of_x, rows.begin, rows.end);
+#pragma omp barrier
+    kernels.multiply(second, of_y, strips.begin, strips.end);
+  }
+#endif
+}
+
+void run_exact(const Linear& op, Dtype of_x, Dtype of_y) {
+  const bool wide = of_y == Dtype::float32 && of_x != Dtype::float32;
+  const std::ptrdiff_t panels = (strips_of(op.n) + kPanelStrips - 1) / kPanelStrips;
+  if (op.rows <= 0) return;
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(threads_for(op.n * op.k))
+#endif
+  {
+    const Part part = part_of(panels);
+    const Part strips{part.begin * kPanelStrips, std::min(part.end * kPanelStrips, strips_of(op.n))};
+    if (strips.begin < strips.end) fill_and_multiply(op, of_x, wide, strips);
+  }
+}
+
+void run(const Gather& op, Dtype dtype, std::ptrdiff_t count) {
+  const Kernels& kernels = kernels_in_use();
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(threads_for(count * op.k * kStrip))
+#endif
+  {
+    const Part part = part_of(count);
+    kernels.gather(op, dtype, part.begin, part.end);
+  }
+}
+
+}  // namespace memserve::quantised

@@ -1,0 +1,194 @@
+// Linears over weights that stay as a file stores them: integers of 2 to 8 bits with a scale a group.
+//
+// Packed, a weight [n, k] lies in strips of 32 outputs, and a strip in blocks of inputs (32, or 256 where scales have two
+// levels): a header with the scales of the block, then its integers, so that a product reads memory in one stream:
+//
+//   strip 0: | scales [minima] | values | scales [minima] | values | ...    strip 1: | ...
+//
+// Values lie in lines of 64 bytes: 16 outputs x 4 inputs, a byte each, which is the operand of a dot product of bytes.
+// With fewer than 8 bits several lines share one (see quantised_values.h). Integers are never rounded again: they are
+// stored without a sign, `zero` above their value, and scales are the file's own.
+//
+// A few rows and many are computed alike: activations become int8, with a scale for 32 of them, and are multiplied as
+// integers (quantised_body.h). The exact product dequantises panels of the weight and multiplies those as any other
+// (fused_linear_body.h). The bodies start no threads: quantised.cpp distributes strips and rows.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "page_layout.h"
+
+namespace memserve::quantised {
+
+// The formats of GGUF files, and grouped integers with zero points (AWQ, GPTQ) for groups of 32 and of 128 inputs.
+enum class Format : int {
+  q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4, int4_32, int4_128, int8_32, int8_128
+};
+inline constexpr int kFormats = 17;
+inline constexpr const char* kFormatNames[kFormats] = {"Q4_0", "Q4_1", "Q5_0",   "Q5_1",   "Q8_0",  "Q2_K",
+                                                       "Q3_K", "Q4_K", "Q5_K",   "Q6_K",   "IQ4_NL", "IQ4_XS",
+                                                       "MXFP4", "INT4_32", "INT4_128", "INT8_32", "INT8_128"};
+
+inline constexpr std::ptrdiff_t kStrip = 32, kHalfStrip = 16;  // outputs
+inline constexpr std::ptrdiff_t kGroup = 32, kSteps = 8;       // inputs with one scale of activations; steps of 4 in it
+inline constexpr std::ptrdiff_t kLine = 64;                    // bytes
+
+// half, bfloat: a number a block. levels: a half a block, times a small integer for each of its groups.
+enum class Scale { half, bfloat, levels };
+// half, levels: as scales; zero: a half a block that the scale multiplies.
+enum class Minimum { none, half, levels, zero };
+enum class Table { none, nonlinear, float4 };  // what four bits mean
+
+// weight = (value - zero) * scale - minimum
+struct Layout {
+  int bits;
+  Scale scale;
+  Minimum minimum = Minimum::none;
+  int zero = 0;
+  int groups = 1;  // groups of 32 inputs in a block
+  int parts = 1;   // of a group of 32 inputs that have a scale of their own
+  Table table = Table::none;
+};
+
+constexpr Layout layout_of(Format format) {
+  switch (format) {
+    case Format::q4_0: return {4, Scale::half, Minimum::none, 8};
+    case Format::q4_1: return {4, Scale::half, Minimum::half};
+    case Format::q5_0: return {5, Scale::half, Minimum::none, 16};
+    case Format::q5_1: return {5, Scale::half, Minimum::half};
+    case Format::q8_0: return {8, Scale::half, Minimum::none, 128};
+    case Format::q2_k: return {2, Scale::levels, Minimum::levels, 0, 8, 2};
+    case Format::q3_k: return {3, Scale::levels, Minimum::none, 4, 8, 2};
+    case Format::q4_k: return {4, Scale::levels, Minimum::levels, 0, 8};
+    case Format::q5_k: return {5, Scale::levels, Minimum::levels, 0, 8};
+    case Format::q6_k: return {6, Scale::levels, Minimum::none, 32, 8, 2};
+    case Format::iq4_nl: return {4, Scale::half, Minimum::none, 128, 1, 1, Table::nonlinear};
+    case Format::iq4_xs: return {4, Scale::levels, Minimum::none, 128, 8, 1, Table::nonlinear};
+    case Format::mxfp4: return {4, Scale::bfloat, Minimum::none, 12, 1, 1, Table::float4};
+    case Format::int4_32: return {4, Scale::half, Minimum::zero};
+    case Format::int4_128: return {4, Scale::half, Minimum::zero, 0, 4};
+    case Format::int8_32: return {8, Scale::half, Minimum::zero};
+    case Format::int8_128: return {8, Scale::half, Minimum::zero, 0, 4};
+  }
+  return {};
+}
+
+// Bytes of a block of one strip: its numbers first (scale, minimum), then the small scales and minima of its groups.
+constexpr std::ptrdiff_t number_bytes(const Layout& of) { return kStrip * 2 * (of.minimum == Minimum::none ? 1 : 2); }
+constexpr std::ptrdiff_t level_bytes(const Layout& of) {
+  return of.scale == Scale::levels ? kStrip * of.groups * of.parts : 0;
+}
+constexpr std::ptrdiff_t header_bytes(const Layout& of) {
+  return number_bytes(of) + level_bytes(of) * (of.minimum == Minimum::levels ? 2 : 1);
+}
+constexpr std::ptrdiff_t half_bytes(const Layout& of) { return of.bits * kLine; }  // a group of 16 outputs
+constexpr std::ptrdiff_t block_bytes(const Layout& of) { return header_bytes(of) + of.groups * 2 * half_bytes(of); }
+constexpr std::ptrdiff_t block_inputs(const Layout& of) { return of.groups * kGroup; }
+constexpr std::ptrdiff_t strip_bytes(const Layout& of, std::ptrdiff_t k) { return k / block_inputs(of) * block_bytes(of); }
+constexpr std::ptrdiff_t strips_of(std::ptrdiff_t n) { return (n + kStrip - 1) / kStrip; }
+
+// A group of 32 activations of a row: value = scale * int8. `starts` are the sums of the integers times -zero, and `sums`
+// those of the values; for each part of the group that has a scale of its own.
+struct Group {
+  float scale;
+  std::int32_t starts[2];
+  float sums[2];
+};
+
+// Rows of activations as integers: int8 [rows, k], and Group [rows, k / 32].
+struct Activations {
+  std::int8_t* values;
+  Group* groups;
+};
+constexpr std::ptrdiff_t activation_bytes(std::ptrdiff_t rows, std::ptrdiff_t k) {
+  return rows * k + rows * (k / kGroup) * static_cast<std::ptrdiff_t>(sizeof(Group));
+}
+
+// x [rows, k], `stride` elements between rows, becomes activations for weights of a format.
+struct Quantise {
+  const void* x;
+  Activations to;
+  std::ptrdiff_t k, stride;
+  Format format;
+};
+
+// y[r, n] = sum_k x[r, k] * w[n, k] + bias[n]; bias is float32 or null; y has rows of `stride_y` elements.
+struct Product {
+  Activations x;
+  const std::uint8_t* w;
+  const float* bias;
+  void* y;
+  std::ptrdiff_t rows, k, n, stride_y;
+  Format format;
+};
+
+// Weights of whole strips as numbers: [k][32] float32 or [k / 2][32][2] bfloat16, the layout of packed linears.
+struct Panel {
+  const std::uint8_t* w;
+  void* to;
+  std::ptrdiff_t k;
+  Format format;
+};
+
+// y[i] = the weights of output ids[i]: rows of an embedding; dense [.., k].
+struct Gather {
+  const std::uint8_t* w;
+  const std::int64_t* ids;
+  void* y;
+  std::ptrdiff_t k;
+  Format format;
+};
+
+struct Kernels {
+  void (*quantise)(const Quantise&, Dtype of_x, std::ptrdiff_t begin, std::ptrdiff_t end);  // rows
+  void (*multiply)(const Product&, Dtype of_y, std::ptrdiff_t begin, std::ptrdiff_t end);   // strips
+  void (*fill)(const Panel&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);              // strips
+  void (*gather)(const Gather&, Dtype, std::ptrdiff_t begin, std::ptrdiff_t end);           // ids
+};
+
+// The sets of kernels that this processor can run, narrowest first. Forced by tests: null is what suits isa.h's choice.
+inline constexpr int kSets = 5;
+inline constexpr const char* kSetNames[kSets] = {"portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni"};
+bool supports_set(int set);
+void force_set(int set);  // -1: what suits the instruction set in use
+int set_in_use();
+const Kernels& kernels_in_use();
+
+// A linear as a caller has it: x [rows, k] and y [rows, n] dense within rows.
+struct Linear {
+  const void* x;
+  const std::uint8_t* w;
+  const float* bias;
+  void* y;
+  std::ptrdiff_t rows, k, n, stride_x, stride_y;
+  Format format;
+};
+
+// Several threads share rows and strips; no Python state is touched.
+void run(const Linear& op, Dtype of_x, Dtype of_y);
+void run_exact(const Linear& op, Dtype of_x, Dtype of_y);  // float32 or bfloat16: arithmetic on the weights as numbers
+void run(const Gather& op, Dtype dtype, std::ptrdiff_t count);
+
+// A tensor of a GGUF file, rows of blocks, packed; `order`: which row of it each output is, null: the same.
+// Groups of integers: values [n, k] a byte each, scales and zeros float16 [n, k / group].
+struct Source {
+  const std::uint8_t* blocks;
+  const std::int64_t* order;
+  const std::uint16_t *scales, *zeros;  // of grouped integers, else null
+  std::ptrdiff_t n, k;
+  Format format;
+};
+void pack(const Source& source, std::uint8_t* to);
+std::ptrdiff_t file_block_bytes(Format format);  // of a GGUF file; 0: grouped integers
+
+}  // namespace memserve::quantised
+
+namespace memserve {
+namespace portable { extern const quantised::Kernels quantised_kernels; }
+#if defined(MEMSERVE_X86_ISAS)
+namespace avx2 { extern const quantised::Kernels quantised_kernels; }
+namespace avx2_vnni { extern const quantised::Kernels quantised_kernels; }
+namespace avx512 { extern const quantised::Kernels quantised_kernels; }
+namespace avx512_vnni { extern const quantised::Kernels quantised_kernels; }
+#endif
+}  // namespace memserve

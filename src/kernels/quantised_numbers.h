@@ -1,0 +1,131 @@
+// Activations to integers and packed weights to numbers, compiled once per instruction set (see quantised.h).
+#pragma once
+#include "quantised_body.h"
+
+namespace {
+
+// 32 activations of one row.
+template <class X>
+static inline void quantise_group(const X* x, std::int8_t* to, q::Group& group, const Layout& of) {
+  constexpr int vectors = q::kGroup / kLanes;
+  Floats values[vectors], largest{};
+  for (int i = 0; i < vectors; ++i) {
+    values[i] = load(x + i * kLanes);
+    const Floats size = values[i] < 0.0f ? -values[i] : values[i];
+    largest = size > largest ? size : largest;
+  }
+  float most = 0;
+  for (std::ptrdiff_t i = 0; i < kLanes; ++i) most = largest[i] > most ? largest[i] : most;
+  const float inverse = most > 0 ? 127.0f / most : 0.0f;
+  group.scale = most / 127.0f;
+  for (int i = 0; i < vectors; ++i) {
+    const Words bits = as_words(values[i] * inverse + 12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const SmallUnsigned bytes = __builtin_convertvector(bits & 255u, SmallUnsigned);
+    std::memcpy(to + i * kLanes, &bytes, sizeof bytes);
+  }
+  std::int32_t sums[2] = {0, 0};
+  for (int half = 0; half < 2; ++half)
+    for (int i = 0; i < q::kGroup / 2; ++i) sums[half] += to[half * (q::kGroup / 2) + i];
+  if (of.parts == 1) sums[0] += sums[1];
+  for (int part = 0; part < 2; ++part) {
+    group.starts[part] = -of.zero * sums[part];
+    group.sums[part] = static_cast<float>(sums[part]) * group.scale;
+  }
+}
+
+template <class X>
+static void quantise_rows(const q::Quantise& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  const Layout of = q::layout_of(op.format);
+  const std::ptrdiff_t groups = op.k / q::kGroup;
+  for (std::ptrdiff_t row = begin; row < end; ++row) {
+    const X* x = static_cast<const X*>(op.x) + row * op.stride;
+    for (std::ptrdiff_t i = 0; i < groups; ++i)
+      quantise_group(x + i * q::kGroup, op.to.values + row * op.k + i * q::kGroup, op.to.groups[row * groups + i], of);
+  }
+}
+
+static void quantise(const q::Quantise& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  if (dtype == Dtype::float32) return quantise_rows<float>(op, begin, end);
+  if (dtype == Dtype::bfloat16) return quantise_rows<Bf16>(op, begin, end);
+  quantise_rows<Fp16>(op, begin, end);
+}
+
+// The weights of one input, kLanes outputs: byte `byte` of each of `values`.
+template <q::Format kFormat>
+static inline Floats numbers_of(Words values, int byte, Floats scale, Floats minimum) {
+  constexpr Layout of = q::layout_of(kFormat);
+  const Floats integers = floats_of((Ints)((values >> (8 * byte)) & 255u) - of.zero);
+  if constexpr (of.minimum == q::Minimum::none) return integers * scale;
+  return integers * scale - minimum;
+}
+
+static inline void put_four(float* to, const Floats* numbers) {
+  for (int i = 0; i < 4; ++i) store(to + i * q::kStrip, numbers[i]);
+}
+
+// Two inputs of an output lie side by side.
+static inline void put_four(Bf16* to, const Floats* numbers) {
+  for (int pair = 0; pair < 2; ++pair) {
+    const Words both = bf16_bits(numbers[2 * pair]) | bf16_bits(numbers[2 * pair + 1]) << 16;
+    std::memcpy(to + pair * 2 * q::kStrip, &both, sizeof both);
+  }
+}
+
+template <q::Format kFormat, class T>
+static void fill_strip(const std::uint8_t* strip, std::ptrdiff_t k, T* to) {
+  constexpr Layout of = q::layout_of(kFormat);
+  constexpr std::ptrdiff_t pack = sizeof(T) == 2 ? 2 : 1;
+  for (std::ptrdiff_t i = 0; i < k / q::kGroup; ++i) {
+    const Header<kFormat> header{strip + i / of.groups * q::block_bytes(of)};
+    const std::ptrdiff_t group = i % of.groups;
+    T* place = to + i * q::kGroup * q::kStrip;
+    for (std::ptrdiff_t output = 0; output < q::kStrip; output += kLanes) {
+      const std::uint8_t* lines = header.lines(group, output);
+      Floats scales[2], minima[2] = {};
+      for (int part = 0; part < of.parts; ++part) {
+        scales[part] = header.scale(group, part, output);
+        if constexpr (of.minimum != q::Minimum::none) minima[part] = header.minimum(group, part, output, scales[part]);
+      }
+      each_step<0, q::kSteps>([&](auto step) {
+        constexpr int part = decltype(step)::value * of.parts / q::kSteps;
+        const Words values = values_of<kFormat, decltype(step)::value>(lines);
+        Floats numbers[4];
+        for (int byte = 0; byte < 4; ++byte) numbers[byte] = numbers_of<kFormat>(values, byte, scales[part], minima[part]);
+        put_four(place + step.value * 4 * q::kStrip + output * pack, numbers);
+      });
+    }
+  }
+}
+
+template <q::Format kFormat, class T>
+static void fill_strips(const q::Panel& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  constexpr Layout of = q::layout_of(kFormat);
+  for (std::ptrdiff_t strip = begin; strip < end; ++strip)
+    fill_strip<kFormat>(op.w + strip * q::strip_bytes(of, op.k), op.k,
+                        static_cast<T*>(op.to) + (strip - begin) * q::kStrip * op.k);
+}
+
+// One output: its integers are picked from unpacked groups.
+template <q::Format kFormat, class T>
+static void gather_rows(const q::Gather& op, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  constexpr Layout of = q::layout_of(kFormat);
+  Chunk chunk;
+  for (std::ptrdiff_t id = begin; id < end; ++id) {
+    const std::ptrdiff_t output = op.ids[id] % q::kStrip, groups = op.k / q::kGroup;
+    const std::uint8_t* strip = op.w + op.ids[id] / q::kStrip * q::strip_bytes(of, op.k);
+    T* y = static_cast<T*>(op.y) + id * op.k;
+    for (std::ptrdiff_t first = 0; first < groups; first += kChunkGroups) {
+      const std::ptrdiff_t count = groups - first < kChunkGroups ? groups - first : kChunkGroups;
+      unpack<kFormat>(chunk, strip, first, first + count);
+      for (std::ptrdiff_t i = 0; i < count * q::kGroup; ++i) {
+        const std::ptrdiff_t group = i / q::kGroup, within = i % q::kGroup;
+        const std::uint8_t value = chunk.lines(group, output)[within / 4 * q::kLine + within % 4];
+        const std::ptrdiff_t numbers = (group * of.parts + within * of.parts / q::kGroup) * q::kStrip + output;
+        const float product = static_cast<float>(value - of.zero) * chunk.scales[numbers];
+        put(y + first * q::kGroup + i, of.minimum == q::Minimum::none ? product : product - chunk.minima[numbers]);
+      }
+    }
+  }
+}
+
+}  // namespace

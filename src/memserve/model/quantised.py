@@ -1,0 +1,159 @@
+"""Linears with weights as a file stores them: integers of 2 to 8 bits with a scale a group, never rounded again.
+
+A step of few rows is bound by reading the weights, and these are a quarter to a half of the bytes of bfloat16. The kernels
+(``_kernels.quantised_linear``) multiply integers: activations are rounded to int8 with a scale for 32 of them, as
+llama.cpp does. An exact layer computes with the weights as numbers instead, in the dtype of the activations.
+
+Two-dimensional tensors of GGUF files are packed as they lie in the file; integers of AWQ and GPTQ checkpoints, with a
+scale and a zero point a group, once they are apart (:meth:`QuantisedWeight.of_groups`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memserve import _kernels
+from memserve.base.errors import UserError
+
+FORMATS = tuple(_kernels.QUANTISED_FORMATS)
+"""GGUF's names; ``INT4_32``, ``INT4_128``, ``INT8_32``, ``INT8_128``: integers in groups of so many inputs."""
+
+STRIP_OUTPUTS = 32
+"""Weights of which all but the last have multiples of so many outputs can be joined."""
+
+_GROUPS = {"INT4_32": 32, "INT4_128": 128, "INT8_32": 32, "INT8_128": 128}
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_EXACT = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedWeight:
+    """A weight ``[n, k]`` in the layout of the kernels: ``packed`` uint8, one-dimensional, strips of 32 outputs."""
+
+    format: str
+    n: int
+    k: int
+    packed: Tensor
+
+    @staticmethod
+    def of_blocks(format: str, blocks: Tensor, k: int, order: Tensor | None = None) -> QuantisedWeight:
+        """Pack the rows of a GGUF tensor: ``blocks`` uint8 ``[n, bytes of a row]``, contiguous, as in the file.
+
+        ``order``, int64 ``[n]``: which row of the file each output is; None: the same. Raises :class:`UserError` for an
+        unknown format, and for a size that does not fit the format's blocks.
+        """
+        n = blocks.shape[0]
+        packed = _room(format, n, k)
+        expected = _kernels.quantised_file_bytes(format, n, k)
+        if blocks.dtype != torch.uint8 or not blocks.is_contiguous() or blocks.numel() != expected:
+            raise UserError(f"a {format} weight of {n} x {k} has {expected} bytes, not {blocks.numel()}")
+        if order is not None and (order.shape != (n,) or order.dtype != torch.int64 or not _is_within(order, n)):
+            raise UserError(f"an order of {n} rows has {n} numbers below {n}")
+        rows = None if order is None else order.contiguous()
+        _kernels.quantised_pack(
+            format, blocks.data_ptr(), 0 if rows is None else rows.data_ptr(), n, k, packed.data_ptr()
+        )
+        return QuantisedWeight(format, n, k, packed)
+
+    @staticmethod
+    def of_groups(format: str, values: Tensor, scales: Tensor, zeros: Tensor) -> QuantisedWeight:
+        """Pack integers with zero points: ``weight = (values - zeros) * scales``, of each group of inputs.
+
+        ``values`` uint8 ``[n, k]``, ``scales`` and ``zeros`` float16 ``[n, k / group]``. Raises :class:`UserError` for
+        an unknown format, for other shapes and for integers that the format does not hold.
+        """
+        (n, k), group = values.shape, _GROUPS.get(format, 0)
+        if not group:
+            raise UserError(f"{format} is no format of grouped integers", hint=f"one of {', '.join(_GROUPS)}")
+        packed = _room(format, n, k)
+        if scales.shape != (n, k // group) or zeros.shape != scales.shape:
+            raise UserError(f"a {format} weight of {n} x {k} has {n} x {k // group} scales and zero points")
+        if values.dtype != torch.uint8 or (format.startswith("INT4") and int(values.max()) > 15):
+            raise UserError(f"a {format} weight has values beyond its bits")
+        parts = [part.contiguous() for part in (values, scales.half(), zeros.half())]
+        _kernels.quantised_pack_groups(format, *(part.data_ptr() for part in parts), n, k, packed.data_ptr())
+        return QuantisedWeight(format, n, k, packed)
+
+    def joins(self, other: QuantisedWeight) -> bool:
+        """Whether ``other`` can come behind it in one layer: the same format and inputs, whole strips here."""
+        return (self.format, self.k) == (other.format, other.k) and self.n % STRIP_OUTPUTS == 0
+
+
+class QuantisedLinear:
+    """``y = x @ weight.T + bias`` with a quantised ``weight [n, k]``, possibly several weights stacked.
+
+    As :class:`memserve.model.linears.PackedLinear`, for any number of rows."""
+
+    __slots__ = ("_bias_address", "_exact", "_format", "bias", "format", "k", "n", "weight", "wide")
+
+    def __init__(
+        self, weights: Sequence[QuantisedWeight], bias: Tensor | None = None, *, wide: bool = False, exact: bool = False
+    ) -> None:
+        """``weights`` can be joined in their order (:meth:`QuantisedWeight.joins`); ``bias [n]`` of any dtype.
+
+        ``wide``: results are the float32 sums, whatever the dtype of ``x``: for logits. ``exact``: the arithmetic is
+        that of a float32 or bfloat16 weight with the dequantised values. Raises :class:`UserError` for weights that
+        cannot be joined.
+        """
+        if not all(one.joins(other) for one, other in zip(weights, weights[1:], strict=False)):
+            raise UserError("only weights of one format and of whole strips can be joined")
+        self.format, self.k = weights[0].format, weights[0].k
+        self.n = sum(weight.n for weight in weights)
+        self.weight = weights[0].packed if len(weights) == 1 else torch.cat([weight.packed for weight in weights])
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        self.wide = wide
+        self._exact = exact
+        self._format = FORMATS.index(self.format)
+        self._bias_address = 0 if self.bias is None else self.bias.data_ptr()
+
+    @property
+    def exact(self) -> bool:
+        """Whether the arithmetic is that of the dequantised values."""
+        return self._exact
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed weight."""
+        return self.weight.numel()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``x [..., k]`` float32, bfloat16 or float16 -> ``[..., n]``, of the dtype of ``x``, or float32 if ``wide``."""
+        dtype = torch.float32 if self.wide else x.dtype
+        if self._exact and x.dtype not in _EXACT:
+            return self(x.float()).to(dtype)
+        x = x.contiguous()
+        y = torch.empty((*x.shape[:-1], self.n), dtype=dtype)
+        _kernels.quantised_linear(
+            x.data_ptr(), self.k, self.weight.data_ptr(), self._bias_address, y.data_ptr(), self.n,
+            x.numel() // self.k, self.k, self.n, self._format, _CODES[x.dtype], _CODES[dtype], self._exact,
+        )  # fmt: skip
+        return y
+
+    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights of outputs ``ids [...]``, int64 -> ``[..., k]``: an embedding. ``ids`` are trusted to be below
+        ``n``."""
+        ids = ids.contiguous()
+        y = torch.empty((*ids.shape, self.k), dtype=dtype)
+        _kernels.quantised_gather(
+            self.weight.data_ptr(), ids.data_ptr(), ids.numel(), y.data_ptr(), self.k, self._format, _CODES[dtype]
+        )
+        return y
+
+    def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The whole weight ``[n, k]`` as numbers."""
+        return self.rows(torch.arange(self.n), dtype)
+
+
+def _room(format: str, n: int, k: int) -> Tensor:
+    try:
+        return torch.empty(_kernels.quantised_packed_bytes(format, n, k), dtype=torch.uint8)
+    except ValueError as error:
+        raise UserError(f"a weight of {n} x {k} cannot be packed: {error}") from error
+
+
+def _is_within(order: Tensor, n: int) -> bool:
+    return not n or (int(order.min()) >= 0 and int(order.max()) < n)

@@ -1,0 +1,49 @@
+"""Blocks of quantised weights as in GGUF files, with random integers and scales of a usual size."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from memserve.model.quantised import QuantisedWeight
+
+FILE_FORMATS = (
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"
+)  # fmt: skip
+_SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q3_K": (108,),
+           "Q6_K": (208,)}  # fmt: skip
+"""Where a block has float16 numbers; elsewhere it has one, in front."""
+
+
+def inputs_of(kind: str) -> int:
+    """Inputs of a block."""
+    return int(GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0])
+
+
+def random_blocks(kind: str, n: int, k: int, seed: int = 0) -> Tensor:
+    """``n`` rows of ``k`` weights, all bits random but those of the scales: uint8 ``[n, bytes of a row]``."""
+    inputs, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (n, k // inputs, size), dtype=np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = random.integers(116, 124, blocks.shape[:2])
+    else:
+        for place in _SCALES.get(kind, (0,)):
+            numbers = (random.random((*blocks.shape[:2], 1)) * 0.01 + 1e-3).astype(np.float16)
+            numbers *= random.choice([-1, 1], numbers.shape).astype(np.float16)
+            blocks[..., place : place + 2] = numbers.view(np.uint8)
+    return torch.from_numpy(blocks.reshape(n, -1))
+
+
+def numbers_of(kind: str, blocks: Tensor) -> Tensor:
+    """The same weights as float32 ``[n, k]``, by the ``gguf`` package."""
+    return torch.from_numpy(np.array(dequantize(blocks.numpy(), GGMLQuantizationType[kind])))
+
+
+def random_weight(kind: str, n: int, k: int, seed: int = 0) -> tuple[QuantisedWeight, Tensor]:
+    """A packed weight, and its numbers."""
+    blocks = random_blocks(kind, n, k, seed)
+    return QuantisedWeight.of_blocks(kind, blocks, k), numbers_of(kind, blocks)
