@@ -1,6 +1,6 @@
 // The products of activations and packed weights as integers, compiled once per instruction set (see quantised.h).
 //
-// One row: the integers of a strip are unpacked into registers and multiplied there. More rows: a chunk of a strip is
+// Few rows: the integers of a strip are unpacked into registers and multiplied there. More rows: a chunk of a strip is
 // unpacked once, into bytes in the first cache, and tiles of rows multiply it; their float sums wait in memory.
 #pragma once
 #include "quantised_values.h"
@@ -8,23 +8,36 @@
 namespace {
 using memserve::Dtype;
 
-#if defined(__AVX512F__)
-constexpr int kTileRows = 6;  // 12 sums of integers, 12 of floats, 2 weights of 32 registers
+// kTileRows: of a tile. kFewRows: up to so many multiply integers as they are unpacked.
+#if defined(__AVX512VNNI__)
+constexpr int kTileRows = 6, kFewRows = 8;  // 12 sums of integers, 12 of floats, 2 weights of 32 registers
+#elif defined(__AVX512F__)
+constexpr int kTileRows = 6, kFewRows = 4;
 #elif defined(__AVX2__)
-constexpr int kTileRows = 3;  // 6 and 6, and 2, of 16
+constexpr int kTileRows = 3, kFewRows = 4;  // 6 and 6, and 2, of 16
 #else
-constexpr int kTileRows = 2;
+constexpr int kTileRows = 2, kFewRows = 1;
 #endif
 constexpr int kVectors = 2;                           // of outputs in a tile
 constexpr std::ptrdiff_t kWidth = kVectors * kLanes;  // outputs of a tile: a strip, or a part of it
 constexpr std::ptrdiff_t kPanelRows = 64;             // whose sums wait in memory
-constexpr std::ptrdiff_t kChunkGroups = 8;
+constexpr std::ptrdiff_t kChunkGroups = 16;
 
 static inline std::int32_t four_of(const std::int8_t* x) {
   std::int32_t four;
   std::memcpy(&four, x, 4);
   return four;
 }
+
+// Fetches weights that are needed soon into the second cache, some lines at a time: the order in which a strip is read
+// is not one that processors foresee. It may fetch a little beyond the weights, which cannot fault.
+struct Ahead {
+  const std::uint8_t* at;
+
+  void fetch(std::ptrdiff_t lines) {
+    for (; lines > 0; --lines, at += q::kLine) __builtin_prefetch(at, 0, 2);
+  }
+};
 
 // Writes the sums of one row over a strip.
 template <class Y>
@@ -46,34 +59,65 @@ static void put_sums(const q::Product& op, Dtype dtype, std::ptrdiff_t row, std:
   put_sums<Fp16>(op, row, strip, sums);
 }
 
-// One row, kWidth outputs of a strip from `output` on.
-template <q::Format kFormat>
+// R rows from `row` on, C vectors of outputs of a strip from `output` on. Meanwhile a part of the next strip is fetched.
+template <q::Format kFormat, int R, int C>
 static inline void row_sums(const q::Product& op, std::ptrdiff_t row, const std::uint8_t* strip, std::ptrdiff_t output,
-                            Floats* totals) {
+                            Floats (&totals)[R][q::kStrip / kLanes]) {
   constexpr Layout of = q::layout_of(kFormat);
+  const std::ptrdiff_t groups_of_row = op.k / q::kGroup;
   const std::int8_t* x = op.x.values + row * op.k;
-  const q::Group* info = op.x.groups + row * (op.k / q::kGroup);
+  const q::Group* info = op.x.groups + row * groups_of_row;
+  Floats rows[R][C] = {};
+  constexpr std::ptrdiff_t passes = q::kStrip / (C * kLanes), shares = passes * of.groups * q::kLine;
+  constexpr std::ptrdiff_t lines_ahead = (q::block_bytes(of) + shares - 1) / shares;
+  const std::ptrdiff_t bytes_of_pass = groups_of_row * lines_ahead * q::kLine;
+  Ahead ahead{strip + q::strip_bytes(of, op.k) + output / (C * kLanes) * bytes_of_pass};
   for (std::ptrdiff_t block = op.k / q::block_inputs(of); block > 0; --block, strip += q::block_bytes(of)) {
     const Header<kFormat> header{strip};
     for (std::ptrdiff_t group = 0; group < of.groups; ++group, x += q::kGroup, ++info) {
-      const std::uint8_t* lines[kVectors];
-      for (int c = 0; c < kVectors; ++c) lines[c] = header.lines(group, output + c * kLanes);
+      const std::uint8_t* lines[C];
+      for (int c = 0; c < C; ++c) lines[c] = header.lines(group, output + c * kLanes);
+      ahead.fetch(lines_ahead);
       each_step<0, of.parts>([&](auto part) {
         constexpr int steps = q::kSteps / of.parts, first = decltype(part)::value * steps;
-        Ints sums[kVectors];
-        for (int c = 0; c < kVectors; ++c) sums[c] = Ints{} + info->starts[part.value];
+        Ints sums[R][C];
+        for (int r = 0; r < R; ++r)
+          for (int c = 0; c < C; ++c) sums[r][c] = Ints{} + info[r * groups_of_row].starts[part.value];
         each_step<first, first + steps>([&](auto step) {
-          for (int c = 0; c < kVectors; ++c)
-            sums[c] = dot<is_wide(of)>(sums[c], values_of<kFormat, decltype(step)::value>(lines[c]), four_of(x + step.value * 4));
+          for (int c = 0; c < C; ++c) {
+            const Words weights = values_of<kFormat, decltype(step)::value>(lines[c]);
+            for (int r = 0; r < R; ++r)
+              sums[r][c] = dot<is_wide(of)>(sums[r][c], weights, four_of(x + r * op.k + step.value * 4));
+          }
         });
-        for (int c = 0; c < kVectors; ++c) {
+        for (int c = 0; c < C; ++c) {
           const Floats scale = header.scale(group, part.value, output + c * kLanes);
-          totals[c] += floats_of(sums[c]) * info->scale * scale;
-          if constexpr (of.minimum != q::Minimum::none)
-            totals[c] -= header.minimum(group, part.value, output + c * kLanes, scale) * info->sums[part.value];
+          for (int r = 0; r < R; ++r)
+            rows[r][c] += floats_of(sums[r][c]) * info[r * groups_of_row].scale * scale;
+          if constexpr (of.minimum != q::Minimum::none) {
+            const Floats minimum = header.minimum(group, part.value, output + c * kLanes, scale);
+            for (int r = 0; r < R; ++r) rows[r][c] -= minimum * info[r * groups_of_row].sums[part.value];
+          }
         }
       });
     }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) totals[r][output / kLanes + c] = rows[r][c];
+}
+
+// Up to kFewRows rows of some strips.
+template <q::Format kFormat, int R = kFewRows>
+static void few_rows(const q::Product& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
+  constexpr int C = R > 2 ? 1 : 2;
+  if constexpr (R > 1) {
+    if (op.rows < R) return few_rows<kFormat, R - 1>(op, dtype, begin, end);
+  }
+  for (std::ptrdiff_t strip = begin; strip < end; ++strip) {
+    Floats totals[R][q::kStrip / kLanes];
+    for (std::ptrdiff_t output = 0; output < q::kStrip; output += C * kLanes)
+      row_sums<kFormat, R, C>(op, 0, op.w + strip * q::strip_bytes(q::layout_of(kFormat), op.k), output, totals);
+    for (int r = 0; r < R; ++r) put_sums(op, dtype, r, strip, totals[r]);
   }
 }
 
@@ -116,10 +160,10 @@ static void unpack(Chunk& chunk, const std::uint8_t* strip, std::ptrdiff_t begin
 }
 
 // R rows from `row` on times a chunk of `groups` groups, the first of which is group `first` of the inputs; added to
-// sums [R][32], kWidth outputs from `output` on.
+// sums [R][32], kWidth outputs from `output` on. Meanwhile a part of the next strip is fetched.
 template <int R, int kParts, bool kMinimum, bool kWide>
 static void tile(const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, std::ptrdiff_t first, std::ptrdiff_t groups,
-                 std::ptrdiff_t output, float* waiting) {
+                 std::ptrdiff_t output, float* waiting, Ahead& ahead, std::ptrdiff_t lines_ahead) {
   const std::int8_t* x = op.x.values + row * op.k + first * q::kGroup;
   const std::ptrdiff_t groups_of_row = op.k / q::kGroup;
   const q::Group* info = op.x.groups + row * groups_of_row + first;
@@ -127,6 +171,7 @@ static void tile(const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, s
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < kVectors; ++c) totals[r][c] = load(waiting + r * q::kStrip + output + c * kLanes);
   for (std::ptrdiff_t group = 0; group < groups; ++group, x += q::kGroup, ++info) {
+    ahead.fetch(lines_ahead);
     each_step<0, kParts>([&](auto part) {
       constexpr int steps = q::kSteps / kParts, begin = decltype(part)::value * steps;
       Ints sums[R][kVectors];
@@ -160,12 +205,12 @@ static void tile(const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, s
 
 template <int kParts, bool kMinimum, bool kWide, int R = kTileRows>
 static void tile_of(int rows, const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, std::ptrdiff_t first,
-                    std::ptrdiff_t groups, float* waiting) {
+                    std::ptrdiff_t groups, float* waiting, Ahead& ahead, std::ptrdiff_t lines_ahead) {
   if constexpr (R > 1) {
-    if (rows < R) return tile_of<kParts, kMinimum, kWide, R - 1>(rows, op, chunk, row, first, groups, waiting);
+    if (rows < R) return tile_of<kParts, kMinimum, kWide, R - 1>(rows, op, chunk, row, first, groups, waiting, ahead, lines_ahead);
   }
   for (std::ptrdiff_t output = 0; output < q::kStrip; output += kWidth)
-    tile<R, kParts, kMinimum, kWide>(op, chunk, row, first, groups, output, waiting);
+    tile<R, kParts, kMinimum, kWide>(op, chunk, row, first, groups, output, waiting, ahead, lines_ahead);
 }
 
 // Rows [begin, end), at most kPanelRows, of one strip, in tiles of about equal height.
@@ -176,15 +221,20 @@ static void panel(const q::Product& op, Dtype dtype, std::ptrdiff_t strip, std::
   const std::uint8_t* w = op.w + strip * q::strip_bytes(of, op.k);
   const std::ptrdiff_t groups = op.k / q::kGroup;
   alignas(64) float waiting[kPanelRows * q::kStrip];
+  Ahead ahead{w + q::strip_bytes(of, op.k)};
+  const std::ptrdiff_t tiles_of_rows = (end - begin + kTileRows - 1) / kTileRows;
+  const std::ptrdiff_t lines_of_group = q::block_bytes(of) / of.groups / q::kLine + 1;
+  const std::ptrdiff_t lines_ahead = (lines_of_group * kWidth / q::kStrip + tiles_of_rows - 1) / tiles_of_rows;
   std::memset(waiting, 0, sizeof(float) * q::kStrip * (end - begin));
   for (std::ptrdiff_t first = 0; first < groups; first += kChunkGroups) {
     const std::ptrdiff_t count = groups - first < kChunkGroups ? groups - first : kChunkGroups;
     unpack<kFormat>(chunk, w, first, first + count);
-    std::ptrdiff_t tiles = (end - begin + kTileRows - 1) / kTileRows;
+    std::ptrdiff_t tiles = tiles_of_rows;
     for (std::ptrdiff_t row = begin; tiles > 0; --tiles) {
       const std::ptrdiff_t height = (end - row + tiles - 1) / tiles;
       tile_of<of.parts, of.minimum != q::Minimum::none, is_wide(of)>(static_cast<int>(height), op, chunk, row, first, count,
-                                                                     waiting + (row - begin) * q::kStrip);
+                                                                     waiting + (row - begin) * q::kStrip, ahead,
+                                                                     lines_ahead);
       row += height;
     }
   }
@@ -197,16 +247,7 @@ static void panel(const q::Product& op, Dtype dtype, std::ptrdiff_t strip, std::
 
 template <q::Format kFormat>
 static void multiply_strips(const q::Product& op, Dtype dtype, std::ptrdiff_t begin, std::ptrdiff_t end) {
-  constexpr Layout of = q::layout_of(kFormat);
-  if (op.rows == 1) {
-    for (std::ptrdiff_t strip = begin; strip < end; ++strip) {
-      Floats totals[q::kStrip / kLanes] = {};
-      for (std::ptrdiff_t output = 0; output < q::kStrip; output += kWidth)
-        row_sums<kFormat>(op, 0, op.w + strip * q::strip_bytes(of, op.k), output, totals + output / kLanes);
-      put_sums(op, dtype, 0, strip, totals);
-    }
-    return;
-  }
+  if (op.rows <= kFewRows) return few_rows<kFormat>(op, dtype, begin, end);
   Chunk chunk;
   for (std::ptrdiff_t row = 0; row < op.rows; row += kPanelRows) {
     const std::ptrdiff_t last = op.rows - row < kPanelRows ? op.rows : row + kPanelRows;

@@ -4,6 +4,29 @@
 
 namespace {
 
+// Of 16 integers.
+static inline std::int32_t sum_of_bytes(const std::int8_t* p) {
+#if defined(__AVX2__)
+  const __m128i biased = _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), _mm_set1_epi8(-128));
+  const __m128i sums = _mm_sad_epu8(biased, _mm_setzero_si128());
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
+#else
+  std::int32_t sum = 0;
+  for (int i = 0; i < q::kGroup / 2; ++i) sum += p[i];
+  return sum;
+#endif
+}
+
+static inline float largest_of(Floats v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float most = v[0];
+  for (std::ptrdiff_t i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
+  return most;
+#endif
+}
+
 // 32 activations of one row.
 template <class X>
 static inline void quantise_group(const X* x, std::int8_t* to, q::Group& group, const Layout& of) {
@@ -14,8 +37,7 @@ static inline void quantise_group(const X* x, std::int8_t* to, q::Group& group, 
     const Floats size = values[i] < 0.0f ? -values[i] : values[i];
     largest = size > largest ? size : largest;
   }
-  float most = 0;
-  for (std::ptrdiff_t i = 0; i < kLanes; ++i) most = largest[i] > most ? largest[i] : most;
+  const float most = largest_of(largest);
   const float inverse = most > 0 ? 127.0f / most : 0.0f;
   group.scale = most / 127.0f;
   for (int i = 0; i < vectors; ++i) {
@@ -23,9 +45,8 @@ static inline void quantise_group(const X* x, std::int8_t* to, q::Group& group, 
     const SmallUnsigned bytes = __builtin_convertvector(bits & 255u, SmallUnsigned);
     std::memcpy(to + i * kLanes, &bytes, sizeof bytes);
   }
-  std::int32_t sums[2] = {0, 0};
-  for (int half = 0; half < 2; ++half)
-    for (int i = 0; i < q::kGroup / 2; ++i) sums[half] += to[half * (q::kGroup / 2) + i];
+  std::int32_t sums[2];
+  for (int half = 0; half < 2; ++half) sums[half] = sum_of_bytes(to + half * (q::kGroup / 2));
   if (of.parts == 1) sums[0] += sums[1];
   for (int part = 0; part < 2; ++part) {
     group.starts[part] = -of.zero * sums[part];
