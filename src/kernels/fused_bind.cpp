@@ -80,6 +80,16 @@ void add_linear(Program& self, Size x, Size stride_x, Address w, Address bias, S
             {place(x), place(y)}, Dtype(dtype), Count(count)});
 }
 
+void add_quantised_linear(Program& self, Size x, Size stride_x, Address w, Address bias, Size y, Size k, Size n,
+                          int format, int dtype, int count) {
+  namespace q = memserve::quantised;
+  const auto* weight = static_cast<const std::uint8_t*>(in(w));
+  self.add({QuantisedLinear{q::Quantise{nullptr, {}, k, stride_x, q::Format(format)},
+                            q::Product{{}, weight, static_cast<const float*>(in(bias)), nullptr, 0, k, n, n,
+                                       q::Format(format)}},
+            {place(x), place(y)}, Dtype(dtype), Count(count)});
+}
+
 void add_reduce(Program& self, Size x, Size y, Size width, int dtype, int count) {
   self.add({Reduce{nullptr, nullptr, width}, {place(x), place(y)}, Dtype(dtype), Count(count)});
 }
@@ -109,6 +119,7 @@ void bind_fused(nb::module_& m) {
       .def("gated", &add_gated)
       .def("rotary", &add_rotary)
       .def("linear", &add_linear)
+      .def("quantised_linear", &add_quantised_linear)
       .def("reduce", &add_reduce)
       .def("join", &Program::join, nb::keep_alive<1, 2>())
       .def("start", &Program::start)

@@ -48,8 +48,16 @@ bool Units::claim(int part, Range& range) {
 }
 
 void Program::add(Step step) {
+  if (const auto* linear = std::get_if<QuantisedLinear>(&step.op)) inputs_max_ = std::max(inputs_max_, linear->then.k);
   steps_.push_back(std::move(step));
   units_.emplace_back();
+  prepared_.emplace_back();
+}
+
+void Program::start(std::ptrdiff_t tokens, std::ptrdiff_t logits_rows) {
+  counts_[0] = tokens, counts_[1] = logits_rows;
+  const auto bytes = quantised::activation_bytes(std::max(tokens, logits_rows), inputs_max_);
+  if (static_cast<std::size_t>(bytes) > integers_.size()) integers_.resize(static_cast<std::size_t>(bytes));
 }
 
 void Program::set_external(int index, void* address) {
@@ -63,7 +71,30 @@ void Program::reset(int index, int parts) {
   const auto* linear = std::get_if<Linear>(&step.op);
   if (std::holds_alternative<Reduce>(step.op)) return units_[index].reset(rows > 0 ? 1 : 0, 1, parts);
   if (linear && rows > 0) return units_[index].reset((linear->n + kColumns - 1) / kColumns, kColumnGrain, parts);
+  if (const auto* quantised = std::get_if<QuantisedLinear>(&step.op)) {
+    prepared_[index].reset(rows, 1, parts);
+    return units_[index].reset(rows > 0 ? quantised::strips_of(quantised->then.n) : 0, kColumnGrain, parts);
+  }
   units_[index].reset(rows, rows < kManyRows ? 1 : kRowGrain, parts);
+}
+
+// The rows of a step as integers: one operation at a time uses this memory.
+quantised::Activations Program::integers(const Step& step, std::ptrdiff_t k) {
+  const std::ptrdiff_t rows = counts_[static_cast<int>(step.count)];
+  return {reinterpret_cast<std::int8_t*>(integers_.data()),
+          reinterpret_cast<quantised::Group*>(integers_.data() + rows * k)};
+}
+
+void Program::run_quantised(const Step& step, const QuantisedLinear& linear, bool first, Range range) {
+  const quantised::Kernels& kernels = quantised::kernels_in_use();
+  if (first) {
+    quantised::Quantise op = linear.first;
+    op.x = resolve(step.places[0]), op.to = integers(step, op.k);
+    return kernels.quantise(op, step.dtype, range.begin, range.end);
+  }
+  quantised::Product op = linear.then;
+  op.x = integers(step, op.k), op.y = resolve(step.places[1]), op.rows = counts_[static_cast<int>(step.count)];
+  kernels.multiply(op, step.dtype, range.begin, range.end);
 }
 
 void Program::reduce(const Step& step, const Reduce& op) {
@@ -106,16 +137,27 @@ void Program::run_range(const Kernels& kernels, const Step& step, Range range) {
   }
 }
 
+// Runs units until all of them are done, by this thread or others.
+template <class Run>
+void Program::share(Units& units, int part, Run run_part) {
+  Range range{};
+  std::ptrdiff_t done = 0;
+  for (; units.claim(part, range); done += range.end - range.begin) run_part(range);
+  if (done > 0) units.finish(done);
+  for (int spins = 0; !units.all_finished(); ++spins) {
+    if (spins < kSpinsBeforeYield) pause_briefly();
+    else sched_yield();
+  }
+}
+
 void Program::work(const Kernels& kernels, int begin, int end, int part) {
   for (int i = begin; i < end; ++i) {
-    Units& units = units_[i];
-    Range range{};
-    std::ptrdiff_t done = 0;
-    for (; units.claim(part, range); done += range.end - range.begin) run_range(kernels, steps_[i], range);
-    if (done > 0) units.finish(done);
-    for (int spins = 0; !units.all_finished(); ++spins) {
-      if (spins < kSpinsBeforeYield) pause_briefly();
-      else sched_yield();
+    const Step& step = steps_[i];
+    if (const auto* linear = std::get_if<QuantisedLinear>(&step.op)) {
+      share(prepared_[i], part, [&](Range range) { run_quantised(step, *linear, true, range); });
+      share(units_[i], part, [&](Range range) { run_quantised(step, *linear, false, range); });
+    } else {
+      share(units_[i], part, [&](Range range) { run_range(kernels, step, range); });
     }
   }
 }

@@ -8,6 +8,7 @@
 
 #include "fused.h"
 #include "collective.h"
+#include "quantised.h"
 
 namespace memserve::fused {
 
@@ -26,9 +27,15 @@ struct Reduce {
   std::ptrdiff_t width;
 };
 
+// A linear with a quantised weight: all rows become integers first, in memory of the program, then strips are multiplied.
+struct QuantisedLinear {
+  quantised::Quantise first;
+  quantised::Product then;
+};
+
 // One operation. The pointers inside `op` are filled from `places` when it runs, in the order of the struct's fields.
 struct Step {
-  std::variant<RmsNorm, Gated, Rotary, Linear, Reduce> op;
+  std::variant<RmsNorm, Gated, Rotary, Linear, Reduce, QuantisedLinear> op;
   std::vector<Place> places;
   Dtype dtype;
   Count count;
@@ -70,7 +77,7 @@ class Program {
   int size() const { return static_cast<int>(steps_.size()); }
 
   // The sizes of the step that begins.
-  void start(std::ptrdiff_t tokens, std::ptrdiff_t logits_rows) { counts_[0] = tokens, counts_[1] = logits_rows; }
+  void start(std::ptrdiff_t tokens, std::ptrdiff_t logits_rows);
 
   void set_external(int index, void* address);
 
@@ -84,12 +91,19 @@ class Program {
  private:
   void* resolve(const Place& place) const { return place.external < 0 ? place.address : externals_[place.external]; }
   void reset(int index, int parts);
+  quantised::Activations integers(const Step& step, std::ptrdiff_t k);
+  void run_quantised(const Step& step, const QuantisedLinear& linear, bool first, Range range);
   void run_range(const Kernels& kernels, const Step& step, Range range);
   void reduce(const Step& step, const Reduce& op);
+  template <class Run>
+  void share(Units& units, int part, Run run_part);
   void work(const Kernels& kernels, int begin, int end, int part);
 
   std::vector<Step> steps_;
-  std::deque<Units> units_;  // of steps_; a deque, because units cannot be moved
+  std::deque<Units> units_;     // of steps_; a deque, because units cannot be moved
+  std::deque<Units> prepared_;  // of steps_: rows that become integers before a quantised weight multiplies them
+  std::ptrdiff_t inputs_max_ = 0;  // of quantised weights
+  std::vector<std::uint8_t> integers_;
   std::vector<void*> externals_;
   std::ptrdiff_t counts_[2] = {0, 0};
   Collective* collective_ = nullptr;

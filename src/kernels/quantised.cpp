@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <memory>
 #include <new>
 
@@ -52,6 +53,16 @@ Part part_of(std::ptrdiff_t count) {
   return {count * i / n, count * (i + 1) / n};
 }
 
+// `count` numbers in a dtype, rounded to nearest; no NaN is among them.
+void narrow(const float* from, void* to, std::ptrdiff_t count, Dtype dtype) {
+  if (dtype == Dtype::float32) return static_cast<void>(std::memcpy(to, from, static_cast<std::size_t>(count) * 4));
+  for (std::ptrdiff_t i = 0; i < count; ++i) {
+    std::uint32_t bits;
+    std::memcpy(&bits, from + i, 4);
+    static_cast<std::uint16_t*>(to)[i] = static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+}
+
 void fill_and_multiply(const Linear& op, Dtype of_x, bool wide, Part strips) {
   const auto fill = kernels_in_use().fill;
   const auto multiply = fused::kernels_in_use().linear;
@@ -61,9 +72,11 @@ void fill_and_multiply(const Linear& op, Dtype of_x, bool wide, Part strips) {
   for (std::ptrdiff_t strip = strips.begin; strip < strips.end; strip += kPanelStrips) {
     const std::ptrdiff_t count = std::min(kPanelStrips, strips.end - strip), first = strip * kStrip;
     const std::ptrdiff_t outputs = std::min(count * kStrip, op.n - first);
+    float bias[kPanelStrips * kStrip];
+    if (op.bias) narrow(op.bias + first, bias, outputs, of_x);
     fill(Panel{op.w + strip * bytes, panel.get(), op.k, op.format}, of_x, 0, count);
-    multiply(fused::Linear{op.x, panel.get(), nullptr, static_cast<char*>(op.y) + first * item_y, op.rows, op.k, op.k,
-                           outputs, kStrip, op.stride_x, op.stride_y, wide},
+    multiply(fused::Linear{op.x, panel.get(), op.bias ? bias : nullptr, static_cast<char*>(op.y) + first * item_y,
+                           op.rows, op.k, op.k, outputs, kStrip, op.stride_x, op.stride_y, wide},
              of_x, 0, outputs);
   }
 }

@@ -4,6 +4,20 @@
 
 namespace {
 
+// The nearest integers, the even one of two. An addition that rounds would be joined with the product before it by some
+// compilers, and a row would be another one elsewhere.
+static inline Words nearest(Floats v) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_cvtps_epi32((__m512)v);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtps_epi32((__m256)v);
+#else
+  Words bits{};
+  for (std::ptrdiff_t i = 0; i < kLanes; ++i) bits[i] = static_cast<std::uint32_t>(static_cast<int>(__builtin_rintf(v[i])));
+  return bits;
+#endif
+}
+
 // Of 16 integers.
 static inline std::int32_t sum_of_bytes(const std::int8_t* p) {
 #if defined(__AVX2__)
@@ -41,8 +55,7 @@ static inline void quantise_group(const X* x, std::int8_t* to, q::Group& group, 
   const float inverse = most > 0 ? 127.0f / most : 0.0f;
   group.scale = most / 127.0f;
   for (int i = 0; i < vectors; ++i) {
-    const Words bits = as_words(values[i] * inverse + 12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const SmallUnsigned bytes = __builtin_convertvector(bits & 255u, SmallUnsigned);
+    const SmallUnsigned bytes = __builtin_convertvector(nearest(values[i] * inverse) & 255u, SmallUnsigned);
     std::memcpy(to + i * kLanes, &bytes, sizeof bytes);
   }
   std::int32_t sums[2];

@@ -161,6 +161,56 @@ def low_rank(x: int, y: int, rows: int, count: int, k: int, n: int, dtype: int) 
     ``[count, 4]``: the row, the addresses of its ``a [rank, k]`` and ``b [rank, n]`` (0: nothing is added), the rank. A
     row comes out the same whatever the others are."""
 
+# Quantised weights: see src/kernels/quantised.h. Addresses are trusted: `memserve.model.quantised` is the checked face.
+
+QUANTISED_FORMATS: list[str]
+"""Names of the formats; their places are the codes below."""
+
+def quantised_packed_bytes(format: str, n: int, k: int) -> int:
+    """Bytes of a packed weight ``[n, k]``. ValueError: an unknown format, or ``k`` is not a multiple of its blocks."""
+
+def quantised_file_bytes(format: str, n: int, k: int) -> int:
+    """Bytes of the same weight in a GGUF file; 0: no format of such files. ValueError: as above."""
+
+def quantised_pack(format: str, blocks: int, order: int, n: int, k: int, to: int) -> None:
+    """Pack ``n`` rows of blocks as in a GGUF file into ``quantised_packed_bytes`` bytes. ``order``: int64 ``[n]``, the
+    row that each output is (0: the same). ValueError: as above, and for a format of no file."""
+
+def quantised_pack_groups(format: str, values: int, scales: int, zeros: int, n: int, k: int, to: int) -> None:
+    """Pack uint8 ``values [n, k]`` with float16 ``scales`` and ``zeros`` ``[n, k / group]``. ValueError: as above, and
+    for a format of GGUF files."""
+
+def quantised_linear(
+    x: int,
+    stride_x: int,
+    weight: int,
+    bias: int,
+    y: int,
+    stride_y: int,
+    rows: int,
+    k: int,
+    n: int,
+    format: int,
+    dtype_x: int,
+    dtype_y: int,
+    exact: bool,
+) -> None:
+    """``y = x @ weight.T + bias`` over a packed weight; ``bias`` float32 or 0. Rows of ``x`` are rounded to int8, with
+    a scale for 32 of them. ``exact``: they are not; the weight becomes numbers of ``dtype_x`` (float32, bfloat16), and
+    ``dtype_y`` is the same or float32."""
+
+def quantised_gather(weight: int, ids: int, count: int, y: int, k: int, format: int, dtype: int) -> None:
+    """``y[i]`` = the weights of output ``ids[i]``, int64, as numbers: dense ``y [count, k]``."""
+
+def quantised_set() -> str:
+    """The kernels for quantised weights in use: those that suit :func:`isa`, with VNNI where the processor has it."""
+
+def quantised_sets() -> list[str]:
+    """What this processor can run, narrowest first."""
+
+def force_quantised_set(name: str | None) -> None:
+    """Use the named set from now on, ``None``: the one that suits. For tests. ValueError: not supported here."""
+
 def draw(
     logits: int,
     stride: int,
@@ -262,6 +312,21 @@ class Program:
         count: int,
     ) -> None:
         """Append :func:`linear`."""
+
+    def quantised_linear(
+        self,
+        x: int,
+        stride_x: int,
+        weight: int,
+        bias: int,
+        y: int,
+        k: int,
+        n: int,
+        format: int,
+        dtype: int,
+        count: int,
+    ) -> None:
+        """Append :func:`quantised_linear`, not exact; ``y`` has the dtype of ``x``."""
 
     def start(self, tokens: int, logits_rows: int) -> None:
         """A step begins: how many rows the operations have."""

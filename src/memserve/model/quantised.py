@@ -1,8 +1,8 @@
 """Linears with weights as a file stores them: integers of 2 to 8 bits with a scale a group, never rounded again.
 
-A step of few rows is bound by reading the weights, and these are a quarter to a half of the bytes of bfloat16. The kernels
-(``_kernels.quantised_linear``) multiply integers: activations are rounded to int8 with a scale for 32 of them, as
-llama.cpp does. An exact layer computes with the weights as numbers instead, in the dtype of the activations.
+A step of few rows is bound by reading the weights, and these are a quarter to a half of the bytes of bfloat16. The
+kernels (``_kernels.quantised_linear``) multiply integers: activations are rounded to int8 with a scale for 32 of them,
+as llama.cpp does. An exact layer computes with the weights as numbers instead, in the dtype of the activations.
 
 Two-dimensional tensors of GGUF files are packed as they lie in the file; integers of AWQ and GPTQ checkpoints, with a
 scale and a zero point a group, once they are apart (:meth:`QuantisedWeight.of_groups`).
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -74,8 +75,9 @@ class QuantisedWeight:
             raise UserError(f"a {format} weight of {n} x {k} has {n} x {k // group} scales and zero points")
         if values.dtype != torch.uint8 or (format.startswith("INT4") and int(values.max()) > 15):
             raise UserError(f"a {format} weight has values beyond its bits")
-        parts = [part.contiguous() for part in (values, scales.half(), zeros.half())]
-        _kernels.quantised_pack_groups(format, *(part.data_ptr() for part in parts), n, k, packed.data_ptr())
+        values, scales, zeros = values.contiguous(), scales.half().contiguous(), zeros.half().contiguous()
+        addresses = values.data_ptr(), scales.data_ptr(), zeros.data_ptr()
+        _kernels.quantised_pack_groups(format, *addresses, n, k, packed.data_ptr())
         return QuantisedWeight(format, n, k, packed)
 
     def joins(self, other: QuantisedWeight) -> bool:
@@ -88,7 +90,9 @@ class QuantisedLinear:
 
     As :class:`memserve.model.linears.PackedLinear`, for any number of rows."""
 
-    __slots__ = ("_bias_address", "_exact", "_format", "bias", "format", "k", "n", "weight", "wide")
+    __slots__ = ("_bias_address", "_exact", "_format", "bias", "format", "k", "n", "source", "weight", "wide")
+
+    is_ours = True  # every product is by our kernels
 
     def __init__(
         self, weights: Sequence[QuantisedWeight], bias: Tensor | None = None, *, wide: bool = False, exact: bool = False
@@ -99,16 +103,32 @@ class QuantisedLinear:
         that of a float32 or bfloat16 weight with the dequantised values. Raises :class:`UserError` for weights that
         cannot be joined.
         """
-        if not all(one.joins(other) for one, other in zip(weights, weights[1:], strict=False)):
+        if not all(weight.joins(following) for weight, following in pairwise(weights)):
             raise UserError("only weights of one format and of whole strips can be joined")
         self.format, self.k = weights[0].format, weights[0].k
         self.n = sum(weight.n for weight in weights)
         self.weight = weights[0].packed if len(weights) == 1 else torch.cat([weight.packed for weight in weights])
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.wide = wide
+        #: address of the only weight as numbers, where it has such: an embedding tied to it can be read from here
+        self.source = 0
         self._exact = exact
         self._format = FORMATS.index(self.format)
         self._bias_address = 0 if self.bias is None else self.bias.data_ptr()
+
+    @property
+    def is_native(self) -> bool:
+        """True when a program can hold this layer: results have the dtype of the inputs."""
+        return not self.wide and not self._exact
+
+    def append_to(
+        self, program: _kernels.Program, x: int, stride_x: int, y: int, dtype: torch.dtype, count: int
+    ) -> None:
+        """Append the product to ``program``: see :class:`memserve._kernels.Program`."""
+        program.quantised_linear(
+            x, stride_x, self.weight.data_ptr(), self._bias_address, y, self.k, self.n, self._format,
+            _CODES[dtype], count,
+        )  # fmt: skip
 
     @property
     def exact(self) -> bool:
@@ -121,7 +141,7 @@ class QuantisedLinear:
         return self.weight.numel()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x [..., k]`` float32, bfloat16 or float16 -> ``[..., n]``, of the dtype of ``x``, or float32 if ``wide``."""
+        """``x [..., k]`` float32, bfloat16 or float16 -> ``[..., n]``, of its dtype, or float32 if ``wide``."""
         dtype = torch.float32 if self.wide else x.dtype
         if self._exact and x.dtype not in _EXACT:
             return self(x.float()).to(dtype)
@@ -146,6 +166,17 @@ class QuantisedLinear:
     def dequantised(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The whole weight ``[n, k]`` as numbers."""
         return self.rows(torch.arange(self.n), dtype)
+
+
+class QuantisedEmbedding:
+    """The rows of a quantised weight, for a model with its embedding as output head: one copy serves both."""
+
+    def __init__(self, layer: QuantisedLinear, dtype: torch.dtype) -> None:
+        self._layer, self._dtype = layer, dtype
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """``ids [...]`` int64 -> ``[..., k]``"""
+        return self._layer.rows(ids, self._dtype)
 
 
 def _room(format: str, n: int, k: int) -> Tensor:

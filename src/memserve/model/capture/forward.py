@@ -38,6 +38,7 @@ from memserve.model.forward import EagerForward, Forward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows
 from memserve.model.loading.pages import NO_PAGES, WeightPages, pages_of
 from memserve.model.loading.probe import DenseAttention
+from memserve.model.loading.stored import NOT_STORED, StoredWeights, stored_of
 from memserve.model.lora import RowsOf, adapting, are_adapting
 from memserve.model.workers.group import WorkerGroup
 
@@ -135,7 +136,7 @@ def capture_forward(module: Any) -> CapturedForward | None:
         with pages.one_layer_at_a_time(module):
             graph = _record_graph(forward, vocab, device)
             expected = _expected(forward, trials)
-        captured = _captured(graph, module.dtype, pages)
+        captured = _captured(graph, module.dtype, pages, stored_of(module))
         for trial, logits in zip(trials, expected, strict=True):
             _compare(_logits(captured, trial), logits, module.dtype)
             if captured.adapts:
@@ -150,7 +151,9 @@ def capture_forward(module: Any) -> CapturedForward | None:
     return captured
 
 
-def _captured(graph: fx.Graph, dtype: torch.dtype, pages: WeightPages) -> CapturedForward:
+def _captured(
+    graph: fx.Graph, dtype: torch.dtype, pages: WeightPages, stored: StoredWeights = NOT_STORED
+) -> CapturedForward:
     """What runs ``graph``, a recording; where it has adapters in it, with a graph without them for steps without them.
     Both have the same weights. ``pages``: of the module's weights, which are dropped."""
     plain = without_adapters(graph)
@@ -159,7 +162,7 @@ def _captured(graph: fx.Graph, dtype: torch.dtype, pages: WeightPages) -> Captur
     packs: Packs = {}
     owned: dict[int, Tensor] = {}
     for one in graphs:
-        optimise(one, packs, pages)
+        optimise(one, packs, pages, stored)
     for one in graphs:
         _own_constants(one, owned, pages)
     captured = CapturedForward(graph, dtype)
@@ -169,9 +172,12 @@ def _captured(graph: fx.Graph, dtype: torch.dtype, pages: WeightPages) -> Captur
     return captured
 
 
-def optimise(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES) -> None:
+def optimise(
+    graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES, stored: StoredWeights = NOT_STORED
+) -> None:
     """Run all graph passes, in order. In a graph that mutates values, only linears are packed; ``packs``: those of
-    other graphs of the module; ``pages``: of its weights, which are dropped as they are packed."""
+    other graphs of the module; ``pages``: of its weights, which are dropped as they are packed;
+    ``stored``: those that stay quantised."""
     if not has_mutation(graph):
         simplify(graph)
         match_rms_norms(graph)
@@ -180,7 +186,7 @@ def optimise(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES) -> No
         match_residuals(graph)
     normalise_linears(graph)
     widen_logits(graph)
-    pack_linears(graph, packs, pages)
+    pack_linears(graph, packs, pages, stored)
     share_tied_embedding(graph)
     if _is_on_gpu(graph):
         use_gpu_kernels(graph)

@@ -17,6 +17,7 @@ from memserve.model.capture import operations as fused
 from memserve.model.capture.passes import Node, constant_of, value_of
 from memserve.model.capture.record import attend
 from memserve.model.capture.storage import Buffer, Dim, External, StoragePlace, dense_place, row_shape
+from memserve.model.quantised import QuantisedLinear
 from memserve.model.workers import group as crew
 
 aten = torch.ops.aten
@@ -142,6 +143,9 @@ class Lowering:
             return None
 
         def add(program: Any, at: Callable[[StoragePlace | None], int]) -> None:
+            if isinstance(layer, QuantisedLinear):
+                layer.append_to(program, at(x), rows[0].stride, at(y), self._result.dtype, x.count)
+                return
             program.linear(
                 at(x), rows[0].stride, *layer.native_weights, at(y), *layer.native_sizes, layer.code, x.count
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memserve import _kernels
 from memserve.model.linears import PackedLinear
+from memserve.model.quantised import QuantisedEmbedding, QuantisedLinear
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GATE_CODES = {"silu": 0, "gelu_tanh": 1}
@@ -26,7 +27,7 @@ def columns(x: Tensor, start: int, width: int) -> Tensor:
     return x.narrow(-1, start, width)
 
 
-def linear(x: Tensor, layer: PackedLinear) -> Tensor:
+def linear(x: Tensor, layer: PackedLinear | QuantisedLinear) -> Tensor:
     """``x [..., k]`` -> ``[..., n]``."""
     return layer(x)
 
@@ -44,7 +45,7 @@ class TiedEmbedding:
         return rows.reshape(*ids.shape, self._layer.k)
 
 
-def embed(ids: Tensor, table: TiedEmbedding) -> Tensor:
+def embed(ids: Tensor, table: TiedEmbedding | QuantisedEmbedding) -> Tensor:
     """``ids [...]`` -> ``[..., k]``"""
     return table(ids)
 

@@ -19,6 +19,8 @@ from memserve.model.capture import operations as fused
 from memserve.model.capture.record import attend, size_of
 from memserve.model.linears import JoinedLinear, PackedLinear
 from memserve.model.loading.pages import NO_PAGES, WeightPages
+from memserve.model.loading.stored import NOT_STORED, StoredWeights
+from memserve.model.quantised import QuantisedEmbedding, QuantisedLinear
 
 aten = torch.ops.aten
 
@@ -356,15 +358,18 @@ def _reads_one(node: Node) -> bool:
     return not any(isinstance(other, Tensor) and other.is_floating_point() for other in others)
 
 
-Packs = dict[tuple[Any, ...], tuple[PackedLinear | JoinedLinear, list[Tensor]]]
+Packs = dict[tuple[Any, ...], tuple[PackedLinear | JoinedLinear | QuantisedLinear, list[Tensor]]]
 """Packed linears by the tensors that they were made of, which are kept: no other may get their addresses."""
 
 
-def pack_linears(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES) -> None:
+def pack_linears(
+    graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES, stored: StoredWeights = NOT_STORED
+) -> None:
     """Linears of one input (q, k, v; gate, up) become one linear, with views of its output columns.
 
     ``packs``: those of other graphs of the same module, which are used again. ``pages``: of its weights, which are
-    dropped as they are packed: the largest first, while little is packed."""
+    dropped as they are packed: the largest first, while little is packed. ``stored``: those that stay quantised, which
+    are joined as far as their formats go."""
     readers: dict[tuple[Node, bool, bool], list[Node]] = defaultdict(list)
     for node in nodes_of(graph):
         if calls(node, aten.linear.default) and all(constant_of(arg) is not None for arg in _parameters(node)):
@@ -372,7 +377,10 @@ def pack_linears(graph: fx.Graph, packs: Packs, pages: WeightPages = NO_PAGES) -
     uses = _uses(graph)
     for (x, _, _), group in sorted(readers.items(), key=lambda reader: -_values_of(reader[1])):
         weights = [value_of(node.args[1]) for node in group]
-        _pack_group(graph, x, group, packs)
+        first = 0
+        for count in stored.parts(weights):
+            _pack_group(graph, x, group[first : first + count], packs, stored)
+            first += count
         spare = [weight for weight in weights if pages.is_mapped(weight) or uses[weight.data_ptr()] == 1]
         if len(spare) < len(weights):
             share_tied_embedding(graph)  # it may be all else that reads them
@@ -396,12 +404,17 @@ def _values_of(group: list[Node]) -> int:
 def share_tied_embedding(graph: fx.Graph) -> None:
     """If an embedding's table is also a packed linear's weight, read it from there: this saves tens of megabytes."""
     layers = [node.args[1] for node in nodes_of(graph) if calls(node, fused.linear)]
-    tied = {layer.source: layer for layer in layers if isinstance(layer, PackedLinear) and layer.source}
+    ours = [layer for layer in layers if isinstance(layer, PackedLinear | QuantisedLinear)]
+    tied = {layer.source: layer for layer in ours if layer.source}
     for node in nodes_of(graph):
         table = constant_of(node.args[0]) if calls(node, aten.embedding.default) else None
         layer = tied.get(table.data_ptr()) if table is not None else None
-        blocks = layer.blocks() if layer is not None else None
-        if table is not None and layer is not None and blocks is not None and table.shape == (layer.n, layer.k):
+        if table is None or layer is None or table.shape != (layer.n, layer.k):
+            continue
+        blocks = layer.blocks() if isinstance(layer, PackedLinear) else None
+        if isinstance(layer, QuantisedLinear):
+            replace(graph, node, fused.embed, (node.args[1], QuantisedEmbedding(layer, table.dtype)))
+        elif blocks is not None:
             replace(graph, node, fused.embed, (node.args[1], fused.TiedEmbedding(layer, blocks)))
     drop_dead(graph)
 
@@ -411,14 +424,14 @@ def _parameters(node: Node) -> list[Node]:
     return [arg for arg in node.args[1:] if arg is not None]
 
 
-def _pack_group(graph: fx.Graph, x: Node, group: list[Node], packs: Packs) -> None:
+def _pack_group(graph: fx.Graph, x: Node, group: list[Node], packs: Packs, stored: StoredWeights) -> None:
     weights: list[Tensor] = [value_of(node.args[1]) for node in group]
     biases = [value_of(node.args[2]) for node in group] if len(_parameters(group[0])) == 2 else None
     sources, wide = [*weights, *(biases or ())], "wide" in group[0].meta
     key = _key(wide, sources)
     if key not in packs:
         kind = JoinedLinear if weights[0].is_cuda else PackedLinear
-        packs[key] = kind(weights, biases, wide=wide), sources
+        packs[key] = stored.layer(weights, biases, wide=wide) or kind(weights, biases, wide=wide), sources
         packs.setdefault(_key(wide, sources), packs[key])  # where joined weights have moved
     layer: Any = packs[key][0]
     with graph.inserting_before(group[0]):

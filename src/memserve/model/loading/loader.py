@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memserve.base.config import DEFAULT_MAX_TOKENS
-from memserve.base.errors import UserError
+from memserve.base.errors import UserError, check
 from memserve.base.kv_layout import AS_COMPUTED
 from memserve.base.types import NO_REGIMES, KVGeometry, PositionRegimes
 from memserve.model.loading.cache import fingerprint
@@ -110,6 +110,7 @@ def load_model(
     lora: Sequence[str] = (),
     on_host: bool = False,
     kv_bytes: int | None = None,
+    quantization: str = "none",
 ) -> LoadedModel:
     """Load ``source``: a local Hugging Face folder, a ``.gguf`` file, a hub id, or the bundled model's name.
 
@@ -117,8 +118,11 @@ def load_model(
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
     left plain: see :func:`memserve.model.forward.pack_linears`. ``on_host``: leave it in host memory, to be cut before
     it goes to the device. ``kv_bytes``: of KV memory that is needed beside it: a model that does not fit with it is
-    refused before it is read; None: without a look at the memory. Raises :class:`UserError` for what a user can fix.
+    refused before it is read; None: without a look at the memory. ``quantization``, on a CPU in bfloat16: ``auto``,
+    weights that a GGUF file holds quantised are computed with as they are there; ``none``, as numbers. Raises
+    :class:`UserError` for what a user can fix.
     """
+    check(quantization in ("auto", "none"), "weights stay as they are stored, or become numbers")
     place = _choose_device(device)
     dtype_name = _choose_dtype(dtype, place)
     adapters = read_adapters(lora)
@@ -137,6 +141,8 @@ def load_model(
     tokenizer = load_tokenizer(folder)
     identity, original = fingerprint(folder.path), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
+    if quantization == "auto" and place.type == "cpu":
+        identity = _keep_stored(module, folder, dtype_name, identity)
     regimes = install_length_rotaries(module) if original else NO_REGIMES
     max_model_tokens = _max_model_tokens(module.config, layers, original, regimes)
     vocab_size = _vocab_size(module)
@@ -186,6 +192,22 @@ def _compare(module: Any, layers: list[ProbedLayer], folder: ModelFolder, dtype:
         plain_tokens = _max_model_tokens(module.config, layers, known[1])
     with pages_of(module).one_layer_at_a_time(module):
         compare_once(module, layers, dtype, known[0], plain_tokens)
+
+
+def _keep_stored(module: Any, folder: ModelFolder, dtype: str, identity: str) -> str:
+    """Remember which weights of ``module`` stay quantised; its fingerprint: keys and values are rounded otherwise.
+
+    Only in bfloat16: float32 promises the arithmetic of the numbers."""
+    if folder.gguf is None or dtype != "bfloat16":
+        return identity
+    from memserve.model.loading.stored import remember_stored, stored_in_file
+
+    stored = stored_in_file(module, folder.gguf)
+    remember_stored(module, stored)
+    if not len(stored):
+        return identity
+    log.info("%d weights stay quantised as in %s", len(stored), folder.gguf.name)
+    return hashlib.blake2b(f"{identity} as stored".encode(), digest_size=16).hexdigest()
 
 
 def _adapters(module: Any, adapters: Sequence[Adapter]) -> Adapters | None:

@@ -54,6 +54,7 @@ class ModelFolder:
 
     path: Path
     name: str  # what clients call the model
+    gguf: Path | None = None  # the file that it was converted from
 
 
 def resolve_source(source: str, dtype: str, before: Callable[[Path], None] | None = None) -> ModelFolder:
@@ -68,9 +69,10 @@ def resolve_source(source: str, dtype: str, before: Callable[[Path], None] | Non
     if path.is_file():
         if path.suffix != ".gguf":
             raise UserError(f"{source} is a file, but not a .gguf file", hint="give a model folder or a .gguf file")
-        return ModelFolder(converted_folder(path, dtype, before), path.stem)
+        return ModelFolder(converted_folder(path, dtype, before), path.stem, path)
     if source.lower() in ("default", DEFAULT_MODEL.lower()):
-        return ModelFolder(converted_folder(bundled_gguf(), dtype, before), DEFAULT_MODEL)
+        path = bundled_gguf()
+        return ModelFolder(converted_folder(path, dtype, before), DEFAULT_MODEL, path)
     if HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
         return ModelFolder(_hub_folder(source), source)
     raise UserError(
@@ -125,7 +127,7 @@ def _local_folder(path: Path, dtype: str, before: Callable[[Path], None] | None)
         return ModelFolder(path, name)
     match sorted(path.glob("*.gguf")):
         case [file]:
-            return ModelFolder(converted_folder(file, dtype, before), file.stem)
+            return ModelFolder(converted_folder(file, dtype, before), file.stem, file)
         case [_, *_]:
             raise UserError(f"{path} holds several .gguf files", hint="name the one that you want")
         case _:

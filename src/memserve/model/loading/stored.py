@@ -1,0 +1,162 @@
+"""Which weights of a module lie quantised in the file that it comes from: they are computed with as they are there.
+
+A GGUF file is converted to numbers, and a module is loaded, probed and compared with them. When its linears are packed,
+those that the file holds quantised are packed from the file instead, tensor by tensor. A tensor counts as a weight's
+only if a sample of its rows, as numbers, is that of the weight to the bit: whatever else a conversion does with names
+and orders, no other weight is taken for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memserve.base.errors import UserError
+from memserve.model.quantised import FORMATS, STRIP_OUTPUTS, QuantisedLinear, QuantisedWeight
+
+log = logging.getLogger(__name__)
+
+_ATTRIBUTE = "memserve_stored"
+_SAMPLE_ROWS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A tensor of a GGUF file: ``blocks`` uint8 ``[n, bytes of a row]``, mapped; ``order``: see
+    :meth:`QuantisedWeight.of_blocks`."""
+
+    format: str
+    k: int
+    blocks: Tensor
+    order: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(n, k)``"""
+        return len(self.blocks), self.k
+
+    def joins(self, other: StoredWeight) -> bool:
+        """Whether ``other`` can come behind it in one layer."""
+        return (self.format, self.k) == (other.format, other.k) and len(self.blocks) % STRIP_OUTPUTS == 0
+
+    def packed(self) -> QuantisedWeight:
+        """The weight in the layout of the kernels."""
+        return QuantisedWeight.of_blocks(self.format, self.blocks, self.k, self.order)
+
+    def sampled(self, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights of some outputs as numbers."""
+        rows = outputs if self.order is None else self.order[outputs]
+        return QuantisedLinear([QuantisedWeight.of_blocks(self.format, self.blocks[rows], self.k)]).dequantised(dtype)
+
+
+class StoredWeights:
+    """The weights of a module that are stored quantised, by the addresses of their numbers, which the module has."""
+
+    def __init__(self, weights: Sequence[tuple[Tensor, StoredWeight]] = ()) -> None:
+        """Each weight ``[n, k]`` as the module has it, and as its file has it."""
+        self._weights = {value.data_ptr(): weight for value, weight in weights}
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def of(self, value: Tensor) -> StoredWeight | None:
+        """The stored form of ``value``, a weight of the module; None: it has none, or is a part of one."""
+        weight = self._weights.get(value.data_ptr())
+        return weight if weight is not None and value.shape == weight.shape and value.is_contiguous() else None
+
+    def parts(self, values: Sequence[Tensor]) -> list[int]:
+        """How many of ``values``, weights of linears with one input, become a layer: the first so many, the next ..."""
+        counts: list[int] = []
+        last: StoredWeight | None = None
+        for place, value in enumerate(values):
+            weight = self.of(value)
+            alike = last.joins(weight) if last is not None and weight is not None else last is weight
+            if place and alike:
+                counts[-1] += 1
+            else:
+                counts.append(1)
+            last = weight
+        return counts
+
+    def layer(self, values: Sequence[Tensor], biases: Sequence[Tensor] | None, *, wide: bool) -> QuantisedLinear | None:
+        """One layer of weights that can be joined; None: they are not stored quantised."""
+        weights = [weight for value in values if (weight := self.of(value)) is not None]
+        if len(weights) < len(values):
+            return None
+        bias = None if biases is None else torch.cat(list(biases))
+        layer = QuantisedLinear([weight.packed() for weight in weights], bias, wide=wide)
+        layer.source = values[0].data_ptr() if len(values) == 1 else 0
+        return layer
+
+
+NOT_STORED = StoredWeights()
+"""Of a module whose weights are numbers."""
+
+
+def remember_stored(module: Any, weights: StoredWeights) -> None:
+    """From now on :func:`stored_of` knows the stored weights of ``module``."""
+    setattr(module, _ATTRIBUTE, weights)
+
+
+def stored_of(module: Any) -> StoredWeights:
+    """The stored weights of ``module``."""
+    stored = getattr(module, _ATTRIBUTE, NOT_STORED)
+    return stored if isinstance(stored, StoredWeights) else NOT_STORED
+
+
+def stored_in_file(module: Any, path: Path) -> StoredWeights:
+    """The weights of ``module``, loaded from a conversion of the GGUF file ``path``, that are quantised there."""
+    weights = []
+    for name, stored in _tensors(module, path):
+        value = module.get_parameter(name).detach()
+        match = next((order for order in _orders(module, stored) if _is_the_same(order, value)), None)
+        if match is None:
+            log.info("%s is computed with as numbers: its rows in %s are others", name, path.name)
+        else:
+            weights.append((value, match))
+    return StoredWeights(weights)
+
+
+def _tensors(module: Any, path: Path) -> Iterator[tuple[str, StoredWeight]]:
+    """Quantised matrices of the file, with the names of the module's parameters."""
+    from gguf import GGUFReader
+    from transformers import modeling_gguf_pytorch_utils
+
+    place: Any = modeling_gguf_pytorch_utils
+    reader = GGUFReader(path, "c")  # mapped, and writable for torch, which warns otherwise
+    field = reader.get_field("general.architecture")
+    kind = place.TENSOR_PROCESSORS.get(str(field.contents()) if field else "", place.TensorProcessor)
+    names = place.get_gguf_hf_weights_map(module, kind(config=module.config.to_dict()))
+    known = {name for name, _ in module.named_parameters()}
+    for tensor in reader.tensors:
+        name, format = names.get(tensor.name), tensor.tensor_type.name
+        if name in known and format in FORMATS and len(tensor.shape) == 2:
+            yield name, StoredWeight(format, int(tensor.shape[0]), torch.from_numpy(tensor.data))
+
+
+def _orders(module: Any, stored: StoredWeight) -> Iterator[StoredWeight]:
+    """The tensor with its rows as they are, and as llama.cpp orders those of queries and keys: in its rotary embedding
+    a pair are neighbours, in transformers' they are half a head apart."""
+    yield stored
+    text, n = module.config.get_text_config(), len(stored.blocks)
+    counts = dict.fromkeys(getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    for heads in counts:
+        if heads and n % (2 * heads) == 0:
+            order = torch.arange(n).view(heads, n // heads // 2, 2).transpose(1, 2).reshape(n)
+            yield StoredWeight(stored.format, stored.k, stored.blocks, order.contiguous())
+
+
+def _is_the_same(stored: StoredWeight, value: Tensor) -> bool:
+    if value.shape != stored.shape or value.device.type != "cpu":
+        return False
+    outputs = torch.linspace(0, len(value) - 1, min(_SAMPLE_ROWS, len(value))).long()
+    try:
+        return torch.equal(stored.sampled(outputs, value.dtype), value[outputs])
+    except (UserError, KeyError):  # a size or dtype that the kernels do not take
+        return False
