@@ -53,6 +53,7 @@ _SIZES = ((23, 19), (37, 31))  # (tokens, logits rows) of the two recordings: sm
 _TRIALS = ((1, 1), (7, 2), (31, 31), (150, 3))  # (tokens, rows) compared with the module: few, and at last many
 _ANY_ROWS = 1 << 30  # on a GPU no number of rows is better than another
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 2e-2}  # root mean square / spread of the logits
+_TOLERANCE_STORED = 0.35  # with quantised weights, whose products round activations to int8; a wrong weight gives 1
 
 
 class CapturedForward:
@@ -137,11 +138,12 @@ def capture_forward(module: Any) -> CapturedForward | None:
             graph = _record_graph(forward, vocab, device)
             expected = _expected(forward, trials)
         captured = _captured(graph, module.dtype, pages, stored_of(module))
+        limit = _TOLERANCE_STORED if len(stored_of(module)) else _TOLERANCE[module.dtype]
         for trial, logits in zip(trials, expected, strict=True):
-            _compare(_logits(captured, trial), logits, module.dtype)
+            _compare(_logits(captured, trial), logits, limit)
             if captured.adapts:
                 with adapting(RowsOf()):
-                    _compare(_logits(captured, trial), logits, module.dtype)
+                    _compare(_logits(captured, trial), logits, limit)
         if device.type == "cuda":
             captured.choose_kernels()
     except Exception as error:  # whatever fails here, the module itself still works
@@ -274,7 +276,7 @@ def _expected(forward: Callable[..., Tensor], trials: list[Inputs]) -> list[Tens
     return list(logits.split_with_sizes([len(trial["logits_rows"]) for trial in trials]))
 
 
-def _compare(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def _compare(logits: Tensor, expected: Tensor, limit: float) -> None:
     error = float((logits - expected).square().mean().sqrt() / expected.std())
-    if logits.shape != expected.shape or not error <= _TOLERANCE[dtype]:
+    if logits.shape != expected.shape or not error <= limit:
         raise CaptureRefused(f"the captured forward differs by {error:.2g} of the logits' spread at {len(logits)} rows")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from memserve.base.config import DEFAULT_MAX_TOKENS
-from memserve.base.errors import UserError, check
+from memserve.base.errors import UserError
 from memserve.base.kv_layout import AS_COMPUTED
 from memserve.base.types import NO_REGIMES, KVGeometry, PositionRegimes
 from memserve.model.loading.cache import fingerprint
@@ -118,11 +118,8 @@ def load_model(
     computes with (``None``: torch's choice, one per core). ``lora``: adapters, each ``NAME=FOLDER``. The linears are
     left plain: see :func:`memserve.model.forward.pack_linears`. ``on_host``: leave it in host memory, to be cut before
     it goes to the device. ``kv_bytes``: of KV memory that is needed beside it: a model that does not fit with it is
-    refused before it is read; None: without a look at the memory. ``quantization``, on a CPU in bfloat16: ``auto``,
-    weights that a GGUF file holds quantised are computed with as they are there; ``none``, as numbers. Raises
-    :class:`UserError` for what a user can fix.
-    """
-    check(quantization in ("auto", "none"), "weights stay as they are stored, or become numbers")
+    refused before it is read; None: without a look at the memory. ``quantization``: ``auto``, weights that a GGUF file
+    holds quantised are computed with as they are there, in bfloat16 on a CPU. Raises :class:`UserError`."""
     place = _choose_device(device)
     dtype_name = _choose_dtype(dtype, place)
     adapters = read_adapters(lora)
@@ -141,10 +138,9 @@ def load_model(
     tokenizer = load_tokenizer(folder)
     identity, original = fingerprint(folder.path), _original_tokens(module)
     _compare(module, layers, folder, dtype_name, (identity, original))
-    if quantization == "auto" and place.type == "cpu":
+    if quantization == "auto":
         identity = _keep_stored(module, folder, dtype_name, identity)
     regimes = install_length_rotaries(module) if original else NO_REGIMES
-    max_model_tokens = _max_model_tokens(module.config, layers, original, regimes)
     vocab_size = _vocab_size(module)
     return LoadedModel(
         module=module,
@@ -152,7 +148,7 @@ def load_model(
         geometry=geometry,
         fingerprint=_with_regimes(identity, regimes),
         name=folder.name,
-        max_model_tokens=max_model_tokens,
+        max_model_tokens=_max_model_tokens(module.config, layers, original, regimes),
         vocab_size=vocab_size,
         eos_token_ids=_eos_token_ids(module, tokenizer, folder, vocab_size),
         has_chat_template=bool(tokenizer.chat_template),

@@ -1,0 +1,114 @@
+"""A GGUF file's weights stay quantised: which they are, what becomes one layer, and what a model computes with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gguf_files import write_gguf
+from memserve.model.attention.context import attending
+from memserve.model.capture.forward import CapturedForward, capture_forward
+from memserve.model.linears import PackedLinear
+from memserve.model.loading.loader import LoadedModel, load_model
+from memserve.model.loading.probe import DenseAttention
+from memserve.model.loading.stored import StoredWeight, StoredWeights, stored_in_file, stored_of
+from memserve.model.quantised import QuantisedLinear, QuantisedWeight
+from quantised_blocks import random_blocks
+from tiny_models import VOCAB, tiny_module
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tiny_module("llama"), tmp_path_factory.mktemp("model") / "tiny.Q8_0.gguf")
+
+
+def load(path: Path, quantization: str, dtype: str = "bfloat16") -> LoadedModel:
+    return load_model(str(path), dtype, "cpu", quantization=quantization)
+
+
+def captured(model: LoadedModel) -> CapturedForward:
+    forward = capture_forward(model.module)
+    assert forward is not None
+    return forward
+
+
+def logits(forward: Any, tokens: int, rows: int) -> Tensor:
+    ids = (torch.arange(tokens) + 1) * 7919 % VOCAB
+    with attending(DenseAttention()):
+        return torch.as_tensor(forward(ids, torch.arange(tokens), torch.arange(tokens - rows, tokens)))
+
+
+def linears_of(forward: CapturedForward) -> list[Any]:
+    return forward._linears
+
+
+def test_every_matrix_of_the_file_is_known_to_the_bit(path: Path) -> None:
+    """Those of queries and keys as well, whose rows llama.cpp orders otherwise."""
+    model = load(path, "auto")
+    stored, layers = stored_of(model.module), model.module.config.get_text_config().num_hidden_layers
+    matrices = [value for _, value in model.module.named_parameters() if value.dim() == 2 and value.shape[1] % 32 == 0]
+    assert len(stored) == len(matrices) == 6 * layers + 1  # the inputs of the seventh are no whole blocks
+    for value in matrices:
+        weight = stored.of(value)
+        assert weight is not None and weight.format == "Q8_0"
+        assert torch.equal(QuantisedLinear([weight.packed()]).dequantised(torch.bfloat16), value)
+        assert stored.of(value[1:]) is None
+
+
+def test_only_bfloat16_keeps_weights_and_only_where_asked(path: Path) -> None:
+    kept, plain, exact = load(path, "auto"), load(path, "none"), load(path, "auto", "float32")
+    assert len(stored_of(kept.module)) and not len(stored_of(plain.module)) and not len(stored_of(exact.module))
+    assert kept.fingerprint != plain.fingerprint  # their keys and values are no longer the same
+
+
+def test_another_files_weights_are_not_taken(path: Path, tmp_path: Path) -> None:
+    other = write_gguf(tiny_module("llama", seed=1), tmp_path / "other.gguf")
+    assert len(stored_in_file(load(path, "none").module, other)) == 0
+
+
+def test_a_captured_forward_computes_with_them(path: Path) -> None:
+    """Natively and operation by operation, few rows and many; close to the forward of the numbers."""
+    plain, kept = captured(load(path, "none")), captured(load(path, "auto"))
+    assert all(isinstance(layer, PackedLinear) for layer in linears_of(plain))
+    kinds = [(type(layer), layer.k % 32) for layer in linears_of(kept)]
+    assert set(kinds) == {(QuantisedLinear, 0), (PackedLinear, 16)}
+    assert kept.native is not None and plain.native is not None
+    assert kept.native.operations >= plain.native.operations  # small ones end within a strip, and are not joined
+    for tokens, rows in ((1, 1), (3, 2), (70, 5), (150, 3)):
+        want, got = logits(plain, tokens, rows), logits(kept, tokens, rows)
+        assert got.shape == want.shape and got.isfinite().all()
+        assert float((got - want).square().mean().sqrt()) < 0.15 * float(want.std())
+        if tokens <= kept.native.rows_max:
+            assert torch.equal(got, logits(kept._run, tokens, rows))
+
+
+def stored_weight(kind: str, n: int, seed: int = 0) -> StoredWeight:
+    return StoredWeight(kind, 256, random_blocks(kind, n, 256, seed))
+
+
+def test_weights_of_one_input_are_joined_as_far_as_formats_go() -> None:
+    """As in files named Q4_K_M: values in Q6_K beside queries and keys in Q4_K."""
+    kinds = ("Q4_K", "Q4_K", "Q6_K", None, None, "Q6_K")
+    values = [torch.zeros(64, 256) for _ in kinds]
+    known = [(value, stored_weight(kind, 64)) for value, kind in zip(values, kinds, strict=True) if kind is not None]
+    stored = StoredWeights(known)
+    assert stored.parts(values) == [2, 1, 2, 1]
+    layer = stored.layer(values[:2], None, wide=True)
+    assert layer is not None and layer.n == 128 and layer.wide and not layer.source
+    alone = stored.layer(values[2:3], [torch.ones(64)], wide=False)
+    assert alone is not None and alone.source == values[2].data_ptr() and alone.bias is not None
+    assert stored.layer(values[3:5], None, wide=False) is None
+    short = [torch.zeros(40, 256), torch.ones(40, 256)]  # their outputs end within a strip
+    assert StoredWeights([(value, stored_weight("Q4_K", 40)) for value in short]).parts(short) == [1, 1]
+
+
+def test_an_order_of_rows_is_kept() -> None:
+    blocks, order = random_blocks("Q4_K", 64, 256), torch.arange(64).flip(0)
+    turned = StoredWeight("Q4_K", 256, blocks, order)
+    plain = QuantisedLinear([QuantisedWeight.of_blocks("Q4_K", blocks, 256)]).dequantised()
+    assert torch.equal(QuantisedLinear([turned.packed()]).dequantised(), plain.flip(0))
+    assert torch.equal(turned.sampled(torch.tensor([3, 5]), torch.float32), plain[[60, 58]])
