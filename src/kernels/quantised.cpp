@@ -19,6 +19,8 @@ namespace {
 
 // With fewer weights a second thread costs more than it gains.
 constexpr std::ptrdiff_t kWeightsPerThread = 32768;
+// With so many outputs for each row, one thread makes integers of the rows sooner than several meet again.
+constexpr std::ptrdiff_t kOutputsPerRow = 256;
 constexpr std::ptrdiff_t kPanelStrips = 2;  // of an exact product: as wide as the tiles that multiply it
 
 std::atomic<int> forced_set{-1};
@@ -128,19 +130,21 @@ void run(const Linear& op, Dtype of_x, Dtype of_y) {
   const Quantise first{op.x, x, op.k, op.stride_x, op.format};
   const Product second{x, op.w, op.bias, op.y, op.rows, op.k, op.n, op.stride_y, op.format};
   const int threads = threads_for(op.n * op.k);
-  if (threads <= 1) {
-    kernels.quantise(first, of_x, 0, op.rows);
-    return kernels.multiply(second, of_y, 0, strips_of(op.n));
-  }
+  const bool alone = threads <= 1 || op.rows * kOutputsPerRow <= op.n;
+  if (alone) kernels.quantise(first, of_x, 0, op.rows);
 #if defined(_OPENMP)
 #pragma omp parallel num_threads(threads)
+#endif
   {
     const Part rows = part_of(op.rows), strips = part_of(strips_of(op.n));
-    kernels.quantise(first, of_x, rows.begin, rows.end);
+    if (!alone) {
+      kernels.quantise(first, of_x, rows.begin, rows.end);
+#if defined(_OPENMP)
 #pragma omp barrier
+#endif
+    }
     kernels.multiply(second, of_y, strips.begin, strips.end);
   }
-#endif
 }
 
 void run_exact(const Linear& op, Dtype of_x, Dtype of_y) {

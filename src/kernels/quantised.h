@@ -1,7 +1,7 @@
 // Linears over weights that stay as a file stores them: integers of 2 to 8 bits with a scale a group.
 //
-// Packed, a weight [n, k] lies in strips of 32 outputs, and a strip in blocks of inputs (32, or 256 where scales have two
-// levels): a header with the scales of the block, then its integers, so that a product reads memory in one stream:
+// Packed, a weight [n, k] lies in strips of 32 outputs, and a strip in blocks of inputs (32, or 256 where scales have
+// two levels): a header with the scales of the block, then its integers, so that a product reads memory in one stream:
 //
 //   strip 0: | scales [minima] | values | scales [minima] | values | ...    strip 1: | ...
 //
@@ -22,7 +22,8 @@ namespace memserve::quantised {
 
 // The formats of GGUF files, and grouped integers with zero points (AWQ, GPTQ) for groups of 32 and of 128 inputs.
 enum class Format : int {
-  q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4, int4_32, int4_128, int8_32, int8_128
+  q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs, mxfp4,
+  int4_32, int4_128, int8_32, int8_128
 };
 inline constexpr int kFormats = 17;
 inline constexpr const char* kFormatNames[kFormats] = {"Q4_0", "Q4_1", "Q5_0",   "Q5_1",   "Q8_0",  "Q2_K",
@@ -84,10 +85,12 @@ constexpr std::ptrdiff_t header_bytes(const Layout& of) {
 constexpr std::ptrdiff_t half_bytes(const Layout& of) { return of.bits * kLine; }  // a group of 16 outputs
 constexpr std::ptrdiff_t block_bytes(const Layout& of) { return header_bytes(of) + of.groups * 2 * half_bytes(of); }
 constexpr std::ptrdiff_t block_inputs(const Layout& of) { return of.groups * kGroup; }
-constexpr std::ptrdiff_t strip_bytes(const Layout& of, std::ptrdiff_t k) { return k / block_inputs(of) * block_bytes(of); }
+constexpr std::ptrdiff_t strip_bytes(const Layout& of, std::ptrdiff_t k) {
+  return k / block_inputs(of) * block_bytes(of);
+}
 constexpr std::ptrdiff_t strips_of(std::ptrdiff_t n) { return (n + kStrip - 1) / kStrip; }
 
-// A group of 32 activations of a row: value = scale * int8. `starts` are the sums of the integers times -zero, and `sums`
+// A group of 32 activations of a row: value = scale * int8. `starts` are the sums of the integers times -zero, `sums`
 // those of the values; for each part of the group that has a scale of its own.
 struct Group {
   float scale;

@@ -22,6 +22,7 @@ constexpr int kVectors = 2;                           // of outputs in a tile
 constexpr std::ptrdiff_t kWidth = kVectors * kLanes;  // outputs of a tile: a strip, or a part of it
 constexpr std::ptrdiff_t kPanelRows = 64;             // whose sums wait in memory
 constexpr std::ptrdiff_t kChunkGroups = 16;
+constexpr std::ptrdiff_t kAheadBytes = 3072;
 
 static inline std::int32_t four_of(const std::int8_t* x) {
   std::int32_t four;
@@ -29,12 +30,15 @@ static inline std::int32_t four_of(const std::int8_t* x) {
   return four;
 }
 
-// Fetches weights that are needed soon into the second cache, some lines at a time: the order in which a strip is read
-// is not one that processors foresee. It may fetch a little beyond the weights, which cannot fault.
+// Fetches weights that are needed soon, some lines at a time: processors do not foresee the order in which a strip is
+// read. It may fetch a little beyond the weights, which cannot fault.
 struct Ahead {
   const std::uint8_t* at;
 
-  void fetch(std::ptrdiff_t lines) {
+  void fetch_into_first(std::ptrdiff_t lines) {
+    for (; lines > 0; --lines, at += q::kLine) __builtin_prefetch(at, 0, 3);
+  }
+  void fetch_into_second(std::ptrdiff_t lines) {
     for (; lines > 0; --lines, at += q::kLine) __builtin_prefetch(at, 0, 2);
   }
 };
@@ -48,7 +52,8 @@ static void put_sums(const q::Product& op, std::ptrdiff_t row, std::ptrdiff_t st
     if (at + kLanes <= op.n) {
       store(y + c * kLanes, op.bias ? sums[c] + load(op.bias + at) : sums[c]);
     } else {
-      for (std::ptrdiff_t i = 0; at + i < op.n; ++i) put(y + c * kLanes + i, sums[c][i] + (op.bias ? op.bias[at + i] : 0.0f));
+      for (std::ptrdiff_t i = 0; at + i < op.n; ++i)
+        put(y + c * kLanes + i, sums[c][i] + (op.bias ? op.bias[at + i] : 0.0f));
     }
   }
 }
@@ -59,7 +64,8 @@ static void put_sums(const q::Product& op, Dtype dtype, std::ptrdiff_t row, std:
   put_sums<Fp16>(op, row, strip, sums);
 }
 
-// R rows from `row` on, C vectors of outputs of a strip from `output` on. Meanwhile a part of the next strip is fetched.
+// R rows from `row` on, C vectors of outputs from `output` on. Meanwhile weights are fetched: of a strip that is read
+// once, a little ahead into the first cache; else a part of the next strip into the second one.
 template <q::Format kFormat, int R, int C>
 static inline void row_sums(const q::Product& op, std::ptrdiff_t row, const std::uint8_t* strip, std::ptrdiff_t output,
                             Floats (&totals)[R][q::kStrip / kLanes]) {
@@ -71,25 +77,26 @@ static inline void row_sums(const q::Product& op, std::ptrdiff_t row, const std:
   constexpr std::ptrdiff_t passes = q::kStrip / (C * kLanes), shares = passes * of.groups * q::kLine;
   constexpr std::ptrdiff_t lines_ahead = (q::block_bytes(of) + shares - 1) / shares;
   const std::ptrdiff_t bytes_of_pass = groups_of_row * lines_ahead * q::kLine;
-  Ahead ahead{strip + q::strip_bytes(of, op.k) + output / (C * kLanes) * bytes_of_pass};
+  Ahead ahead{strip + (passes == 1 ? kAheadBytes : q::strip_bytes(of, op.k) + output / (C * kLanes) * bytes_of_pass)};
   for (std::ptrdiff_t block = op.k / q::block_inputs(of); block > 0; --block, strip += q::block_bytes(of)) {
     const Header<kFormat> header{strip};
     for (std::ptrdiff_t group = 0; group < of.groups; ++group, x += q::kGroup, ++info) {
       const std::uint8_t* lines[C];
       for (int c = 0; c < C; ++c) lines[c] = header.lines(group, output + c * kLanes);
-      ahead.fetch(lines_ahead);
+      if constexpr (passes == 1) ahead.fetch_into_first(lines_ahead);
+      else ahead.fetch_into_second(lines_ahead);
       each_step<0, of.parts>([&](auto part) {
         constexpr int steps = q::kSteps / of.parts, first = decltype(part)::value * steps;
         Ints sums[R][C];
         for (int r = 0; r < R; ++r)
           for (int c = 0; c < C; ++c) sums[r][c] = Ints{} + info[r * groups_of_row].starts[part.value];
-        each_step<first, first + steps>([&](auto step) {
-          for (int c = 0; c < C; ++c) {
+        for (int c = 0; c < C; ++c) {
+          each_step<first, first + steps>([&](auto step) {
             const Words weights = values_of<kFormat, decltype(step)::value>(lines[c]);
             for (int r = 0; r < R; ++r)
               sums[r][c] = dot<is_wide(of)>(sums[r][c], weights, four_of(x + r * op.k + step.value * 4));
-          }
-        });
+          });
+        }
         for (int c = 0; c < C; ++c) {
           const Floats scale = header.scale(group, part.value, output + c * kLanes);
           for (int r = 0; r < R; ++r)
@@ -162,8 +169,9 @@ static void unpack(Chunk& chunk, const std::uint8_t* strip, std::ptrdiff_t begin
 // R rows from `row` on times a chunk of `groups` groups, the first of which is group `first` of the inputs; added to
 // sums [R][32], kWidth outputs from `output` on. Meanwhile a part of the next strip is fetched.
 template <int R, int kParts, bool kMinimum, bool kWide>
-static void tile(const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, std::ptrdiff_t first, std::ptrdiff_t groups,
-                 std::ptrdiff_t output, float* waiting, Ahead& ahead, std::ptrdiff_t lines_ahead) {
+static void tile(const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, std::ptrdiff_t first,
+                 std::ptrdiff_t groups, std::ptrdiff_t output, float* waiting, Ahead& ahead,
+                 std::ptrdiff_t lines_ahead) {
   const std::int8_t* x = op.x.values + row * op.k + first * q::kGroup;
   const std::ptrdiff_t groups_of_row = op.k / q::kGroup;
   const q::Group* info = op.x.groups + row * groups_of_row + first;
@@ -171,7 +179,7 @@ static void tile(const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, s
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < kVectors; ++c) totals[r][c] = load(waiting + r * q::kStrip + output + c * kLanes);
   for (std::ptrdiff_t group = 0; group < groups; ++group, x += q::kGroup, ++info) {
-    ahead.fetch(lines_ahead);
+    ahead.fetch_into_second(lines_ahead);
     each_step<0, kParts>([&](auto part) {
       constexpr int steps = q::kSteps / kParts, begin = decltype(part)::value * steps;
       Ints sums[R][kVectors];
@@ -207,7 +215,8 @@ template <int kParts, bool kMinimum, bool kWide, int R = kTileRows>
 static void tile_of(int rows, const q::Product& op, const Chunk& chunk, std::ptrdiff_t row, std::ptrdiff_t first,
                     std::ptrdiff_t groups, float* waiting, Ahead& ahead, std::ptrdiff_t lines_ahead) {
   if constexpr (R > 1) {
-    if (rows < R) return tile_of<kParts, kMinimum, kWide, R - 1>(rows, op, chunk, row, first, groups, waiting, ahead, lines_ahead);
+    if (rows < R)
+      return tile_of<kParts, kMinimum, kWide, R - 1>(rows, op, chunk, row, first, groups, waiting, ahead, lines_ahead);
   }
   for (std::ptrdiff_t output = 0; output < q::kStrip; output += kWidth)
     tile<R, kParts, kMinimum, kWide>(op, chunk, row, first, groups, output, waiting, ahead, lines_ahead);
@@ -232,9 +241,9 @@ static void panel(const q::Product& op, Dtype dtype, std::ptrdiff_t strip, std::
     std::ptrdiff_t tiles = tiles_of_rows;
     for (std::ptrdiff_t row = begin; tiles > 0; --tiles) {
       const std::ptrdiff_t height = (end - row + tiles - 1) / tiles;
-      tile_of<of.parts, of.minimum != q::Minimum::none, is_wide(of)>(static_cast<int>(height), op, chunk, row, first, count,
-                                                                     waiting + (row - begin) * q::kStrip, ahead,
-                                                                     lines_ahead);
+      tile_of<of.parts, of.minimum != q::Minimum::none, is_wide(of)>(
+          static_cast<int>(height), op, chunk, row, first, count, waiting + (row - begin) * q::kStrip, ahead,
+          lines_ahead);
       row += height;
     }
   }

@@ -13,7 +13,8 @@ static inline Words nearest(Floats v) {
   return (Words)_mm256_cvtps_epi32((__m256)v);
 #else
   Words bits{};
-  for (std::ptrdiff_t i = 0; i < kLanes; ++i) bits[i] = static_cast<std::uint32_t>(static_cast<int>(__builtin_rintf(v[i])));
+  for (std::ptrdiff_t i = 0; i < kLanes; ++i)
+    bits[i] = static_cast<std::uint32_t>(static_cast<int>(__builtin_rintf(v[i])));
   return bits;
 #endif
 }
@@ -124,7 +125,8 @@ static void fill_strip(const std::uint8_t* strip, std::ptrdiff_t k, T* to) {
         constexpr int part = decltype(step)::value * of.parts / q::kSteps;
         const Words values = values_of<kFormat, decltype(step)::value>(lines);
         Floats numbers[4];
-        for (int byte = 0; byte < 4; ++byte) numbers[byte] = numbers_of<kFormat>(values, byte, scales[part], minima[part]);
+        for (int byte = 0; byte < 4; ++byte)
+          numbers[byte] = numbers_of<kFormat>(values, byte, scales[part], minima[part]);
         put_four(place + step.value * 4 * q::kStrip + output * pack, numbers);
       });
     }

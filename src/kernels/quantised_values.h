@@ -1,11 +1,11 @@
-// Integers of packed weights in vectors: unpacking, scales, and the dot product of bytes. See quantised.h for the layout.
+// Integers of packed weights in vectors: unpacking, scales, the dot product of bytes. See quantised.h for the layout.
 //
 // A vector holds kLanes outputs x 4 inputs, a byte each: a line of 64 bytes (16 outputs) or a part of one. How n bits a
 // value lie in the n lines of 16 outputs x 32 inputs (8 steps of 4 inputs), byte for byte:
 //
 //   8 bits   line s: step s
 //   4        line s / 2: step s in the low half of the byte for even s, in the high half for odd s
-//   5, 6     4 bits as above, then the fifth bit of step s in bit s of line 4; or two bits of it in lines 4 and 5, as of 2
+//   5, 6     4 bits as above, then the fifth bit of step s in bit s of line 4; or two bits in lines 4 and 5, as of 2
 //   2        line s / 4: step s in bits 2 (s % 4) and the next
 //   3        2 bits as above, then the third bit of step s in bit s of line 2
 #pragma once
@@ -51,7 +51,8 @@ struct Lookup<q::Table::float4> {
 template <q::Table kTable>
 static inline Words looked_up(Words indices) {
 #if defined(__AVX512F__)
-  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(Lookup<kTable>::values)));
+  const __m512i table =
+      _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(Lookup<kTable>::values)));
   return (Words)_mm512_shuffle_epi8(table, (__m512i)indices);
 #elif defined(__AVX2__)
   const __m256i table =
@@ -135,7 +136,7 @@ static inline Floats load_small(const std::int8_t* p) {
 #endif
 }
 
-// The scales of a block of one strip: `at` is where the block begins, `output` one of the strip's, a multiple of kLanes.
+// The scales of a block of one strip, which begins at `at`; `output`: one of the strip's, a multiple of kLanes.
 template <q::Format kFormat>
 struct Header {
   static constexpr Layout of = q::layout_of(kFormat);
