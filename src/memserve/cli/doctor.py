@@ -171,9 +171,10 @@ def _local_model(model: str) -> Finding:
 def _folder(path: Path) -> Finding:
     """A model folder, by its config, its tokenizer and the names of its weights: nothing large is read."""
     from memserve.model.loading.loader import load_tokenizer
-    from memserve.model.loading.sources import ModelFolder
+    from memserve.model.loading.sources import ModelFolder, refuse_special_files
 
     try:
+        refuse_special_files(path, "model")
         if (why := unservable(path)) is not None:
             return Finding("model", Status.FAIL, f"folder {path}: {why}", "use a model with a supported architecture")
         load_tokenizer(ModelFolder(path, path.name))

@@ -21,6 +21,8 @@ from gguf_files import write_gguf
 from memserve.base.config import EngineOptions, SchedulerConfig
 from memserve.base.errors import UserError
 from memserve.base.units import KIB
+from memserve.cli.doctor import check_model
+from memserve.cli.output import Status
 from memserve.host.build import build_engine
 from memserve.model.loading import cache, sources
 from memserve.model.loading.loader import LoadedModel, fingerprint, load_model
@@ -212,6 +214,12 @@ def test_a_pipe_in_a_model_s_folder_is_not_waited_for(name: str, folder: Path) -
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     assert refuse(folder, "is a pipe, not a file").message.startswith(str(folder / name))
+
+
+def test_doctor_refuses_a_model_folder_with_a_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "more.safetensors")
+    [finding] = [finding for finding in check_model(str(folder)) if finding.name == "model"]
+    assert finding.status is Status.FAIL and "is a pipe, not a file" in finding.detail
 
 
 def test_devices_and_sockets_in_a_model_s_folder_are_refused(folder: Path) -> None:
