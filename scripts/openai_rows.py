@@ -40,7 +40,7 @@ ROWS = (
         "process/api/test_first_hour.py::test_a_chat_without_max_tokens_ends_at_the_servers_bound"),
     Row("`tools`, `tool_choice`, streamed calls", "yes", f"{_EXTRAS}::test_calls_are_parsed_whole_and_streamed"),
     Row("`parallel_tool_calls`", "yes",
-        "unit/api/test_parse.py::test_the_schema_of_required_calls_has_the_definitions_at_its_root"),
+        "unit/api/test_parse.py::test_required_call_schema_has_definitions_at_root"),
     Row("results of tools in the history", "yes",
         "process/api/test_messages.py::test_the_official_clients_history_is_answered"),
     Row("`response_format`: `json_schema`, `json_object`", "yes",
