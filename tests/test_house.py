@@ -255,7 +255,7 @@ def misplaced(path: Path) -> str | None:
     return f"concerns only {only}: its folder is {kind}/{only}" if is_room else None
 
 
-def test_a_test_lies_in_the_folder_of_what_it_tests() -> None:
+def test_test_files_lie_in_the_folder_of_their_subject() -> None:
     problems = [f"{where(p)} {wrong}" for p in tracked("tests/**/test_*.py") if (wrong := misplaced(p))]
     report(problems, "A test file's place is tests/<kind>/<folder of src>/test_<subject>.py (CONTRIBUTING.md).")
 
@@ -474,7 +474,7 @@ def test_skips_give_a_reason() -> None:
     report(problems, "A skipped test says why: reason='...'.")
 
 
-def test_what_the_checkers_shall_not_see_has_a_reason() -> None:
+def test_suppressed_checks_have_a_reason() -> None:
     """mypy looks at src and lab alone: elsewhere nothing has to be kept from it."""
     silenced = re.compile(r"#\s*(type: ignore|noqa)\b(?!.*\s#\s*\w|.*\()")
     problems = [
