@@ -31,6 +31,7 @@ SMALL = {"src/memserve/__main__.py", "src/memserve/base/errors.py", "src/memserv
 """Files with a duty of their own that takes less: an entry point, names that C++ asks for, what Triton compiles."""
 FUNCTION_LINES_MAX = 60
 TEST_FILE_LINES_MAX = 600
+TEST_NAME_CHARS_MAX = 60
 TEST_KINDS = ("unit", "twins", "stories", "process")
 AT_THE_ROOT = ("test_house.py", "test_docs.py")
 NATIVE_FOLDERS = {"core": "memserve._core", "kernels": "memserve._kernels"}
@@ -206,6 +207,18 @@ def test_test_files_fit_their_budget() -> None:
         if (lines := text(path).count("\n")) > TEST_FILE_LINES_MAX
     ]
     report(long, f"No test file is longer than {TEST_FILE_LINES_MAX} lines: give one subject a file of its own.")
+
+
+def test_test_names_fit_their_budget() -> None:
+    long = [
+        f"{where(path, node.lineno)} {node.name} has {len(node.name)} characters"
+        for path in tracked("tests/*.py")
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.name.startswith("test_")
+        and len(node.name) > TEST_NAME_CHARS_MAX
+    ]
+    report(long, f"A test's name has at most {TEST_NAME_CHARS_MAX} characters: what is checked, in the field's words.")
 
 
 def test_files_that_take_long_are_there() -> None:
