@@ -80,7 +80,7 @@ def test_readme_fits_a_screen_or_three() -> None:
     assert lines <= README_LINES_MAX, "README.md is what a stranger opens: the rest belongs to docs/guides/USING.md"
 
 
-def test_the_page_of_use_names_every_command(reference: types.ModuleType) -> None:
+def test_usage_page_names_every_command(reference: types.ModuleType) -> None:
     page = (ROOT / "docs" / "guides" / "USING.md").read_text()
     for name in reference.typer.main.get_command(reference.command_line()).commands:
         assert f"memserve {name}" in page or f"make {name}" in page, f"USING.md does not mention `memserve {name}`"
@@ -206,7 +206,7 @@ def symbols(path: Path) -> set[str]:
     return found
 
 
-def test_the_tour_names_what_is_there() -> None:
+def test_tour_names_existing_files_and_tests() -> None:
     """Behind a file of Python the symbols that the tour names of it; tests as ``file::name``."""
     tour = (ROOT / "docs" / "TOUR.md").read_text()
     stops = re.findall(r"^## \d+\. .+?(?=^## )", tour, re.MULTILINE | re.DOTALL)

@@ -101,7 +101,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
             yield cluster
 
 
-def test_no_request_fails_while_the_secret_changes_in_three_steps(cluster: Cluster, tmp_path: Path) -> None:
+def test_secret_rotation_in_three_steps_fails_no_request(cluster: Cluster, tmp_path: Path) -> None:
     truth = truth_of(cluster.model, ANSWER_TOKENS)
     before = {name: cluster.metric(f"memserve_router_{name}_total") for name in ("members_died", "members_refused")}
     members = cluster.server.members()

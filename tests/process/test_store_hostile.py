@@ -300,7 +300,7 @@ def test_more_calls_than_one_may_have_under_way(store: ServedStore) -> None:
         assert set(said) <= {StoreCode.DONE, StoreCode.NO_ROOM} and StoreCode.DONE in said
 
 
-def test_one_number_for_two_calls(store: ServedStore) -> None:
+def test_reused_call_number(store: ServedStore) -> None:
     with Impostor(store.address) as impostor:
         greeted(impostor)
         for _ in range(50):

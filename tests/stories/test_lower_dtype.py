@@ -43,7 +43,7 @@ def first_logprobs(llm: LLM) -> list[float]:
 
 
 @pytest.mark.parametrize("lower", LOWER)
-def test_a_prefix_in_dram_is_nearly_what_was_computed_and_does_not_drift(model: str, lower: str) -> None:
+def test_lower_dtype_prefix_is_close_and_does_not_drift(model: str, lower: str) -> None:
     """HBM holds one prompt: each of the next rounds finds all of them in DRAM, and sends them there again."""
     with engine(model, 24, lower) as llm:
         rounds = [first_logprobs(llm) for _ in range(4)]
@@ -73,7 +73,7 @@ def test_sequences_are_swapped_out_and_in(model: str, lower: str) -> None:
 
 
 @pytest.mark.parametrize("lower", ["auto", *LOWER])
-def test_what_lies_by_layer_crosses_the_link_as_it_lies_in_dram(model: str, lower: str) -> None:
+def test_layerwise_transfers_use_the_dram_dtype(model: str, lower: str) -> None:
     by_layer = {"layerwise": "auto", "max_step_tokens": 16, "link_gbps": 1.0, "enable_prefix_caching": False}
     with engine(model, 64, lower, **by_layer) as llm:
         answers = llm.generate([prompt(150 + 7 * at, at).tolist() for at in range(10)], **{**GREEDY, "max_tokens": 30})

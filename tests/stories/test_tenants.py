@@ -49,7 +49,7 @@ def first_tokens(world: World, name: str, limit: int = 200) -> int:
 # -- the waiting line and the slots
 
 
-def test_a_flood_of_waiting_requests_delays_another_tenant_by_one_turn():
+def test_queued_flood_delays_another_tenant_by_one_turn():
     """Two slots, forty requests of one tenant in the line: another tenant's request is the next to start."""
     world = World(config(running=2, depth=1))
     for at in range(40):
@@ -88,7 +88,7 @@ def test_an_operator_may_let_priority_count_among_all_tenants():
     assert endings(world) == ["a0", "c", "a1", "a2", "a3", "b"]
 
 
-def test_a_tenant_that_holds_all_slots_gives_way_up_to_anothers_share():
+def test_tenant_holding_all_slots_is_preempted_to_fair_share():
     """Four slots taken by answers of thirty tokens. The other tenant's first request does not wait for one to end."""
     world = World(config(running=4, depth=1, hbm=64))
     for at in range(4):
@@ -109,7 +109,7 @@ def preemptions(world: World) -> int:
     return stats.preemptions_swap + stats.preemptions_recompute
 
 
-def test_a_burst_within_its_share_of_the_slots_waits_for_one_plan():
+def test_burst_within_slot_share_waits_for_one_plan():
     """Eight slots taken by long answers. Four requests of another tenant begin together, and are not taken back."""
     world = World(config(running=8, depth=1, hbm=96, chunk=64, step_tokens=64))
     for at in range(12):
@@ -125,7 +125,7 @@ def test_a_burst_within_its_share_of_the_slots_waits_for_one_plan():
     assert endings(world).index("b4") < endings(world).index("a11")
 
 
-def test_slots_that_several_tenants_wait_for_are_shared_before_they_are_taken():
+def test_free_slots_are_shared_among_waiting_tenants():
     """Four slots, and two tenants that come together: two each, and none has to give way."""
     world = World(config(running=4, depth=1, hbm=64, chunk=64, step_tokens=64))
     world.arrive(request("first", PROMPT[:4], max_tokens=1, tenant="z"))
@@ -139,7 +139,7 @@ def test_slots_that_several_tenants_wait_for_are_shared_before_they_are_taken():
     world.check_all_ended()
 
 
-def test_a_request_with_more_sequences_than_the_share_of_its_tenant_is_not_overtaken_for_ever():
+def test_request_beyond_its_tenants_share_is_not_starved():
     world = World(config(running=4, depth=1, hbm=64))
     for at in range(40):
         world.arrive(request(f"a{at}", PROMPT[at % 8 : at % 8 + 3], max_tokens=3 + at % 4, tenant="a"))
@@ -149,7 +149,7 @@ def test_a_request_with_more_sequences_than_the_share_of_its_tenant_is_not_overt
     assert endings(world).index("b") <= 12
 
 
-def test_a_newcomer_is_in_the_very_next_plan_when_prompts_hold_all_slots_and_the_budget():
+def test_new_tenant_is_in_next_plan_when_prompts_hold_all_slots():
     """Four slots with prompts of 48 tokens, 16 a step: a slot and a part of the budget are free at once."""
     world = World(config(running=4, depth=1, chunk=16, step_tokens=16, hbm=96))
     for at in range(6):
@@ -184,7 +184,7 @@ def test_weights_share_the_slots():
     assert sum(name.startswith("a") for name in early) in (5, 6)
 
 
-def test_a_full_line_is_full_for_the_tenant_that_fills_it():
+def test_full_queue_is_full_for_the_tenant_filling_it():
     world = World(config(running=1, depth=1, waiting=6))
     for at in range(12):
         world.arrive(request(f"a{at}", PROMPT[:4], max_tokens=2, tenant="a"))
@@ -210,7 +210,7 @@ def test_long_prompts_leave_others_their_share_of_each_step():
     world.check_all_ended()
 
 
-def test_what_is_kept_for_one_who_cannot_enter_stops_nobody():
+def test_reserved_budget_of_unadmittable_tenant_blocks_no_other():
     """One token a step, one slot: the tenant that waits is behind in turns, and the other one must end first."""
     world = World(config(running=1, depth=3, step_tokens=1, chunk=8, hbm=16))
     world.arrive(request("a", PROMPT[:20], max_tokens=6, tenant="a", use_cache=False))
@@ -231,7 +231,7 @@ def test_a_tenant_alone_has_the_whole_budget():
 # -- memory
 
 
-def test_a_tenant_that_holds_all_memory_gives_way_up_to_half_of_anothers_share():
+def test_tenant_holding_all_memory_is_preempted_to_half_share():
     """Sixteen blocks, all held by answers that go on; the other tenant needs two of them."""
     world = World(config(running=6, depth=1, hbm=16))
     for at in range(4):
@@ -244,7 +244,7 @@ def test_a_tenant_that_holds_all_memory_gives_way_up_to_half_of_anothers_share()
     world.check_all_ended()
 
 
-def test_the_first_sequence_of_each_tenant_is_not_preempted_for_the_tenth_of_another():
+def test_first_sequence_of_a_tenant_is_not_preempted_for_a_flood():
     """Memory is short. The newcomer is the youngest by far, and stays: the flood's own later ones give way."""
     world = World(config(running=6, depth=1, hbm=14))
     for at in range(4):
@@ -367,7 +367,7 @@ def test_a_flood_of_pins_costs_others_none_of_theirs():
     assert {view.handle for view in views if view.tenant == "a"} >= {f"a{at}" for at in range(2950, 3000)}
 
 
-def test_what_nothing_holds_is_looked_for_less_and_less_often():
+def test_pin_retries_back_off_without_a_holder():
     """A pin of what was evicted: 100,000 of them must not cost a look a second each."""
     cluster = Cluster(ClusterConfig())
     cluster.handle(a_pin("a", "s"), 0)
@@ -384,7 +384,7 @@ def _tick(cluster: Cluster, second: int) -> int:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(1, 4), st.booleans()), max_size=80))
-def test_a_store_is_what_its_twin_is(operations):
+def test_tenant_store_equals_its_twin(operations):
     """Beside one list of all entries, searched from the start."""
     store: TenantStore[str] = TenantStore(10)
     twin: list[tuple[str, str, int]] = []
@@ -445,7 +445,7 @@ def seeds_with_floods(count: int) -> list[int]:
     return list(islice((seed for seed, clients in drawn if any(c.tenant == FLOOD for c in clients)), count))
 
 
-def test_the_referee_notices_a_tenant_that_starves(monkeypatch: pytest.MonkeyPatch):
+def test_checker_notices_a_starved_tenant(monkeypatch: pytest.MonkeyPatch):
     """Instances that see one tenant alone serve requests as they come: the flood first."""
     seeds = seeds_with_floods(3)
     assert not any(judge(seed, setting_of(seed)).failure for seed in seeds)

@@ -57,7 +57,7 @@ def test_query_heads_of_smollm2_make_up_for_its_odd_kv_heads() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_every_query_reads_its_kv_head_and_parts_have_as_much_to_do(seed: int) -> None:
+def test_query_heads_read_their_kv_head_and_parts_are_balanced(seed: int) -> None:
     rng = random.Random(5100 + seed)
     parts = rng.randrange(2, 7)
     heads, group = rng.randrange(parts, 40), rng.randrange(2, 9)
@@ -82,7 +82,7 @@ def test_every_query_reads_its_kv_head_and_parts_have_as_much_to_do(seed: int) -
     assert sum(costs) == sum(wholes) and max(costs) <= max(max(wholes), sum(costs) / parts + 1)
 
 
-def test_one_worker_is_no_division() -> None:
+def test_single_worker_is_not_divided() -> None:
     assert Parallel().workers == 1 and Parallel().text == ""
     assert Parallel(2, 3).text == "tp2pp3" and Parallel(2, 3).threads_each(4) == 1
     with pytest.raises(UserError, match="at least 1"):

@@ -33,7 +33,7 @@ class RememberingFake(FakeEngine):
         return answer
 
 
-def test_what_was_acknowledged_is_there_again_at_the_next_server() -> None:
+def test_acknowledged_documents_survive_a_restart() -> None:
     texts = {"manual": "The capital of France is hello hello.", "other": "hello", "gone": "hello hello"}
     engine = RememberingFake()
     with serve(engine) as world:

@@ -51,7 +51,7 @@ def open_stream(world: World, fields: dict) -> socket.socket:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "whole"])
 @pytest.mark.parametrize("steps", [0, 2], ids=["before the first token", "in the middle"])
-def test_a_client_that_leaves_frees_the_engine_at_once(paused: World, stream: bool, steps: int) -> None:
+def test_client_disconnect_frees_the_engine_immediately(paused: World, stream: bool, steps: int) -> None:
     engine = paused.engine
     connection = open_stream(paused, {**STREAM, "stream": stream, "n": 2})
     assert engine.wait_until(lambda: len(engine.submitted) == 1)
@@ -133,7 +133,7 @@ def test_a_full_queue_is_429_with_a_hint_when_to_retry() -> None:
             client.completions.create(model=MODEL, prompt="x")
 
 
-def test_what_can_never_run_is_400() -> None:
+def test_unservable_request_is_400() -> None:
     with serve(FakeEngine(says("x"), step_s=None, max_requests=0, retry_after_s=None)) as world:
         assert httpx.post(f"{world.url}/v1/completions", json=STREAM).status_code == 400
 
@@ -163,7 +163,7 @@ def test_a_deadline_before_the_first_token_is_504(stream: bool) -> None:
         assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"
 
 
-def test_an_error_in_the_middle_of_a_stream_reaches_the_official_client(paused: World) -> None:
+def test_mid_stream_error_reaches_openai_client(paused: World) -> None:
     engine = paused.engine
 
     def work() -> None:
@@ -200,9 +200,7 @@ def test_keys_are_asked_for_and_stand_for_tenants() -> None:
         assert len(engine.submitted) == 3
 
 
-def test_a_key_that_leaves_its_file_is_refused_on_open_connections_and_streams_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_key_is_refused_while_open_streams_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tenant keeps its name, and with it its KV."""
     monkeypatch.setattr(private_files, "LOOK_S", 0.0)
     file = tmp_path / "keys"
@@ -259,7 +257,7 @@ def test_key_ring() -> None:
 
 
 @pytest.mark.parametrize("empty", ["", "=", "team-a=", "a.b_c="])
-def test_a_key_that_is_empty_lets_nothing_in(empty: str) -> None:
+def test_empty_key_is_refused(empty: str) -> None:
     """``--api-key team-a=$KEY`` without the variable must not make a key of the tenant's name."""
     with pytest.raises(UserError, match="an API key is empty") as caught:
         KeyRing(["a=k", empty])
@@ -290,7 +288,7 @@ def test_a_stream_may_finish_after_the_first_signal(paused: World) -> None:
     assert not paused.thread.is_alive()
 
 
-def test_a_stream_that_lasts_too_long_ends_with_an_error_at_the_deadline() -> None:
+def test_stream_beyond_drain_deadline_ends_with_error() -> None:
     with serve(FakeEngine(says(SCRIPT_TEXT), step_s=None), drain_s=0.2) as world:
         connection = open_stream(world, STREAM)
         assert world.engine.wait_until(lambda: len(world.engine.submitted) == 1)

@@ -100,7 +100,7 @@ def test_a_body_beyond_a_limit_is_refused_before_it_is_built(
     assert refused.value.status == 400 and says_so in refused.value.message
 
 
-def test_what_a_body_may_have_is_built() -> None:
+def test_body_within_limits_is_built() -> None:
     with pytest.raises(ApiError, match="expected `str`"):
         parse_body(nested(schema.DEPTH_MAX), CompletionBody)
     with pytest.raises(ApiError, match="Unknown field"):
@@ -109,7 +109,7 @@ def test_what_a_body_may_have_is_built() -> None:
     assert parse_body(completion(prompt=ids), CompletionBody).prompt == ids
 
 
-def test_an_error_is_explained_without_reading_the_whole_of_a_long_value() -> None:
+def test_validation_error_does_not_scan_long_values() -> None:
     with pytest.raises(ApiError) as refused:
         parse_body(completion(model="m" * 10_000_000), CompletionBody)
     assert refused.value.param == "model" and "4096" in refused.value.message
@@ -121,7 +121,7 @@ def test_an_error_is_explained_without_reading_the_whole_of_a_long_value() -> No
 # -- lines
 
 
-def test_small_work_is_done_at_once_and_short_work_passes_long_work() -> None:
+def test_small_work_runs_inline_and_short_work_passes_long() -> None:
     async def main() -> None:
         workers, go_on, begun = TextWorkers(), threading.Event(), threading.Event()
         here = threading.current_thread()
@@ -190,7 +190,7 @@ def test_of_a_long_burst_no_tenant_is_passed_over() -> None:
         assert max(counts) - min(counts) <= 2, order
 
 
-def test_tenants_take_turns_and_who_leaves_loses_none_of_the_others_turns() -> None:
+def test_text_workers_are_fair_to_tenants_after_cancellation() -> None:
     async def main() -> list[str]:
         workers, done, go_on, begun = TextWorkers(), [], threading.Event(), threading.Event()
 
@@ -221,7 +221,7 @@ def test_tenants_take_turns_and_who_leaves_loses_none_of_the_others_turns() -> N
     assert asyncio.run(main()) == ["a0", "a1", "b0", "c0", "b1", "a3", "again"]
 
 
-def test_an_error_leaves_the_line_free() -> None:
+def test_error_frees_the_text_worker() -> None:
     async def main() -> None:
         workers = TextWorkers()
         for _ in range(2):
@@ -245,7 +245,7 @@ LONG_BODIES: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LONG_BODIES)
-def test_a_long_body_is_worked_on_beside_the_event_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_body_is_parsed_off_the_event_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set()
 
     def noting(module: Any, function: str) -> None:
@@ -313,7 +313,7 @@ class _NoTokenizer:
     encode = encode_batch_fast
 
 
-def test_a_text_that_cannot_fit_is_refused_without_being_tokenized() -> None:
+def test_text_beyond_context_is_refused_without_tokenizing() -> None:
     encoder = PromptEncoder(TinyModel())
     longest = longest_token_bytes(tiny_tokenizer().backend_tokenizer)
     assert longest == len("<|start|>") == len("assistant")

@@ -156,9 +156,7 @@ def test_the_same_seed_gives_the_same_answer_streamed_or_not(whole: WholeWorld) 
     whole.check_nothing_is_held()
 
 
-def test_a_request_that_excludes_every_token_is_the_clients_mistake(
-    whole: WholeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_excluding_every_token_is_400(whole: WholeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is answered as one: 400, not 500."""
 
     def ruin(row: torch.Tensor, tokens: Any, *_: object) -> None:
@@ -171,7 +169,7 @@ def test_a_request_that_excludes_every_token_is_the_clients_mistake(
     whole.check_nothing_is_held()
 
 
-def test_a_schema_beyond_the_grammar_engine_is_the_clients_mistake(whole: WholeWorld) -> None:
+def test_schema_too_complex_for_grammar_engine_is_400(whole: WholeWorld) -> None:
     """It is found while the answer is drawn, and no other request notices."""
     pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
     fields = {f"f{at}": {"enum": [1]} for at in range(700)}

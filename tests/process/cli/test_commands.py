@@ -93,7 +93,7 @@ def test_errors_are_one_line_and_a_hint(
     assert second.startswith("hint: ") and hint in second
 
 
-def test_a_taken_port_is_said_before_the_model_loads(
+def test_port_in_use_is_reported_before_model_load(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memserve.host.build.build_engine", lambda options: pytest.fail("loaded"))
@@ -280,7 +280,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
     engine.close()
 
 
-def test_an_engine_backend_says_why_not() -> None:
+def test_engine_backend_raises_the_refusal() -> None:
     engine = FakeEngine(says("x"), max_requests=0)
     backend = EngineBackend(engine, TinyModel())
     with pytest.raises(UserError, match="queue is full"):

@@ -52,7 +52,7 @@ def at_a_terminal(code: str, *arguments: str) -> tuple[str, str]:
     return done.stdout.decode(), text
 
 
-def test_a_bar_says_how_much_is_done_and_goes_away() -> None:
+def test_progress_bar_shows_progress_and_is_cleared() -> None:
     told, drawn = at_a_terminal(DOING)
     assert told == "a result\n"
     assert "doing it" in drawn and "25%" in drawn and "a line on stderr" in drawn
@@ -61,7 +61,7 @@ def test_a_bar_says_how_much_is_done_and_goes_away() -> None:
     assert "doing it" not in last and drawn.count("\x1b[?25l") == drawn.count("\x1b[?25h")  # the cursor is there again
 
 
-def test_json_on_stdout_stays_whole_while_a_simulation_draws_its_bar() -> None:
+def test_progress_bar_does_not_break_json_on_stdout() -> None:
     told, drawn = at_a_terminal(RUN, *SIMULATED)
     assert "simulating" in drawn and "%" in drawn
     assert json.loads(told)

@@ -196,7 +196,7 @@ def test_members_meet_answer_and_tell_how_they_are(router, node) -> None:
     eventually(lambda: all(view.tree_blocks for view in router.instances()))  # KV events have come
 
 
-def test_a_long_step_silences_nobody(router, node) -> None:
+def test_long_step_does_not_stop_heartbeats(router, node) -> None:
     it = node("c1", router.address)
     assert router.wait_for(["c1"], WAIT_S)
     it.device.gate.clear()
@@ -228,7 +228,7 @@ def test_a_router_whose_loop_is_blocked_declares_no_member_dead(router, node) ->
     assert it.member.me == me and router.members()["c1"].peer == me, "it was not expelled"
 
 
-def test_an_instance_whose_welcome_was_lost_joins_as_another(node) -> None:
+def test_instance_with_lost_join_accepted_rejoins_as_new(node) -> None:
     """It was a member without knowing it, sent no heartbeat, and was taken to be dead: its ``Join`` is void."""
     joins: queue.Queue[Peer] = queue.Queue()
     me = Peer(ROUTER, 5)
@@ -241,7 +241,7 @@ def test_an_instance_whose_welcome_was_lost_joins_as_another(node) -> None:
     mailbox.close()
 
 
-def test_an_expelled_member_drops_its_work_and_comes_back_as_another(router, node) -> None:
+def test_expelled_member_drops_work_and_rejoins_as_new(router, node) -> None:
     it = node("c1", router.address)
     assert router.wait_for(["c1"], WAIT_S)
     it.device.gate.clear()
@@ -272,7 +272,7 @@ def test_members_come_back_to_a_router_that_was_started_anew(router, node) -> No
         successor.close(WAIT_S)
 
 
-def test_a_late_welcome_of_a_router_that_was_replaced_is_not_taken(node) -> None:
+def test_late_join_accepted_of_replaced_router_is_ignored(node) -> None:
     """A member that took it would speak to a router that is gone, for ever. Found by fuzzing (seed 1009825)."""
     joins: queue.Queue[tuple[int, PeerInfo]] = queue.Queue()
 
@@ -301,7 +301,7 @@ def test_a_late_welcome_of_a_router_that_was_replaced_is_not_taken(node) -> None
         mailbox.close()
 
 
-def test_the_next_router_hears_of_an_answer_before_its_further_tokens(node, monkeypatch) -> None:
+def test_new_router_gets_held_answers_before_further_tokens(node, monkeypatch) -> None:
     """Steps end while its ``JoinAccepted`` is on the way from the member to the machine. A router that hears tokens of
     an attempt of which it was not told ends it, and then waits for it: a minute, until it is taken to have stalled."""
     heard: list[tuple[int, AnyMessage]] = []
@@ -361,7 +361,7 @@ def test_a_router_is_found_at_the_address_where_one_is(router, node) -> None:
     it.member.wait_joined(WAIT_S)
 
 
-def test_who_lost_its_router_joins_the_next_which_does_not_remember_it(router, node) -> None:
+def test_member_joins_next_router_that_has_no_record_of_it(router, node) -> None:
     """No router calls it back: it knocks itself, and keeps its cache."""
     standby_port = free_port()
     it = node("c1", f"{router.address},tcp://127.0.0.1:{standby_port}", config=IMPATIENT)
@@ -379,7 +379,7 @@ def test_who_lost_its_router_joins_the_next_which_does_not_remember_it(router, n
         standby.close(WAIT_S)
 
 
-def test_a_router_that_is_only_quiet_is_not_left(router, node, monkeypatch) -> None:
+def test_idle_router_is_not_abandoned(router, node, monkeypatch) -> None:
     """There is nothing to say for many patiences: it is asked for a word, and gives it."""
     words: list[AnyMessage] = []
     arrived = MemberProcess._message_arrived
@@ -396,7 +396,7 @@ def test_a_router_that_is_only_quiet_is_not_left(router, node, monkeypatch) -> N
     assert it.member.me == first and it.addresses.address == router.address
 
 
-def test_who_was_only_cut_off_goes_back_to_its_router(router, node, monkeypatch) -> None:
+def test_member_cut_off_for_a_while_returns_to_its_router(router, node, monkeypatch) -> None:
     """For a while nothing of the router arrives: the instance looks elsewhere, and hears it when it turns back."""
     arrived, deaf = MemberProcess._message_arrived, threading.Event()
     monkeypatch.setattr(
@@ -412,7 +412,7 @@ def test_who_was_only_cut_off_goes_back_to_its_router(router, node, monkeypatch)
     assert answer(submit(router, request)) == (truth, FinishReason.LENGTH)
 
 
-def test_a_welcome_that_comes_late_settles_where_the_join_was_sent(router, node, monkeypatch) -> None:
+def test_late_join_accepted_sets_address_of_the_join(router, node, monkeypatch) -> None:
     """The instance has gone on to the next address by then, where no router is."""
     arrived, away, late = MemberProcess._message_arrived, "tcp://127.0.0.1:9", threading.Event()
 
@@ -477,12 +477,12 @@ def test_another_model_is_refused(router, node) -> None:
     assert set(router.members()) == {"c1"}
 
 
-def test_without_a_router_nobody_is_a_member(node) -> None:
+def test_member_without_a_router_does_not_join(node) -> None:
     it = node("c1", "tcp://127.0.0.1:9")
     assert not it.member.wait_joined(0.2) and not it.member.ended
 
 
-def test_a_machine_that_breaks_ends_the_member_and_its_work_goes_on_elsewhere(router, node, monkeypatch) -> None:
+def test_machine_failure_ends_member_and_work_moves_on(router, node, monkeypatch) -> None:
     it = node("c1", router.address)
     assert router.wait_for(["c1"], WAIT_S)
     it.device.gate.clear()

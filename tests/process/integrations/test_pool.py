@@ -39,7 +39,7 @@ def pool(request: pytest.FixtureRequest, store: ServedStore, monkeypatch: pytest
     pool.close()
 
 
-def test_what_was_put_is_got(pool: EnginePool) -> None:
+def test_put_value_is_returned(pool: EnginePool) -> None:
     kept, read = pages(100), np.zeros((100, PAGE_BYTES), np.uint8)
     values = values_of(kept, PREFIX)
     names = [value.name for value in values]
@@ -93,7 +93,7 @@ def test_a_value_of_another_shape_is_a_miss_and_makes_room(pool: EnginePool, oth
     assert pool.put([asked]) == [True] and pool.get([asked]) == [True]
 
 
-def test_what_is_too_large_is_refused(pool: EnginePool) -> None:
+def test_oversized_value_is_refused(pool: EnginePool) -> None:
     kept = np.zeros(65 << 20, np.uint8)
     few = pages(2)
     small = values_of(few, PREFIX)

@@ -147,7 +147,7 @@ def engines(store: ServedStore) -> Iterator[tuple[Engine, Engine]]:
         engine.close()
 
 
-def test_one_engine_reads_what_another_computed(engines: tuple[Engine, Engine]) -> None:
+def test_engine_reads_kv_of_another_engine(engines: tuple[Engine, Engine]) -> None:
     first, second = engines
     assert first.run(request_of("a", 6)) == (0, set())
     first.saved()
@@ -301,7 +301,7 @@ def config_of(**changed: Any) -> Any:
     return SimpleNamespace(model_config=model, cache_config=cache, parallel_config=parallel)
 
 
-def test_what_may_not_meet_has_other_names(tmp_path: Path) -> None:
+def test_incompatible_configurations_have_other_names(tmp_path: Path) -> None:
     layout = HostMemory({"a": torch.zeros(4, 2)}, 4).layout
     other = HostMemory({"a": torch.zeros(4, 3)}, 4).layout
 

@@ -69,7 +69,7 @@ def test_vllm_finds_it_by_path_and_by_name() -> None:
         assert KVConnectorFactory.get_connector_class(config) is connector_class()
 
 
-def test_what_is_said_between_processes_can_be_sent() -> None:
+def test_messages_between_processes_are_serializable() -> None:
     from memserve.integrations.vllm.connector import MemserveHandshake, MemserveMetadata
     from memserve.integrations.vllm.lookups import RankNames
     from memserve.integrations.vllm.memory import BlockLayout

@@ -243,7 +243,9 @@ def test_other_blocks_are_refused(engine: Engine, store: ServedStore, folder: Pa
         ({"hf_overrides": {"a": 1}}, "overridden"), ({"model": "org/model"}, "no folder"),
     ],
 )  # fmt: skip
-def test_what_instances_have_not_is_not_shared(folder: Path, module: Any, changed: dict[str, Any], why: str) -> None:
+def test_unsupported_vllm_configurations_are_not_shared(
+    folder: Path, module: Any, changed: dict[str, Any], why: str
+) -> None:
     config, caches = vllm_of(folder, module)
     for name, value in changed.items():
         setattr(config.parallel_config if name == "world_size" else config.model_config, name, value)

@@ -62,7 +62,7 @@ def used(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", [b"", b"memserve", bytes(4096), b"\xff" * 90])
-def test_a_journal_that_is_lost_or_damaged_is_named_and_not_taken_for_a_new_one(used: Path, damage: bytes) -> None:
+def test_lost_or_damaged_journal_is_refused_by_name(used: Path, damage: bytes) -> None:
     (used / "journal").write_bytes(damage)
     with pytest.raises(UserError, match=r"the metadata is (lost|damaged)") as caught:
         open_once(used)
@@ -72,7 +72,7 @@ def test_a_journal_that_is_lost_or_damaged_is_named_and_not_taken_for_a_new_one(
     open_folder.close()
 
 
-def test_a_journal_that_is_not_there_any_more_is_said_loudly(used: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_journal_is_logged_as_an_error(used: Path, caplog: pytest.LogCaptureFixture) -> None:
     open_once(used)
     assert not caplog.records
     (used / "journal").unlink()
@@ -90,7 +90,7 @@ def test_a_journal_that_cannot_be_read_is_a_users_error(used: Path) -> None:
 
 
 @pytest.mark.parametrize(("data", "words"), [(bytes(range(128, 256)), "it is no text"), (b" \n", "is empty")])
-def test_a_secret_that_is_none_is_one_clear_line(used: Path, data: bytes, words: str) -> None:
+def test_invalid_secret_is_one_clear_line(used: Path, data: bytes, words: str) -> None:
     (used / "secret").write_bytes(data)
     with pytest.raises(UserError, match=words) as caught:
         open_once(used)
@@ -106,7 +106,7 @@ ODD_CHILDREN = [
 
 
 @pytest.mark.parametrize("text", ODD_CHILDREN, ids=range(len(ODD_CHILDREN)))
-def test_an_odd_list_of_children_is_said_and_ends_no_process(text: str, tmp_path: Path, caplog) -> None:
+def test_damaged_children_list_is_reported_and_ends_no_process(text: str, tmp_path: Path, caplog) -> None:
     (tmp_path / "children.json").write_text(text)
     file = ChildrenFile(tmp_path)
     assert file.living(["p1"]) == []
@@ -116,7 +116,7 @@ def test_an_odd_list_of_children_is_said_and_ends_no_process(text: str, tmp_path
     assert ChildrenFile(tmp_path).living(["p1"]) == []
 
 
-def test_a_full_disk_does_not_end_who_tends_an_instance(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_children_file_does_not_end_the_supervisor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = ChildrenFile(tmp_path / "gone")
     file.started("p1", os.getpid(), ["x"])
     assert file.living(["p1"]) == ["p1"] and caplog.records[0].levelno == logging.ERROR
@@ -195,7 +195,7 @@ def test_deleted_text_is_soon_in_no_file(way: str, used: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("way", WAYS_TO_GO)
-def test_deleted_text_does_not_outlive_the_router_that_deleted_it(way: str, used: Path) -> None:
+def test_deleted_text_leaves_the_folder_when_the_router_closes(way: str, used: Path) -> None:
     keeper = MetaKeeper(FileMedium(used))
     keep(keeper, *WAYS_TO_GO[way])
     assert TEXT in everything_in(used)  # a minute has not passed
@@ -203,7 +203,7 @@ def test_deleted_text_does_not_outlive_the_router_that_deleted_it(way: str, used
     assert TEXT not in everything_in(used)
 
 
-def test_text_whose_time_is_over_goes_like_deleted_text(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_text_is_erased_like_deleted_text(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meta_keeper, "ERASE_S", 0.0)
     monkeypatch.setattr(meta_keeper, "NOTES_SYNC_S", 0.02)
     now_ns = [1000]
@@ -277,7 +277,7 @@ def test_all_of_a_state_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_a_folder_in_which_others_may_write_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_writable_by_others_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "others").touch()
     tmp_path.chmod(0o777)
     open_once(tmp_path)

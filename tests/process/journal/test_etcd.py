@@ -82,7 +82,7 @@ class Journal:
 # -- members that die
 
 
-def test_one_member_dies_and_then_another_and_one_comes_back(
+def test_etcd_members_die_and_one_returns(
     three: EtcdCluster, monkeypatch: pytest.MonkeyPatch, patience: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meta_keeper, "REPAIR_S", 0.2)
@@ -128,7 +128,7 @@ def test_one_member_dies_and_then_another_and_one_comes_back(
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_member_that_hangs_costs_a_moment(three: EtcdCluster, number: int, patience: object) -> None:
+def test_hanging_etcd_member_causes_a_short_delay(three: EtcdCluster, number: int, patience: object) -> None:
     """Whichever it is: the one that is asked, or the leader of the others."""
     lost = threading.Event()
     journal = Journal(elected(three, lost=lost))
@@ -152,7 +152,7 @@ def test_an_election_among_the_members_is_waited_for(three: EtcdCluster, patienc
     journal.keeper.close()
 
 
-def test_a_standby_starts_with_any_member_and_waits_while_there_is_no_quorum(three: EtcdCluster) -> None:
+def test_standby_starts_with_any_member_and_waits_for_quorum(three: EtcdCluster) -> None:
     first = elected(three)
     Journal(first).keeper.close()  # leaves at once
     three.kill(0)
@@ -271,9 +271,7 @@ def credentials_file(folder: Path, certificates: Certificates, user: str) -> Pat
 
 
 @NEEDS_OPENSSL
-def test_a_server_goes_on_without_a_quorum_and_says_what_it_cannot_promise(
-    tmp_path: Path, certificates: Certificates
-) -> None:
+def test_server_serves_without_quorum_and_refuses_promises(tmp_path: Path, certificates: Certificates) -> None:
     """Three members with TLS and a user. Documents are what a client is promised; a stream is under way meanwhile."""
     model = save_folder(tiny_module("llama"), tmp_path / "tiny")
     cluster, servers = EtcdCluster(tmp_path, 3, certificates), list[Server]()
@@ -363,9 +361,7 @@ def test_where_credentials_for_etcd_may_come_from(tmp_path: Path, monkeypatch: p
         ("user = a\nuser = hunter2\n", "line 2 of .* is not a setting"),
     ],
 )
-def test_credentials_that_cannot_be_meant_are_refused_without_repeating_them(
-    text: str, words: str, tmp_path: Path
-) -> None:
+def test_bad_etcd_credentials_are_refused_without_echoing_them(text: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "etcd.conf"
     file.write_text(text)
     file.chmod(0o600)

@@ -67,7 +67,7 @@ def reopened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
 # -- the contract
 
 
-def test_a_medium_gives_back_what_was_synced_and_what_replaced_it(reopened) -> None:
+def test_medium_loads_synced_and_replaced_bytes(reopened) -> None:
     medium = reopened()
     assert medium.load() is None and medium.name
     medium.replace(b"first")
@@ -88,7 +88,7 @@ def test_a_medium_gives_back_what_was_synced_and_what_replaced_it(reopened) -> N
     assert reopened().load() == b"second!"
 
 
-def test_a_store_on_any_medium_finds_its_book_again(reopened) -> None:
+def test_journal_store_reloads_state_on_any_medium(reopened) -> None:
     drawn, records = Drawn(4), []
     for _ in range(4):
         store = Store(reopened(), checkpoint_bytes_min=3000)
@@ -100,7 +100,7 @@ def test_a_store_on_any_medium_finds_its_book_again(reopened) -> None:
 
 
 @NEEDS_ETCD
-def test_one_router_is_elected_and_another_that_was_paused_can_write_nothing(etcd: str) -> None:
+def test_one_router_is_elected_and_paused_one_is_fenced(etcd: str) -> None:
     from memserve.journal.etcd import EtcdMedium
 
     first, second = EtcdMedium([etcd], "election"), EtcdMedium([etcd], "election")
@@ -126,7 +126,7 @@ def test_one_router_is_elected_and_another_that_was_paused_can_write_nothing(etc
 
 
 @NEEDS_ETCD
-def test_a_lease_that_ran_out_while_nobody_waited_is_taken_again(etcd: str) -> None:
+def test_lease_expired_while_idle_is_taken_again(etcd: str) -> None:
     from memserve.journal.etcd import EtcdMedium
 
     medium, lost = EtcdMedium([etcd], "outage"), threading.Event()
@@ -145,7 +145,7 @@ def test_a_lease_that_ran_out_while_nobody_waited_is_taken_again(etcd: str) -> N
 # -- files
 
 
-def test_a_file_that_is_cut_off_or_full_is_no_surprise(tmp_path: Path) -> None:
+def test_truncated_file_or_full_disk_is_handled(tmp_path: Path) -> None:
     store = Store(FileMedium(tmp_path))
     store.write([RouterStarted(Peer("router", 5), "")])
     store.sync()
@@ -198,7 +198,7 @@ def test_a_state_folder_belongs_to_one_process(tmp_path: Path) -> None:
         StateFolder(tmp_path / "secret" / "below")
 
 
-def test_what_metadata_may_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_metadata_option_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     own = tmp_path / "memserve" / "port-8000"
     assert default_folder(8000) == own
@@ -212,7 +212,7 @@ def test_what_metadata_may_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
             metadata_place(bad, 0)
 
 
-def test_a_folder_that_nobody_asked_for_is_done_without(tmp_path: Path) -> None:
+def test_unusable_default_metadata_folder_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said: list[str] = []
     with open_metadata(MetadataPlace(tmp_path / "file" / "below", is_wish=True), said.append) as kept:
@@ -249,7 +249,7 @@ def session(number: int) -> SessionRouted:
     return SessionRouted("", f"s{number}", ())
 
 
-def test_who_comes_while_the_disk_works_shares_the_next_sync() -> None:
+def test_records_during_a_sync_share_the_next_one() -> None:
     medium, done = SlowMedium(), queue.Queue()
     keeper = MetaKeeper(medium)
     keeper.keep([session(0)], lambda ok: done.put((0, ok)))
@@ -284,7 +284,7 @@ def copy_of(medium: FaultyMedium) -> FaultyMedium:
     return copy
 
 
-def test_a_full_disk_stops_nobody_and_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_full_disk_stops_no_writer_and_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     from memserve.journal import keeper as meta_keeper
 
     monkeypatch.setattr(meta_keeper, "REPAIR_S", 0.05)
@@ -342,7 +342,7 @@ for number in itertools.count(len(store.state.sessions)):
 """
 
 
-def test_a_writer_that_is_killed_again_and_again_loses_nothing_that_it_had_acknowledged(tmp_path: Path) -> None:
+def test_repeatedly_killed_writer_loses_no_acknowledged_record(tmp_path: Path) -> None:
     for kill_at in (1, 40, 7, 90, 23):
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         told = [int(line) for line in itertools.islice(writer.stdout, kill_at)]

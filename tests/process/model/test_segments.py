@@ -87,7 +87,7 @@ def test_penalties_and_seeds_see_the_whole_sequence() -> None:
         assert spread(places, tokens, [0, 96, 150], sampling) == expected
 
 
-def test_rows_of_others_in_the_step_are_as_ever_and_a_lost_segment_fails_its_row_alone() -> None:
+def test_lost_segment_fails_only_its_row() -> None:
     tokens, other = prompt(130, 7), prompt(20, 8)
     expected = greedy_tokens(tiny_module("llama"), other, 3)
     with holders(2) as (first, last):
@@ -114,7 +114,7 @@ def room(tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty((tokens, 4, 8)), torch.empty((tokens, 4))
 
 
-def test_a_segment_that_is_dropped_while_it_is_read_gives_no_answer() -> None:
+def test_segment_dropped_during_read_gives_no_result() -> None:
     """The blocks may have another sequence's KV by the time that all of them are read."""
     with holders(1) as (holder,):
         held = holder.port.held

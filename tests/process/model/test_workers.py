@@ -144,7 +144,7 @@ def test_kv_by_layer_lies_in_the_pages_of_all_workers(model: Path) -> None:
         assert llm._engine.stats().instance.layers.begun
 
 
-def test_what_cannot_be_divided_is_refused_before_it_starts(model: Path, tmp_path: Path) -> None:
+def test_indivisible_model_is_refused_before_start(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="3 workers cannot share the 2 KV heads"):
         LLM(str(model), **OPTIONS, tensor_parallel=3)
     with pytest.raises(UserError, match="4 stages cannot share the 3 layers"):
@@ -159,7 +159,7 @@ def test_what_cannot_be_divided_is_refused_before_it_starts(model: Path, tmp_pat
     assert not workers_of(os.getpid())
 
 
-def test_what_leader_and_workers_find_alike_is_said_once(tmp_path: Path) -> None:
+def test_common_error_of_leader_and_workers_is_printed_once(tmp_path: Path) -> None:
     """No kernel reads some heads of 8: the leader ends first, and the workers have no process to tell."""
     folder = save_folder(tiny_module("llama"), tmp_path / "narrow")
     flags = ["--dtype", "float32", "--kv-memory", "4MiB", "--tensor-parallel", "2", "--block-tokens", "8"]
@@ -169,7 +169,7 @@ def test_what_leader_and_workers_find_alike_is_said_once(tmp_path: Path) -> None
     assert [line.partition(" ")[0] for line in run.stderr.splitlines()] == ["loading", "error:", "hint:"]
 
 
-def test_a_worker_that_is_killed_ends_the_engine_with_its_requests(model: Path) -> None:
+def test_killed_worker_ends_engine_and_requests(model: Path) -> None:
     with LLM(str(model), **OPTIONS, tensor_parallel=2) as llm:
         llm.generate([[5, 6, 7]], max_tokens=3)
         (worker,) = workers_of(os.getpid())
@@ -179,7 +179,7 @@ def test_a_worker_that_is_killed_ends_the_engine_with_its_requests(model: Path) 
             llm.generate([[5, 6, 7]], max_tokens=3)
 
 
-def test_a_cluster_goes_on_without_a_token_lost_when_a_worker_is_killed(model: Path) -> None:
+def test_cluster_loses_no_token_when_a_worker_is_killed(model: Path) -> None:
     module = tiny_module("llama")
     asked = [[int(token) for token in prompt(70, at)] for at in range(4)]
     right = [greedy_tokens(module, prompt(70, at), 100) for at in range(4)]

@@ -259,7 +259,7 @@ def assemble(sources: list[Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return whole
 
 
-def test_nobody_is_read_that_was_removed_or_never_known(pair: tuple[Taker, Owner]) -> None:
+def test_removed_or_unknown_peer_is_not_read(pair: tuple[Taker, Owner]) -> None:
     taker, owner = pair
     job = taker.pull(owner, (1,), (1,))
     taker.port.remove_peer(owner.peer)
@@ -413,7 +413,7 @@ def peer_resident_bytes() -> int:
     return sum(int(found) * 1024 for area in mine for found in re.findall(r"^Rss:\s+(\d+) kB", area, re.MULTILINE))
 
 
-def test_what_was_read_of_peers_does_not_stay_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_read_from_peers_do_not_stay_resident(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each instance counts, in time, the arenas of all."""
     owner, taker = Owner("shm"), Taker("shm")
     monkeypatch.setattr(shm, "_RESIDENT_BYTES_MAX", 4 * BLOCK)
@@ -433,7 +433,7 @@ def test_what_was_read_of_peers_does_not_stay_resident(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("way", WAYS[1:], indirect=True)
-def test_a_stopped_and_a_killed_owner_cost_no_more_than_the_deadline(way: str) -> None:
+def test_stopped_or_killed_owner_fails_pull_within_deadline(way: str) -> None:
     """And what a stopped one sends when it goes on is written nowhere."""
     stands_still = way == "curve" or os.environ.get("UCX_TLS") == "tcp"
     owner = Owner(way)
@@ -470,7 +470,7 @@ def test_a_stopped_and_a_killed_owner_cost_no_more_than_the_deadline(way: str) -
 
 
 @NIXL
-def test_a_connection_that_broke_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_connection_is_reopened(monkeypatch: pytest.MonkeyPatch) -> None:
     """The read that notices fails, if one does; the ones after it do not."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     others = descriptors()
@@ -489,7 +489,7 @@ def test_a_connection_that_broke_is_made_anew(monkeypatch: pytest.MonkeyPatch) -
 
 
 @NIXL
-def test_a_process_that_used_nixl_ends_in_peace() -> None:
+def test_process_using_nixl_exits_cleanly() -> None:
     """A second libnl in the process, brought by UCX's module for EFA, crashed it at exit."""
     uses = "from memserve.transport.links.nixl_agent import Agent; Agent('brief').close()"
     copies = "print(len({line.split('/')[-1] for line in open('/proc/self/maps') if 'libnl-3' in line}))"

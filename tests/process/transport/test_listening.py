@@ -51,7 +51,7 @@ def listening(pid: int) -> set[str]:
     return found
 
 
-def test_the_look_at_sockets_sees_them() -> None:
+def test_socket_listing_sees_listeners() -> None:
     for host, family in (("127.0.0.1", socket.AF_INET), ("0.0.0.0", socket.AF_INET), ("::1", socket.AF_INET6)):
         with socket.socket(family) as listener:
             listener.bind((host, 0))
@@ -94,7 +94,7 @@ def test_a_cluster_listens_where_it_was_told(host: str, link: str, model: Path, 
 
 
 @pytest.mark.skipif(OUTSIDE is None, reason="this machine has no network but its own")
-def test_an_instancelistens_at_the_address_that_it_advertises() -> None:
+def test_instance_listens_at_its_advertised_address() -> None:
     assert listens_at("127.0.0.1") == listens_at("localhost") == "127.0.0.1"
     assert listens_at(OUTSIDE) == OUTSIDE
     assert listens_at("192.0.2.201") == listens_at("no.such.host.invalid") == "0.0.0.0"

@@ -128,7 +128,7 @@ def test_only_the_generation_that_is_meant_hears(open_box: Callable[..., Reader]
     assert len(b.heard) == 2
 
 
-def test_whoever_has_the_name_is_reached_over_a_line_to_one_that_is_known(open_box: Callable[..., Reader]) -> None:
+def test_any_generation_is_reached_over_known_connection(open_box: Callable[..., Reader]) -> None:
     """An instance joins again: its router is known, but may have been started anew."""
     a, b = open_box(A), open_box(Peer("b", 7))
     a.box.connect(Peer("b", 7), b.box.address)
@@ -157,7 +157,7 @@ def test_disconnect_drops_and_forgets(open_box: Callable[..., Reader]) -> None:
     assert [message.first for message in b.wait(2)] == [1, 3]
 
 
-def test_one_who_spoke_can_be_answered_without_a_line(open_box: Callable[..., Reader]) -> None:
+def test_sender_is_answered_without_a_connection_to_it(open_box: Callable[..., Reader]) -> None:
     """An expelled instance is told so; a second word within the second is lost."""
     router, late = open_box(Peer(ROUTER, 5)), open_box(A)
     late.box.connect(Peer(ROUTER, 0), router.box.address)
@@ -204,7 +204,7 @@ def test_strangers_are_not_heard_but_named(
     assert b.wait(1) == [Leave()]
 
 
-def test_a_mailbox_with_another_secret_is_not_heard(open_box: Callable[..., Reader]) -> None:
+def test_mailbox_with_another_secret_is_ignored(open_box: Callable[..., Reader]) -> None:
     b, thief = open_box(B), open_box(A, "some other cluster's secret")
     thief.box.connect(B, b.box.address)
     thief.box.send(B, Leave())
@@ -230,7 +230,7 @@ def test_members_that_come_and_go_are_no_strangers(
     assert "it broke off before it had shown the cluster's secret" in caplog.text
 
 
-def test_a_knock_beside_other_connections_is_no_stranger_s(
+def test_probe_does_not_count_as_failed_handshake(
     open_box: Callable[..., Reader], caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a server knocks at a store while it starts: the secret is shown, and nothing said."""
@@ -247,7 +247,9 @@ def test_a_knock_beside_other_connections_is_no_stranger_s(
 @pytest.mark.parametrize(
     ("secret", "expected"), [(SECRET, ProbeResult.LET_IN), ("some other cluster's secret", ProbeResult.TURNED_AWAY)]
 )
-def test_a_knock_tells_why_nobody_answers(open_box: Callable[..., Reader], secret: str, expected: ProbeResult) -> None:
+def test_probe_reports_the_reason_for_no_answer(
+    open_box: Callable[..., Reader], secret: str, expected: ProbeResult
+) -> None:
     assert knock(open_box(B).box.address, secret, 20.0) is expected
     assert knock("tcp://127.0.0.1:9", secret, 0.1) is ProbeResult.SILENT
     assert knock("no address", secret, 0.1) is ProbeResult.SILENT
@@ -269,7 +271,7 @@ def test_a_knock_tells_why_nobody_answers(open_box: Callable[..., Reader], secre
         (ProbeResult.LET_IN, "waiting for the owner at h:1 to answer: it takes the secret", "is `memserve serve"),
     ],
 )
-def test_a_process_says_why_no_router_answers_it(answer: ProbeResult, waits: str, hint: str) -> None:
+def test_process_reports_why_no_router_answers(answer: ProbeResult, waits: str, hint: str) -> None:
     assert what_is_waited_for({"tcp://h:1": answer}, "the owner") == [waits]
     error = no_router({"tcp://h:1": answer}, "the owner")
     ends = "the owner at h:1 refuses the secret" if answer is ProbeResult.TURNED_AWAY else "no owner answers at h:1"
@@ -301,7 +303,7 @@ def test_repeated_and_malformed_letters_are_dropped_and_counted(
     assert (b.box.counters.malformed, b.box.counters.received) == (5, 3)
 
 
-def test_a_callback_that_fails_does_not_stop_the_mail(open_box: Callable[..., Reader]) -> None:
+def test_failing_callback_does_not_stop_the_mailbox(open_box: Callable[..., Reader]) -> None:
     a = open_box(A)
     fine: list[AnyMessage] = []
 
@@ -452,7 +454,7 @@ def test_lines_are_configured_to_bound_what_they_hold() -> None:
     context.destroy()
 
 
-def test_an_event_loop_reads_and_a_thread_again(open_box: Callable[..., Reader]) -> None:
+def test_mailbox_moves_to_an_event_loop_and_back_to_a_thread(open_box: Callable[..., Reader]) -> None:
     """What was queued before the loop came is read; strangers are turned away in the loop as well."""
     a = open_box(A)
     where: list[str] = []
@@ -514,7 +516,7 @@ def test_a_mailbox_that_a_loop_reads_can_be_closed(closer: str) -> None:
 @pytest.mark.parametrize(
     ("cores", "gives_way", "policy"), [(1, True, "BATCH"), (1, False, "OTHER"), (2, True, "OTHER")]
 )
-def test_the_thread_of_a_mailbox_gives_way_on_a_core_of_its_own(cores: int, gives_way: bool, policy: str) -> None:
+def test_mailbox_thread_yields_on_a_core_of_its_own(cores: int, gives_way: bool, policy: str) -> None:
     """ZeroMQ's own threads alone: those of Python stay as they are."""
     here = sorted(os.sched_getaffinity(0))
     if len(here) < cores:

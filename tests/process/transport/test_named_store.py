@@ -99,7 +99,7 @@ def facts(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("metadata", ["none", "state"])
-def test_a_store_that_runs_outlives_every_server(serving, store, truth, tmp_path, monkeypatch, metadata) -> None:
+def test_running_store_outlives_every_server(serving, store, truth, tmp_path, monkeypatch, metadata) -> None:
     """kill -9 of the server; the next one finds in the store what the first has computed, and so do clients. Without
     metadata the next router is a stranger to the store, which waits until the first one is silent for long enough."""
     monkeypatch.setenv("MEMSERVE_CACHE_DIR", str(tmp_path / "first"))
@@ -131,7 +131,7 @@ def test_a_store_that_runs_outlives_every_server(serving, store, truth, tmp_path
         assert client.get(b"mine").data == VALUE and is_alive(store.pid), "the end of a server is not that of the store"
 
 
-def test_a_store_that_dies_is_called_again(serving, store, truth) -> None:
+def test_restarted_store_is_called_again(serving, store, truth) -> None:
     serving.start("none")
     question = tokens(90, 2)
     assert serving.ask(question, 8)["choices"][0]["text"] == truth(question, 8)
@@ -160,7 +160,7 @@ def serve_error(model: Path, *flags: str) -> str:
     return " ".join(ended.stderr.strip().splitlines()[-2:])  # the error and its hint
 
 
-def test_another_secret_and_an_address_without_a_store_are_told_apart(model, store, tmp_path) -> None:
+def test_wrong_secret_and_unreachable_store_have_own_errors(model, store, tmp_path) -> None:
     other = tmp_path / "other"
     other.write_text("a secret of another cluster")
     other.chmod(0o600)
@@ -183,7 +183,7 @@ def test_a_store_of_another_server_does_not_join(serving, store, model) -> None:
     eventually(lambda: serving.stored_blocks() >= len(question) // BLOCK)
 
 
-def test_a_store_is_free_as_soon_as_its_server_has_ended_in_order(serving, store) -> None:
+def test_store_is_free_after_its_server_shuts_down(serving, store) -> None:
     serving.start("none")
     serving.server.process.send_signal(signal.SIGTERM)
     assert serving.server.process.wait(60) == 0

@@ -97,7 +97,7 @@ def takes(talker: Talker, secret: str) -> ProbeResult:
 
 
 @pytest.mark.parametrize("order", ["one after the other", "the other way round", "at once"])
-def test_no_letter_is_lost_while_the_secret_changes_in_three_steps(order: str, tmp_path: Path) -> None:
+def test_secret_rotation_in_three_steps_loses_no_message(order: str, tmp_path: Path) -> None:
     with talkers(tmp_path, "a", "b") as (a, b):
         a.talk_to(b)
         b.talk_to(a)
@@ -117,7 +117,7 @@ def test_no_letter_is_lost_while_the_secret_changes_in_three_steps(order: str, t
             assert takes(talker, OLD) is ProbeResult.TURNED_AWAY and takes(talker, NEW) is ProbeResult.LET_IN
 
 
-def test_a_stranger_that_was_let_in_is_cut_off(tmp_path: Path) -> None:
+def test_peer_with_a_revoked_secret_is_disconnected(tmp_path: Path) -> None:
     """Whatever knew the old secret, and has a line open, says nothing more."""
     with talkers(tmp_path, "a", "spy") as (a, spy):
         spy.talk_to(a)
@@ -140,7 +140,7 @@ def test_a_broken_file_changes_nothing(tmp_path: Path, caplog: pytest.LogCapture
             assert OLD not in caplog.text and takes(b, OLD) is ProbeResult.LET_IN
 
 
-def test_a_peer_with_a_third_secret_is_dialled_with_pauses(tmp_path: Path) -> None:
+def test_peer_with_a_wrong_secret_is_reconnected_with_backoff(tmp_path: Path) -> None:
     with talkers(tmp_path, "a", "b") as (a, b):
         put(b.file, "a third secret of the tests\n")
         put(a.file, STEPS[0])
@@ -176,9 +176,7 @@ def is_dead(line: Line) -> bool:
     return not int(line.socket.get(zmq.EVENTS)) & int(zmq.POLLOUT)
 
 
-def test_letters_for_a_peer_that_turns_lines_away_half_way_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_are_resent_after_a_rejected_reconnect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with talkers(tmp_path, "a", "b") as (a, b):
         with half_way(monkeypatch, mailbox):
             put(a.file, STEPS[0])
@@ -305,7 +303,7 @@ def test_pages_are_read_while_the_secret_changes(tmp_path: Path, monkeypatch: py
         owner.close()
 
 
-def test_what_kv_is_named_after_stays() -> None:
+def test_kv_names_survive_a_secret_rotation() -> None:
     assert {identity_key(text) for text in (OLD, f"{OLD}\n", *STEPS)} == {identity_key(OLD)}
     assert identity_key(NEW) != identity_key(OLD)
     assert [secrets_in(text) for text in STEPS] == [(OLD, NEW), (NEW, OLD), (NEW,)]

@@ -361,7 +361,7 @@ def test_wrong_options_are_one_error_with_a_hint(flags: list[str], words: str, t
     assert done.returncode == 1 and words in done.stderr and "hint:" in done.stderr, done.stderr
 
 
-def test_a_client_with_another_secret_is_told(new_store, tmp_path: Path) -> None:
+def test_client_with_another_secret_gets_an_error(new_store, tmp_path: Path) -> None:
     store = new_store()
     store.start()
     other = tmp_path / "other"

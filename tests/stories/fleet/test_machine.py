@@ -162,7 +162,7 @@ def test_an_engine_that_publishes_nothing_is_asked() -> None:
     assert [ask.engine for ask in world.replays] == [name]
 
 
-def test_a_gap_during_a_replay_is_asked_for_behind_it() -> None:
+def test_gap_during_a_replay_is_requested_after_it() -> None:
     world = World(events=True)
     world.tell(ReplayEnded("a:1"))
     world.replays.clear()
@@ -177,7 +177,7 @@ def test_a_gap_during_a_replay_is_asked_for_behind_it() -> None:
     assert world.machine.engines()[0].kv_gaps == 2 and len(world.replays) == 2
 
 
-def test_an_engine_that_was_heard_is_asked_once_more() -> None:
+def test_recovered_engine_is_queried_once_more() -> None:
     """The last batch may be lost, with none behind it to show a gap."""
     world = World(events=True)
     world.tell(ReplayEnded("a:1"))
@@ -191,7 +191,7 @@ def test_an_engine_that_was_heard_is_asked_once_more() -> None:
     assert world.replays == [RequestReplay("a:1", 1)]
 
 
-def test_prompts_without_tokens_are_followed_for_as_long_as_without_events() -> None:
+def test_text_prompts_are_tracked_as_if_without_kv_events() -> None:
     """KV events name no text: none confirms where such a prompt was sent."""
     world = World(events=True)
 
@@ -276,7 +276,7 @@ def test_admission_queues_by_tenant_and_time() -> None:
 LONG = list(range(1, 400))
 
 
-def test_a_long_prompt_is_computed_by_one_engine_and_answered_by_another() -> None:
+def test_long_prompt_is_prefilled_and_decoded_at_two_engines() -> None:
     world = World(roles="pdd")
     assert world.ask("r", tokens=LONG) is None and world.computing == {"r": "a:1"}
     world.tell(PromptComputed("r"))
@@ -286,7 +286,7 @@ def test_a_long_prompt_is_computed_by_one_engine_and_answered_by_another() -> No
     assert [view.prefills for view in world.machine.engines()] == [1, 0, 0]
 
 
-def test_what_is_cached_is_not_computed_elsewhere() -> None:
+def test_cached_prompt_is_not_prefilled_elsewhere() -> None:
     """Whichever engine has it: all that was computed is in the pool."""
     world = World(roles="pdd")
     assert world.ask("short", tokens=LONG[:200]) in ("b:2", "c:3") and not world.computing
@@ -296,7 +296,7 @@ def test_what_is_cached_is_not_computed_elsewhere() -> None:
     assert world.ask("far", tokens=[*LONG, *range(1000, 1400)]) is None and world.computing == {"far": "a:1"}
 
 
-def test_a_prompt_that_could_not_be_computed_is_answered_all_the_same() -> None:
+def test_prompt_is_answered_when_its_prefill_engine_fails() -> None:
     world = World(roles="pdd")
     world.ask("r", tokens=LONG)
     assert world.fail("r") in ("b:2", "c:3")
@@ -306,7 +306,7 @@ def test_a_prompt_that_could_not_be_computed_is_answered_all_the_same() -> None:
     assert world.ask("t", tokens=[*LONG, *LONG]) in ("b:2", "c:3") and not world.computing
 
 
-def test_a_silent_engine_computes_for_no_other() -> None:
+def test_silent_engine_gets_no_prefills() -> None:
     world = World(roles="pdd")
     world.ask("r", tokens=LONG)
     world.tell(EngineMissed("a:1", "no answer"), 6 * NS_PER_S)

@@ -301,7 +301,7 @@ A, B = told("a"), told("b")
 GREETING, BEAT = Send(Peer("b", 0), PeerJoined(A)), Send(B.peer, Heartbeat(Load()))
 
 
-def test_a_group_greets_until_it_is_answered_and_then_sends_heartbeats() -> None:
+def test_group_repeats_greeting_until_answered_then_heartbeats() -> None:
     group = PeerGroup(A, silent_ns=50 * MS)
     assert group.handle(AddRequested(B), 0) == [AddPeer(B), GREETING, GREETING]  # the first beat is due at once
     assert group.handle(ClockTicked(), 9 * MS) == [] and group.next_deadline_ns == 10 * MS
@@ -313,7 +313,7 @@ def test_a_group_greets_until_it_is_answered_and_then_sends_heartbeats() -> None
     assert group.peers() == [] and group.next_deadline_ns is None
 
 
-def test_a_silent_peer_is_lost_and_expelled_when_it_speaks_unless_this_process_was_stopped() -> None:
+def test_silent_peer_is_removed_unless_this_process_was_stopped() -> None:
     group = PeerGroup(A, silent_ns=50 * MS)
     group.handle(AddRequested(B), 0)
     group.handle(MessageArrived(B.peer, Heartbeat(Load())), MS)
@@ -329,7 +329,7 @@ def test_a_silent_peer_is_lost_and_expelled_when_it_speaks_unless_this_process_w
     assert group.handle(joined, 563 * MS)[0] == AddPeer(again) and group.find("b") == again.peer
 
 
-def test_an_expelled_process_starts_over_and_greets_all_peers_again() -> None:
+def test_expelled_process_restarts_and_greets_all_peers() -> None:
     group, c = PeerGroup(A, silent_ns=50 * MS), told("c")
     for info in (B, c):
         group.handle(AddRequested(info), 0)

@@ -109,7 +109,7 @@ def test_a_gap_in_the_blocks_is_noticed_at_once(world) -> None:
     assert not of(p, Released)[0].used and d.exchange.counters.pulls == 0
 
 
-def test_only_who_made_a_transfer_has_a_say_in_it(world) -> None:
+def test_transfer_messages_of_other_peers_are_ignored(world) -> None:
     p, d = pair(world)
     e = world.add("e")
     world.meet()
@@ -134,7 +134,7 @@ def test_messages_heard_twice_change_nothing(world) -> None:
     assert len(of(p, Released)) == 1 and d.exchange.counters.pulls == 1
 
 
-def test_the_whole_conversation_heard_again_starts_nothing(world) -> None:
+def test_replayed_messages_start_nothing(world) -> None:
     p, d = pair(world)
     heard = []
     world.drop = lambda sender, to, message: heard.append((sender, to, message))
@@ -207,7 +207,7 @@ def test_when_a_step_failed_nothing_is_relied_upon(world) -> None:
     assert d.pool.match("", array(PROMPT)) == 0
 
 
-def test_an_expelled_instance_forgets_everything_without_a_word(world) -> None:
+def test_expelled_instance_drops_all_state_silently(world) -> None:
     p, d = pair(world)
     p.hand_over(d.peer, p.compute("", PROMPT))
     d.hear(p.peer, Alloc("p/1/77", 2, Tier.HBM, LEASE_NS))
@@ -231,7 +231,7 @@ def test_an_expelled_instance_forgets_everything_without_a_word(world) -> None:
     d.exchange.reborn(d.peer)
 
 
-def test_the_host_answers_only_what_it_was_asked(world) -> None:
+def test_unrequested_host_answers_are_refused(world) -> None:
     d = world.add("d")
     with pytest.raises(InvariantError, match="seals nothing"):
         d.exchange.handle(PagesSealed(5, ()), 0)
@@ -257,7 +257,7 @@ def test_the_owner_announces_only_what_it_has(world) -> None:
         p.exchange.hand_off(offer_id, ())
 
 
-def test_the_index_can_be_copied_for_who_missed_its_events() -> None:
+def test_snapshot_equals_replayed_events() -> None:
     """What a follower that replayed all events has equals what the snapshot says, tier by tier."""
     node = World().add("n", hbm=6, dram=4)
     held: dict[bytes, Tier] = {}

@@ -91,7 +91,7 @@ def test_of_a_fetch_what_came_in_time_is_kept(world) -> None:
     assert d.check_cache("", tokens) == 2
 
 
-def test_a_fetch_that_nobody_answers_ends_in_time_and_a_late_offer_is_sent_back(world) -> None:
+def test_unanswered_fetch_times_out_and_late_offer_is_released(world) -> None:
     p, d = pair(world)
     p.end(p.compute("", PROMPT))
     world.run()
@@ -122,7 +122,7 @@ def test_a_fetch_gets_nothing_else_than_what_it_asked_for(world) -> None:
         d.exchange.fetch(p.peer, "", array(PROMPT), 0, 3, 0, 500)
 
 
-def test_asked_by_whom_it_does_not_know_it_says_no(world) -> None:
+def test_fetch_of_unknown_peer_is_refused(world) -> None:
     p = world.add("p")
     p.compute("", PROMPT)
     p.hear(Peer("x", 1), Fetch("x/1/1", "", array(PROMPT), 0, 2))
@@ -147,7 +147,7 @@ def test_generated_kv_goes_home(world) -> None:
     assert last(d) == Released(offer_id, p.peer, True, "")
 
 
-def test_what_lacks_its_beginning_is_refused(world) -> None:
+def test_insert_without_its_prefix_is_refused(world) -> None:
     p, d = pair(world, caching=False)
     seq = d.compute("", [1] * 3 * BLOCK)
     d.offer(p.peer, seq, 1, 3)
@@ -207,7 +207,7 @@ def test_blocks_go_where_their_sender_has_allocated(world, insert) -> None:
     assert d.exchange.references() == {}
 
 
-def test_a_destination_is_not_used_again_while_the_host_still_writes_to_it(world) -> None:
+def test_destination_is_not_reused_while_host_writes_to_it(world) -> None:
     p, d = pair(world)
     call_id = allocated(p, d, 1)
     world.run()
@@ -229,7 +229,7 @@ def test_a_destination_is_not_used_again_while_the_host_still_writes_to_it(world
     assert last(p) == Released(offer_id, d.peer, True, "")
 
 
-def test_blocks_that_belong_to_somebody_else_are_no_destination(world) -> None:
+def test_unallocated_destination_blocks_are_refused(world) -> None:
     p, d = pair(world)
     mine = d.compute("", [1] * BLOCK)
     seq = p.compute("", PROMPT)
@@ -267,7 +267,7 @@ def test_remote_memory_comes_back(world) -> None:
 
 
 @pytest.mark.parametrize("lost", [Allocated, Free])
-def test_remote_memory_that_nobody_waits_for_comes_back_before_its_lease(world, lost) -> None:
+def test_unawaited_remote_allocation_is_freed_before_its_lease(world, lost) -> None:
     p, d = pair(world)
     allocated(p, d, 2, deadline_ns=10)
     world.drop = lambda sender, to, message: isinstance(message, lost) and world.now <= 10

@@ -162,7 +162,7 @@ def world() -> World:
 # -- stories
 
 
-def test_what_must_be_durable_stands_before_what_is_said(world: World) -> None:
+def test_durable_records_precede_sends(world: World) -> None:
     assert world.order == ["Note"]  # entries may come later
     world.hear(Peer("p3", 1), Join(info(Peer("p3", 1))))
     assert world.order[0] == "Remember" and set(world.order[1:]) == {"Send"}
@@ -175,7 +175,7 @@ def test_what_must_be_durable_stands_before_what_is_said(world: World) -> None:
     assert "Remember" not in Cluster(CONFIG).handle(MessageArrived(P1, Join(info(P1))), 0)
 
 
-def test_the_first_decision_of_the_next_router_goes_by_the_recovered_entries(world: World) -> None:
+def test_next_router_routes_by_recovered_entries(world: World) -> None:
     assert world.ask("before") == P2
     after = world.successor()
     assert {send.to for send in after.told(RejoinRequest)} == {P1, P2}
@@ -196,7 +196,7 @@ class RoomForOne(World):
     config = replace(CONFIG, admission=AdmissionConfig(Admission.MEMORY, unit_tokens=256))
 
 
-def test_who_comes_back_brings_room_for_who_waits_at_the_gate() -> None:
+def test_rejoined_instance_gives_room_to_queued_requests() -> None:
     """The gate looks when something has happened: also when an instance opens that it has known as closed."""
     before = RoomForOne()
     for peer in (P1, P2):
@@ -208,7 +208,7 @@ def test_who_comes_back_brings_room_for_who_waits_at_the_gate() -> None:
     assert [send.to for send in after.told(Dispatch)] == [P2]
 
 
-def test_entries_of_an_incarnation_that_is_no_more_are_not_counted(world: World) -> None:
+def test_entries_of_a_dead_incarnation_are_not_counted(world: World) -> None:
     after, newer = world.successor(), Peer("p2", 21)
     after.hear(newer, Join(info(newer)))
     assert after.machine._trees.holdings(after.machine._registry.named("p2").number) == (b"", b"")
@@ -217,7 +217,7 @@ def test_entries_of_an_incarnation_that_is_no_more_are_not_counted(world: World)
     assert after.hear(P2, Heartbeat(Load()))[0].message == Expelled("this incarnation is no member")
 
 
-def test_who_does_not_answer_is_gone_and_stays_gone(world: World) -> None:
+def test_member_without_rejoin_is_removed_for_good(world: World) -> None:
     after = world.successor()
     after.hear(P1, Join(info(P1)))
     for _ in range(3):
@@ -239,7 +239,7 @@ def test_a_lost_recall_is_repeated_at_the_next_sign_of_life(world: World) -> Non
     )
 
 
-def test_a_store_that_belongs_to_another_router_meanwhile_is_let_go(world: World) -> None:
+def test_store_that_joined_another_router_is_forgotten(world: World) -> None:
     """It is not asked again and again; when it is free again, it joins as another incarnation."""
     after = world.successor()
     sent = after.hear(P1, Refused("it belongs to another"))
@@ -249,7 +249,7 @@ def test_a_store_that_belongs_to_another_router_meanwhile_is_let_go(world: World
     assert isinstance(after.hear(P1, Join(info(P1)))[0].message, Expelled)
 
 
-def test_whoever_was_draining_goes_on_draining(world: World) -> None:
+def test_draining_state_survives_router_restart(world: World) -> None:
     world.handle(InstanceDrained("p2"))
     after = world.successor()
     after.hear(P2, Join(info(P2)))
@@ -277,7 +277,7 @@ def test_handles_that_have_expired_meanwhile_are_forgotten(world: World) -> None
     assert not after.machine.handles() and not after.state.handles
 
 
-def test_a_cluster_of_another_model_is_not_kept_out_by_shadows(world: World) -> None:
+def test_recovered_entries_do_not_block_another_model(world: World) -> None:
     after, other = world.successor(), Peer("p1", 11)
     answer = after.hear(other, Join(msgspec.structs.replace(info(other), namespace="other")))
     assert not any(isinstance(send.message, Refused) for send in answer)
@@ -296,7 +296,7 @@ class KeepingWorld(World):
     config = replace(CONFIG, admission=AdmissionConfig(Admission.MEMORY, evictions_max=1, output_tokens_max=0))
 
 
-def test_what_was_used_last_is_evicted_last_by_the_next_router() -> None:
+def test_next_router_evicts_recovered_entries_by_last_use() -> None:
     """The times of recovered entries: they count as used for a minute from their last use, and go in that order."""
     world = KeepingWorld()
     world.hear(P1, Join(info(P1)))
@@ -413,7 +413,7 @@ class RandomLife(World):
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_the_book_is_the_machines_twin_through_many_routers(seed: int) -> None:
+def test_journal_state_equals_machine_through_many_routers(seed: int) -> None:
     world, rng = RandomLife(), random.Random(seed)
     world.rng = rng
     for _ in range(rng.randrange(2, 4)):

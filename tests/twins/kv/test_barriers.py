@@ -304,7 +304,7 @@ def lives(seeds: range, steps: int = 300) -> list[Life]:
 
 @settings(max_examples=1000, deadline=None)
 @given(st.integers(0, 1 << 40))
-def test_nobody_reads_or_writes_what_a_plan_under_way_touches(seed: int) -> None:
+def test_blocks_of_plans_in_flight_are_not_read_or_written(seed: int) -> None:
     Life(seed).live(300)
 
 
@@ -316,14 +316,14 @@ def test_most_need_not_wait() -> None:
 
 
 @pytest.mark.parametrize("safeguard", ["let_go", "copied", "filled"])
-def test_without_one_of_the_accounts_somebody_is_wrong(safeguard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabling_any_access_log_is_detected(safeguard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockAccessLog, safeguard, lambda *_: None)
     with pytest.raises(AssertionError, match=r"reads wrong KV|is not there|somebody wrote"):
         lives(range(40))
 
 
 @pytest.mark.parametrize("question", ["safe_to_overwrite", "safe_to_read"])
-def test_who_does_not_ask_is_wrong(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignoring_any_barrier_is_detected(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Barriers, question, lambda *_: 0)
     with pytest.raises(AssertionError, match=r"reads wrong KV|is not there|somebody wrote"):
         lives(range(40))
@@ -346,7 +346,7 @@ def test_last_plans_beside_a_plain_list(ops: list[tuple[str, int, set[int]]]) ->
     assert not plans._blocks, "finished plans are remembered"
 
 
-def test_what_waits_is_described_only_where_it_is_wrong() -> None:
+def test_waiting_work_is_described_only_on_violation() -> None:
     """The check runs after every event of a fuzzed cluster; a description of an import took a hundred times as long."""
 
     class Waiting:

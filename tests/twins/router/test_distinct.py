@@ -58,7 +58,7 @@ def test_the_sketch_is_as_described(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_counts_like_a_set(seed: int) -> None:
+def test_sketch_counts_like_a_set(seed: int) -> None:
     rng, sketch, twin = np.random.default_rng(seed), DistinctBlocks(), set()
     for _ in range(300):
         batch = [f"{seed}-{number}" for number in rng.integers(0, 60_000, rng.integers(0, 500))]
@@ -70,12 +70,12 @@ def test_it_counts_like_a_set(seed: int) -> None:
     sketch.check_invariants()
 
 
-def test_what_is_known_is_never_new() -> None:
+def test_known_identities_are_never_new() -> None:
     sketch, batch = DistinctBlocks(), identities(range(5_000))
     assert sketch.add(batch) > 4_900 and sketch.add(batch) == 0.0 and sketch.add(b"") == 0.0
 
 
-def test_it_stays_right_where_every_register_is_in_use() -> None:
+def test_sketch_is_accurate_with_all_registers_in_use() -> None:
     sketch, rng, count = DistinctBlocks(), np.random.default_rng(1), 20 * REGISTERS
     sketch.add(rng.bytes(count * IDENTITY_BYTES))
     assert abs(sketch.total - count) < 0.02 * count
@@ -111,7 +111,7 @@ def test_a_sketch_that_counts_too_few_is_noticed() -> None:
         sketch.check_invariants()
 
 
-def test_answers_are_known_to_later_prompts_and_do_not_count_as_prompts() -> None:
+def test_answers_count_as_known_tokens_not_as_prompts() -> None:
     ceiling = ReuseCeiling()
     ceiling.prompt("ada", identities(range(100)), 1001, 10)
     ceiling.answer("ada", identities(range(100, 150)))
@@ -124,7 +124,7 @@ def test_answers_are_known_to_later_prompts_and_do_not_count_as_prompts() -> Non
     ceiling.check_invariants()
 
 
-def test_tenants_are_counted_apart_and_the_number_of_sketches_is_bounded() -> None:
+def test_tenants_have_separate_sketches_within_a_bound() -> None:
     ceiling = ReuseCeiling()
     for number in range(TENANTS_MAX + 20):
         ceiling.prompt(f"t{number}", identities(f"{number}-{block}" for block in range(10)), 1001, 100)

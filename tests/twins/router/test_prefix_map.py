@@ -71,7 +71,7 @@ def test_tenants_are_apart() -> None:
     assert list(recent.trees("bob", lambda _: ())) == ["bob"] and recent.trees("eve", lambda _: ()) == {}
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recent_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = RecentPrompts()
     for number in range(PROMPTS_MAX + 10):
         recent.note("", b"".join(chained([number % 256, number // 256])), number)

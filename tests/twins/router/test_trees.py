@@ -288,7 +288,7 @@ def test_an_old_snapshot_does_not_undo_newer_events():
     assert world.dump(pool) == pool.truth()
 
 
-def test_what_is_kept_aside_is_bounded_and_asked_for_later():
+def test_buffered_events_are_bounded_and_requested_later():
     """A gap that is never filled: memory stays small, and it heals all the same."""
     world, pool = one_pool()
     for number in range(1, 20):

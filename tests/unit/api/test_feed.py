@@ -82,7 +82,7 @@ def test_all_pages_share_one_reading_and_the_last_one_ends_it() -> None:
     asyncio.run(run())
 
 
-def test_a_feed_begins_again_after_its_last_page() -> None:
+def test_feed_restarts_after_its_last_page() -> None:
     async def run() -> None:
         _, feed = opened()
         for _ in range(3):
@@ -107,7 +107,7 @@ def test_a_page_that_reads_slowly_skips_events() -> None:
     asyncio.run(run())
 
 
-def test_it_ends_with_the_server() -> None:
+def test_feed_ends_with_the_server() -> None:
     async def run() -> None:
         hub, feed = opened()
         events = feed.events(OPERATOR)

@@ -139,7 +139,7 @@ def test_a_next_turn_is_all_that_is_tokenized() -> None:
 
 
 @pytest.mark.parametrize("other", [("another tenant", ""), ("tenant", "a salt")])
-def test_what_one_owner_has_sent_saves_no_other_time(other: tuple[str, str]) -> None:
+def test_text_cache_is_not_shared_between_owners(other: tuple[str, str]) -> None:
     known, watch = watched()
     known.tokenize("hi<|end|>", MINE)
     watch.given.clear()
@@ -150,7 +150,7 @@ def test_what_one_owner_has_sent_saves_no_other_time(other: tuple[str, str]) -> 
     assert watch.given == [""]
 
 
-def test_pieces_are_dropped_when_there_are_too_many_and_large_ones_are_never_kept() -> None:
+def test_text_cache_is_bounded_and_skips_large_pieces() -> None:
     known, watch = watched(bytes_max=2000)
     known.tokenize("hi<|end|>", MINE)
     known.tokenize("x" * 2000 + "<|end|>", MINE)

@@ -72,7 +72,7 @@ def test_a_named_function_gets_the_whole_text_as_arguments() -> None:
     assert read(named, list(WEATHER))[:2] == ("", [("weather", WEATHER)])
 
 
-def test_the_schema_of_required_calls_has_the_definitions_at_its_root() -> None:
+def test_required_call_schema_has_definitions_at_root() -> None:
     required = call_plan(TOOLS, "required", parallel=False)
     schema = required.schema() if required is not None else None
     assert schema is not None and schema["$defs"] == {"a": {}} and schema["maxItems"] == 1

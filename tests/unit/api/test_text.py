@@ -101,7 +101,7 @@ def test_a_stop_string_that_no_text_can_hold_never_matches() -> None:
         StopStrings(["a", ""])
 
 
-def test_one_automaton_serves_all_sequences_of_a_request_and_none_that_waits() -> None:
+def test_stop_automaton_is_lazy_and_shared_by_sequences() -> None:
     stops = Stops(["Paris"])
     streams = [TextStream(TOKENIZER, stops=stops) for _ in range(64)]
     assert stops._automaton is None
@@ -126,7 +126,7 @@ def test_detokenizer_equals_decoding_the_whole(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=60))
-def test_detokenizer_shows_only_whole_characters_and_loses_nothing(tokens: list[int]) -> None:
+def test_detokenizer_emits_whole_characters_and_loses_nothing(tokens: list[int]) -> None:
     """Any tokens, also bytes that are no UTF-8: what is shown agrees with the whole but for replacement marks."""
     detokenizer = Detokenizer(TOKENIZER)
     shown = "".join(detokenizer.push(token) for token in tokens) + detokenizer.finish()

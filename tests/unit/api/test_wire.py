@@ -102,7 +102,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("begin, more, most, status", ENDLESS.values(), ids=ENDLESS)
-def test_what_has_no_end_is_ended_and_not_kept(begin: bytes, more: bytes, most: int, status: int) -> None:
+def test_unbounded_input_is_refused_and_not_buffered(begin: bytes, more: bytes, most: int, status: int) -> None:
     reader, held = RequestReader(LIMITS), 0
     reader.feed(begin)
     with pytest.raises(HttpSyntaxError) as caught:

@@ -76,7 +76,7 @@ def test_memory_behind_is_the_lower_tier() -> None:
     ],
     ids=["adapter", "old adapter", "salt", "salt of SGLang", "another group", "remote"],
 )
-def test_what_not_every_request_finds_is_left_out(more: dict[str, Any]) -> None:
+def test_blocks_not_shared_by_all_requests_are_skipped(more: dict[str, Any]) -> None:
     feed = new_feed()
     feed.live(0, batch(stored([1], None, TOKENS[:4], **more), stored([2], 1, TOKENS[4:8])))
     assert cached(feed) == (0, 0)
@@ -127,7 +127,7 @@ def test_a_replay_that_begins_too_late_forgets_what_was_before() -> None:
     assert cached(feed) == (0, 0) and cached(feed, [7] * BLOCK) == (1, 0) and feed.expected == 10
 
 
-def test_what_a_replay_loses_on_its_way_is_asked_for_again() -> None:
+def test_gap_inside_a_replay_is_requested_again() -> None:
     """vLLM's socket keeps 1,000 messages, and drops what a longer replay has beyond them."""
     feed, blocks = new_feed(), chain()
     feed.live(4, batch())

@@ -48,7 +48,7 @@ def profiler_of(config: InstanceConfig = CONFIG) -> StepProfiler:
     return StepProfiler(PlantedDevice(config), config, GEOMETRY.block_tokens, VOCAB)
 
 
-def test_what_a_device_costs_is_found() -> None:
+def test_profile_measures_device_costs() -> None:
     """From plans that are valid to curves that foretell, through the very code that the command runs."""
     told: list[str] = []
     profiler = profiler_of()
@@ -72,7 +72,7 @@ def test_what_a_device_costs_is_found() -> None:
     assert profiler._device.closed
 
 
-def test_the_grid_has_figure_13s_lengths_and_ratios_within_the_limits() -> None:
+def test_prefill_grid_has_figure_13_points_within_limits() -> None:
     grid = prefill_grid(profiler_of(), CONFIG.scheduler.max_step_tokens)
     assert (1024, 0) in grid and (256, 768) in grid and grid == sorted(grid)
     assert all(new + cached < CONFIG.max_model_tokens and new <= 1024 for new, cached in grid)
@@ -152,7 +152,7 @@ def test_two_processes_move_pages_through_shared_memory() -> None:
     assert all(0 < sample.ns < 5_000 * NS_PER_MS for sample in samples)
 
 
-def test_a_link_that_does_not_work_is_said() -> None:
+def test_failing_link_is_reported() -> None:
     with pytest.raises(UserError, match="cannot move pages over carrier-pigeon"):
         measure_transfer(GEOMETRY, "carrier-pigeon", 0.1)
     with pytest.raises(UserError, match="too large"):
@@ -203,7 +203,7 @@ def test_a_damaged_profile_is_not_used(cache: Path, caplog: pytest.LogCaptureFix
     assert "cannot be used" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
+def test_unwritable_folder_is_reported(cache: Path) -> None:
     cache.write_text("a file")
     with pytest.raises(UserError, match="cannot write"):
         save_profile(profile_path("f", GEOMETRY, "cpu", None), {})
@@ -212,7 +212,7 @@ def test_a_folder_that_cannot_be_written_is_said(cache: Path) -> None:
 # -- the command
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+def test_plot_without_matplotlib_is_refused_before_measuring(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(plot_module.importlib.util, "find_spec", lambda name: None)

@@ -41,6 +41,6 @@ def test_each_decision_has_a_name_of_its_own(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["scale.json"]
 
 
-def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+def test_unwritable_file_is_reported_immediately(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot write .*nowhere"):
         DecisionFile(tmp_path / "nowhere" / "scale.json")

@@ -59,7 +59,7 @@ def test_a_plan_copies_what_the_link_carries_beside_its_rows() -> None:
     assert len(moved(plans[4])) == 4, "where no row waits, everything comes"
 
 
-def test_what_is_called_off_half_way_has_everything_in_dram() -> None:
+def test_cancelled_swap_in_leaves_all_blocks_in_dram() -> None:
     pool = BlockPool(PoolConfig(20, 20), 4, "m")
     arrivals = SwapIns(pool, LAYERS)
     sequence, other = parked(pool, "called off", 6), parked(pool, "other", 2)
@@ -85,7 +85,7 @@ def test_no_room_is_an_answer() -> None:
 
 
 @pytest.mark.parametrize("lower_dtype", ["auto", "int8"])
-def test_what_lies_rounded_in_dram_leaves_no_instance(lower_dtype: str) -> None:
+def test_lower_dtype_sequence_is_not_handed_over(lower_dtype: str) -> None:
     """A sequence that is handed over may lie by layer, unless DRAM has it in a form that no other instance knows."""
     pool = BlockPool(PoolConfig(20, 20, lower_dtype=lower_dtype), 4, "m")
     costs, budget = PreemptionModel(PreemptionCosts()), LayerBudget(LAYERS, 64, LinkRate(1e9), NS_PER_S)

@@ -47,7 +47,7 @@ def simple(tokens: list[int], count: int) -> Draft:
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 12))
-def test_what_followed_is_what_a_search_of_all_places_finds(tokens: list[int], count: int) -> None:
+def test_draft_lookup_equals_exhaustive_search(tokens: list[int], count: int) -> None:
     assert following(np.array(tokens, np.int32), count) == simple(tokens, count)
 
 
@@ -85,7 +85,7 @@ def test_drafts_that_cost_nothing_are_as_long_as_they_may_be() -> None:
     assert length(0.1, Price(1.0, 0.0), 8) == 8
 
 
-def test_a_sequence_remembers_what_was_kept() -> None:
+def test_sequence_records_accepted_drafts() -> None:
     pace = Pace()
     pace.source = CACHED
     pace.told(8, 8)
@@ -119,7 +119,7 @@ def test_drafts_rest_where_steps_without_them_are_quicker(tokens: int, pays: boo
     assert worth.pays(1), "then it is looked at again"
 
 
-def test_a_rest_is_longer_each_time() -> None:
+def test_draft_pause_grows_each_time() -> None:
     worth, rests = worth_of(3, 30_000_000), []
     for _ in range(3):
         while worth.pays(3):
@@ -155,7 +155,7 @@ def test_now_and_then_a_step_has_no_drafts() -> None:
     assert 10 <= plain <= 25
 
 
-def test_steps_with_drafts_say_nothing_before_there_was_one_without() -> None:
+def test_draft_costs_are_learnt_only_after_a_plain_step() -> None:
     worth = Worth()
     for _ in range(10):
         worth.drafted(1, 1, 8, 1 << 40)

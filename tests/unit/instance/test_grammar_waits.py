@@ -16,7 +16,7 @@ def orders(waits: GrammarWaits) -> list[str]:
     return [signs[type(order)] + order.grammar for order in waits.take_orders()]
 
 
-def test_one_tenant_leaves_builds_to_another() -> None:
+def test_grammar_builds_are_fair_to_tenants() -> None:
     """However many it asks for, and however long they take."""
     waits = GrammarWaits(slots=64)
     for at in range(20):

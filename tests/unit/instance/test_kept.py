@@ -27,7 +27,7 @@ def one(kept: ReplayBuffer):
     return answer
 
 
-def test_the_next_router_is_told_everything_once() -> None:
+def test_next_router_gets_every_answer_once() -> None:
     kept = ReplayBuffer(100, 1 << 20)
     kept.ask(ROUTER)
     assert [len(message.answers) for message in kept.take_held()] == [0]
@@ -44,7 +44,7 @@ def test_the_next_router_is_told_everything_once() -> None:
     kept.check_invariants({"a#1"})
 
 
-def test_what_has_ended_is_kept_for_its_time() -> None:
+def test_ended_answer_is_retained_until_expiry() -> None:
     kept = ReplayBuffer(100, 1 << 20)
     kept.open(request("a#1"), (), ())
     kept.ended("a#1", 10)
@@ -73,7 +73,7 @@ def test_a_request_brings_its_log_along_or_is_not_kept() -> None:
     assert len(kept) == 0, "something was left out"
 
 
-def test_above_the_limit_the_oldest_goes_first_and_those_that_run_last() -> None:
+def test_replay_buffer_evicts_oldest_first_and_running_last() -> None:
     kept = ReplayBuffer(100, 3000)
     for name in ("a", "b", "c"):
         kept.open(request(name), (), ())

@@ -8,21 +8,21 @@ from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.instance.layerwise.budget import LayerBudget, LayerPolicy, LinkRate, Lying, Overtaking, layer_order
 
 
-def test_what_steps_read_back_fits_the_link_within_the_time_of_a_token() -> None:
+def test_layer_budget_fits_link_within_token_time() -> None:
     """1 GB/s for 200 ms: 200 MB, so 8,138 pages of 24,576 bytes."""
     budget = LayerBudget(30, 24_576, LinkRate(1e9), 200 * NS_PER_MS)
     assert budget.pages_max() == 8138
     assert budget.allows(8138) and not budget.allows(8139)
 
 
-def test_steps_do_not_wait_for_the_link_where_their_time_is_known() -> None:
+def test_layer_budget_is_half_of_the_link_in_known_step_time() -> None:
     """40 ms carry 40 MB, of which half may be read back; no step allows more than a token may take."""
     budget = LayerBudget(30, 24_576, LinkRate(1e9), 200 * NS_PER_MS)
     assert budget.pages_max(40 * NS_PER_MS) == 813
     assert budget.pages_max(500 * NS_PER_MS) == 8138
 
 
-def test_a_piece_of_a_prompt_takes_as_long_as_reading_back_what_is_before_it() -> None:
+def test_chunk_takes_as_long_as_reading_back_its_prefix() -> None:
     """500 blocks of 737,280 bytes take 369 ms at 1 GB/s; a block of 32 tokens is computed in 23 ms."""
     budget = LayerBudget(30, 24_576, LinkRate(1e9), 200 * NS_PER_MS)
     assert budget.chunk_blocks(500, 23.0 * NS_PER_MS) == 17
@@ -30,7 +30,7 @@ def test_a_piece_of_a_prompt_takes_as_long_as_reading_back_what_is_before_it() -
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 24, 30, 32, 80])
-def test_layers_are_kept_evenly_over_the_depth_and_by_each_request_from_another_on(layers: int) -> None:
+def test_layer_order_spreads_evenly_and_starts_per_request(layers: int) -> None:
     for number in range(7):
         order = layer_order(layers, number)
         assert sorted(order) == list(range(layers)) and order[0] == number % layers
@@ -48,7 +48,7 @@ def test_policies_by_name() -> None:
     assert LayerPolicy.named("static-12") == LayerPolicy(12, is_staggered=False, parks=False, bounds_delays=False)
 
 
-def test_the_latest_are_parked_as_many_as_read_back_too_much() -> None:
+def test_latest_sequences_beyond_the_budget_are_parked() -> None:
     budget = LayerBudget(4, page_bytes=1_000_000, link=LinkRate(1e9), tpot_ns=100_000_000)  # 100 pages
     lying = [Lying(3, 20, 0, True, True), Lying(2, 20, 0, True, False), Lying(1, 20, 3, True, True)]
     assert LayerPolicy().to_park(lying, budget, 0, 0) == [0]  # 180 pages, and 80 of them go

@@ -52,7 +52,7 @@ def test_percentiles_are_those_of_the_longer_answers(seed: int, generated: int) 
     them.check_invariants()
 
 
-def test_tenants_and_prompts_of_another_size_are_kinds_of_their_own() -> None:
+def test_output_lengths_are_learnt_per_tenant_and_prompt_size() -> None:
     them = OutputLengths()
     for _ in range(40):
         them.learn("short", 100, 10)

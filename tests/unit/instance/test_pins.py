@@ -49,7 +49,7 @@ def press(world: World) -> None:
         run(world, list(range(first, first + 40)))
 
 
-def test_a_pinned_prefix_outlives_pressure_and_an_unpinned_one_does_not(make):
+def test_pinned_prefix_survives_pressure_unlike_unpinned(make):
     world = make(hbm=16)
     warm(world)
     pin(world)
@@ -127,7 +127,7 @@ def test_only_what_is_cached_is_pinned(make):
 # -- in a cluster
 
 
-def test_a_pinned_prefix_outlives_pressure_until_its_time_is_over():
+def test_pinned_prefix_survives_pressure_until_expiry():
     """A document is opened; others fill the cache; its questions still find it."""
     fleet = Fleet(p=fleet_config(hbm=12))
     member = fleet.members["p"]

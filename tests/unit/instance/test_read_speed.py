@@ -20,7 +20,7 @@ def test_nothing_learned_is_what_the_store_says():
     assert ReadSpeed(TOLD).curve == TOLD and not ReadSpeed(TOLD).wants_trial(10 * TRIAL_AFTER_NS)
 
 
-def test_one_late_fetch_is_enough():
+def test_one_late_fetch_slows_the_curve():
     """Of nothing that came it is known only that it takes longer than was waited for: twice as long, at least."""
     speed = ReadSpeed(TOLD)
     speed.was_late(TOLD.ns(1000), 20 * TOLD.ns(1000), 0, is_part=False)
@@ -37,7 +37,7 @@ def test_late_at_once_makes_no_disk_quicker():
     assert speed.scale == 3.0
 
 
-def test_one_stall_is_forgotten_after_a_few_fetches_and_not_after_one():
+def test_one_stall_is_forgotten_after_several_good_fetches():
     speed = ReadSpeed(TOLD)
     speed.was_late(1000, 50_000, 0, is_part=False)
     slow = speed.scale
@@ -49,7 +49,7 @@ def test_one_stall_is_forgotten_after_a_few_fetches_and_not_after_one():
     assert speed.scale < 1.2
 
 
-def test_a_disk_that_stands_still_again_and_again_is_looked_at_less_and_less_often():
+def test_repeatedly_stalled_disk_is_tried_less_often():
     """Until it has been right for long."""
     speed = ReadSpeed(TOLD)
     for _ in range(20):
@@ -61,7 +61,7 @@ def test_a_disk_that_stands_still_again_and_again_is_looked_at_less_and_less_oft
     assert speed.trial_after_ns == TRIAL_AFTER_NS and speed.scale < 1.2
 
 
-def test_a_quicker_disk_than_was_said_is_learned_too_within_bounds():
+def test_learnt_speed_is_bounded_in_both_directions():
     speed = ReadSpeed(TOLD)
     for _ in range(20):
         speed.came(1_000_000, 1, 0)
@@ -89,7 +89,7 @@ def test_how_slow_a_disk_is_that_gave_part_is_known():
     assert not speed.wants_trial(100 + TRIAL_AFTER_NS - 1) and speed.wants_trial(100 + TRIAL_AFTER_NS)
 
 
-def test_of_a_disk_that_gave_nothing_nothing_is_expected_until_something_has_come():
+def test_disk_without_reads_is_unused_until_a_trial_measures_it():
     """Whatever the next fetch would cost if the disk were only as slow as is proven: the trial says how slow it is."""
     speed = ReadSpeed(TOLD)
     speed.was_late(1000, 3000, 0, is_part=False)
@@ -103,7 +103,7 @@ def test_of_a_disk_that_gave_nothing_nothing_is_expected_until_something_has_com
     assert not stood_still.is_unknown and stood_still.scale == 6.0 and not stood_still.wants_trial(10)
 
 
-def test_a_disk_that_was_late_again_and_again_is_not_looked_at_at_once_each_time() -> None:
+def test_trial_interval_of_repeatedly_late_disk_doubles() -> None:
     speed = ReadSpeed(TOLD)
     speed.was_late(1000, 50_000, 0, is_part=False)
     assert speed.wants_trial(0)
@@ -117,14 +117,14 @@ def test_a_disk_that_was_late_again_and_again_is_not_looked_at_at_once_each_time
     assert speed.wants_trial(later)
 
 
-def test_what_was_read_in_time_and_moved_late_says_no_more_of_the_disks_than_that() -> None:
+def test_late_move_after_timely_read_does_not_distrust_disk() -> None:
     """As when the blocks that it was to be pulled into were still in use."""
     speed = ReadSpeed(TOLD)
     speed.was_late(1000, 3000, 0, is_part=False, was_read=True)
     assert speed.scale == 6.0 and not speed.is_unknown and not speed.wants_trial(TRIAL_AFTER_NS - 1)
 
 
-def test_an_answer_at_once_that_nothing_is_there_makes_no_disk_unknown():
+def test_immediate_miss_does_not_change_disk_speed():
     speed = ReadSpeed(TOLD)
     speed.was_late(TOLD.ns(1000), 1, 0, is_part=False)
     assert not speed.is_unknown and speed.curve == TOLD

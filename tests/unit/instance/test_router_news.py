@@ -79,7 +79,7 @@ class World:
         self.loads[router] += 1
 
 
-def test_a_lone_router_hears_everything_at_once() -> None:
+def test_single_router_gets_updates_immediately() -> None:
     it = World()
     for now in range(5):
         it.index.change()
@@ -135,7 +135,7 @@ def test_a_clock_that_was_set_back_holds_nothing_up() -> None:
     assert it.take(3) == [OWNER, R2]
 
 
-def test_a_router_that_asks_has_heard_what_it_is_answered() -> None:
+def test_query_answer_counts_as_delivered_update() -> None:
     it = World(R2)
     it.index.change()
     it.take(1)
@@ -146,7 +146,7 @@ def test_a_router_that_asks_has_heard_what_it_is_answered() -> None:
     assert it.take(1 + BUNDLE_NS) == [OWNER]
 
 
-def test_a_router_that_lags_behind_what_is_kept_gets_everything() -> None:
+def test_router_beyond_retained_updates_gets_full_state() -> None:
     it = World(R2, kept=4)
     it.index.change()
     it.take(1)

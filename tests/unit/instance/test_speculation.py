@@ -98,7 +98,7 @@ def test_a_stop_token_among_the_drafts_ends_the_answer() -> None:
     assert world.final["a", 0] is FinishReason.STOP
 
 
-def test_a_request_that_leaves_while_its_drafts_are_under_way_leaves_nothing() -> None:
+def test_cancel_with_drafts_in_flight_leaves_nothing() -> None:
     world = world_of(depth=1)
     world.arrive(request("a", PROMPT[:4], max_tokens=12))
     while not any(plan.drafts for plan in world.plans):
@@ -121,7 +121,7 @@ def test_draws_that_depend_on_more_are_not_foretold(words: dict[str, Any]) -> No
     assert not world.machine.state.counters.drafted_tokens and NEVER.drafted == 0
 
 
-def test_the_story_tells_what_was_kept() -> None:
+def test_story_has_accepted_drafts() -> None:
     world = world_of(depth=1)
     world.arrive(request("a", PROMPT[:4], max_tokens=12))
     world.drain()

@@ -233,7 +233,7 @@ def test_more_blocks_than_slots() -> None:
     assert len(device.memory.loading._free) == len(device.memory.saving._free) == 2
 
 
-def test_what_is_lost_or_damaged_is_a_failed_load() -> None:
+def test_missing_or_damaged_block_is_a_failed_load() -> None:
     device = Device()
     saved(device, (1, 2), 1.0)
     device.worker._savers.drain()
@@ -283,7 +283,7 @@ def test_a_layer_that_runs_twice_is_copied_twice() -> None:
     device.worker.close()
 
 
-def test_a_step_that_comes_to_no_end_saves_nothing() -> None:
+def test_unfinished_step_saves_nothing() -> None:
     device = Device()
     device.worker.begin_step(Orders(saves=(Save((b"h1",), (1,)),)))
     device.worker.save_layer("layers.0")

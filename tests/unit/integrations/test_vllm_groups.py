@@ -175,7 +175,7 @@ def test_a_window_reaches_back_that_many_blocks() -> None:
         ([], True, "no KV"),
     ],
 )
-def test_what_is_not_exact_is_refused_with_its_reason(groups: list[Any], tells: bool, reason: str) -> None:
+def test_inexact_cache_groups_are_refused_with_reason(groups: list[Any], tells: bool, reason: str) -> None:
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(), cache_config=SimpleNamespace(enable_prefix_caching=True, hash_block_size=4)
     )

@@ -88,7 +88,7 @@ def computed(blocks: int, tokens: int, **params: Any) -> Any:
     return request
 
 
-def test_what_another_engine_computed_is_awaited() -> None:
+def test_prefix_of_another_engine_is_awaited() -> None:
     lookups = Lookups(b"h0")
     side, request = side_of(lookups), computed(3, 12)
     assert side.matched(request, 0, 0) == (None, False) and not lookups.asked
@@ -101,7 +101,7 @@ def test_what_another_engine_computed_is_awaited() -> None:
 
 
 @pytest.mark.parametrize("stored", [0, 2])
-def test_what_does_not_come_is_computed_at_the_deadline(stored: int) -> None:
+def test_awaited_prefix_is_computed_at_the_deadline(stored: int) -> None:
     lookups = Lookups(*[b"h%d" % at for at in range(stored)])
     side, request = side_of(lookups), computed(3, 12)
     assert side.matched(request, 0, 0) == side.matched(request, 0, WAIT_NS - 1) == (None, False)
@@ -114,7 +114,7 @@ def test_what_does_not_come_is_computed_at_the_deadline(stored: int) -> None:
     assert side.is_idle
 
 
-def test_what_is_computed_and_damaged_is_not_awaited() -> None:
+def test_damaged_prefix_is_not_awaited() -> None:
     lookups = Lookups(b"h0", b"h1", b"h2")
     side, request = side_of(lookups), computed(3, 12)
     side.matched(request, 0, 0)
@@ -139,11 +139,11 @@ def test_other_words_await_nothing(params: dict[str, Any]) -> None:
     assert side_of(Lookups()).matched(computed(3, 12, **params), 0, 0) == (0, False)
 
 
-def test_what_vllm_has_is_not_awaited() -> None:
+def test_prefix_cached_in_vllm_is_not_awaited() -> None:
     assert side_of(Lookups()).matched(computed(3, 8), 8, 0) == (0, False)
 
 
-def test_what_is_kept_of_a_prompt_is_said() -> None:
+def test_kept_tokens_of_a_prompt_are_reported() -> None:
     lookups = Lookups(b"h0")
     side, request = side_of(lookups), request_of(2)
     side.allocated(request, [ids(3)], 0)
@@ -155,14 +155,14 @@ def test_what_is_kept_of_a_prompt_is_said() -> None:
 # -- promises
 
 
-def test_what_is_nowhere_costs_no_look_up() -> None:
+def test_absent_prefix_costs_no_lookup() -> None:
     lookups = Lookups()
     side = side_of(lookups)
     assert side.matched(request_of(3), 0, 0) == (0, False)
     assert not lookups.asked and side.is_idle
 
 
-def test_a_hit_is_promised_once_it_is_held_and_compared() -> None:
+def test_hit_is_reported_once_held_and_verified() -> None:
     lookups = Lookups(b"h0", b"h1", b"h2")
     side, request = side_of(lookups), request_of(3)
     assert side.matched(request, 0, 0) == (None, False)
@@ -181,7 +181,7 @@ def test_a_hit_is_promised_once_it_is_held_and_compared() -> None:
     assert side.is_idle
 
 
-def test_one_token_is_left_to_compute() -> None:
+def test_match_leaves_one_token_to_compute() -> None:
     lookups = Lookups(b"h0", b"h1")
     side = side_of(lookups)
     side.matched(request_of(2, tokens=8), 0, 0)
@@ -209,7 +209,7 @@ def test_vllm_has_fewer_than_at_the_first_question() -> None:
     assert lookups.asked["r"] == [b"h0", b"h1", b"h2"]
 
 
-def test_a_damaged_block_ends_what_is_promised() -> None:
+def test_damaged_block_ends_the_reported_hit() -> None:
     lookups = Lookups(b"h0", b"h1", b"h2")
     side, request = side_of(lookups), request_of(3)
     side.matched(request, 0, 0)
@@ -375,7 +375,7 @@ def test_a_block_of_two_requests_is_saved_once() -> None:
     assert len(side.step(step_of({"a": 5, "b": 5}, tables), 0).saves) == 1
 
 
-def test_a_block_that_the_store_did_not_take_is_saved_again_later() -> None:
+def test_block_refused_by_store_is_saved_again_later() -> None:
     side = side_of(Lookups())
     for name, at in (("a", 0), ("b", 1_000_000), ("c", 60_000_000_000)):
         side.allocated(request_of(1, request_id=name), [ids(2)], 0)

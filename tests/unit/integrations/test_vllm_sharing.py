@@ -52,7 +52,7 @@ def test_tenants_and_models_have_other_names() -> None:
         ({"cache_salt": "s"}, False), ({"prompt_embeds": [0.5]}, False),
     ],
 )  # fmt: skip
-def test_what_does_not_follow_from_tokens_alone_is_not_shared(more: dict[str, Any], plain: bool) -> None:
+def test_requests_with_more_than_tokens_are_not_shared(more: dict[str, Any], plain: bool) -> None:
     assert is_plain(request_of(4, **more)) is plain
 
 

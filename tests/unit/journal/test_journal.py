@@ -71,7 +71,7 @@ def folded(records: list[AnyRecord]) -> dict[str, Any]:
 
 @given(st.integers(0, 2**32), st.integers(1, 120))
 @settings(max_examples=80, deadline=None)
-def test_the_book_is_what_the_records_mean_and_its_checkpoint_says_the_same(seed: int, count: int) -> None:
+def test_state_equals_its_twin_and_its_checkpoint(seed: int, count: int) -> None:
     drawn, state, twin = Drawn(seed), MetadataState(), StateTwin()
     for _ in range(count):
         record = drawn.record()
@@ -81,7 +81,7 @@ def test_the_book_is_what_the_records_mean_and_its_checkpoint_says_the_same(seed
     assert folded(list(state.records())) == view_of(twin)
 
 
-def test_what_is_remembered_is_on_the_new_clock_and_by_tier() -> None:
+def test_recovered_state_uses_new_clock_and_tiers() -> None:
     drawn, state = Drawn(5), MetadataState()
     while not (state.handles and state.entries > 4):
         state.apply([drawn.record()])
@@ -114,7 +114,7 @@ def test_times_and_uses_of_what_was_cached_outlive_the_router(seed: int) -> None
     assert after_replay.recovered(0) == after_checkpoint.recovered(0)
 
 
-def test_of_one_second_blocks_that_were_used_often_are_evicted_last_and_older_ones_first() -> None:
+def test_eviction_order_is_by_last_use_then_count_then_age() -> None:
     entries, (a, b, c, d) = Entries(), (bytes([number]) * 16 for number in range(4))
     for first, (name, created_s) in enumerate([(a, 5), (b, 7), (c, 6), (d, 6)]):
         entries.change(first, (KvChange("stored", Tier.HBM, name),), created_s * NS_PER_S)
@@ -164,7 +164,7 @@ def test_any_prefix_of_a_journal_gives_its_whole_frames(seed: int, data: st.Data
 
 @given(st.integers(0, 2**32), st.data())
 @settings(max_examples=60, deadline=None)
-def test_rotten_bytes_are_an_error_or_cost_the_last_frame_at_most(seed: int, data: st.DataObject) -> None:
+def test_corrupt_byte_is_an_error_or_costs_the_last_frame(seed: int, data: st.DataObject) -> None:
     journal, records, ends = written(seed, 5)
     at = data.draw(st.integers(0, len(journal) - 1))
     rotten = bytearray(journal)
@@ -231,7 +231,7 @@ def acknowledged_and_kept(seed: int, *, fsync_lies: bool = False) -> tuple[int, 
 
 
 @pytest.mark.parametrize("block", range(5))
-def test_500_kill_points_and_torn_last_writes_lose_nothing_acknowledged(block: int) -> None:
+def test_500_kills_with_torn_writes_lose_nothing_acknowledged(block: int) -> None:
     """What is found is what some prefix of the records makes, and it is not shorter than what was acknowledged."""
     for seed in range(block * 100, block * 100 + 100):
         acknowledged, records, found = acknowledged_and_kept(seed)
@@ -239,7 +239,7 @@ def test_500_kill_points_and_torn_last_writes_lose_nothing_acknowledged(block: i
         assert any(folded(records[:length]) == found for length in lengths), f"seed {seed}"
 
 
-def test_a_disk_that_lies_about_fsync_is_found_out() -> None:
+def test_disk_lying_about_fsync_is_noticed() -> None:
     """The checker above is able to fail."""
     caught = 0
     for seed in range(60):
@@ -252,7 +252,7 @@ def test_a_disk_that_lies_about_fsync_is_found_out() -> None:
     assert caught > 10
 
 
-def test_a_full_disk_breaks_the_store_until_a_checkpoint_gets_through() -> None:
+def test_full_disk_breaks_journal_until_a_checkpoint_succeeds() -> None:
     drawn, medium = Drawn(11), FaultyMedium()
     store = Store(medium)
     records = [drawn.record() for _ in range(30)]
@@ -302,7 +302,7 @@ def copy_of(other: FaultyMedium) -> FaultyMedium:  # a copy of its bytes
     return copy
 
 
-def test_journals_are_replaced_when_they_have_grown_and_say_the_same() -> None:
+def test_grown_journal_is_replaced_by_equal_checkpoint() -> None:
     medium = FaultyMedium()
     store, drawn = Store(medium, checkpoint_bytes_min=500), Drawn(2)
     records: list[AnyRecord] = []

@@ -216,12 +216,12 @@ def test_discrete_pieces_may_not_pay_where_aggregated_ones_do() -> None:
     assert decide(model, 400, 0, 0, 320, aggregated=False).tokens(Way.FETCH) == 0
 
 
-def test_without_a_profile_a_short_prefix_of_another_host_is_not_fetched() -> None:
+def test_short_remote_prefix_is_not_fetched_without_profile() -> None:
     assert decide(CostModel(), 60, 0, 0, 32, same_host=False).tokens(Way.FETCH) == 0
     assert not CostModel().is_measured
 
 
-def test_a_batch_shares_the_link_and_the_longest_saving_goes_first() -> None:
+def test_batch_shares_link_by_longest_saving_first() -> None:
     model = CostModel(prefill=PrefillCurve(0, 1000, 0), same_host=CopyCurve(200_000, 0, 0))
     batch = [Prefix(400, remote_tokens=304), Prefix(400, remote_tokens=392), Prefix(400, remote_tokens=240)]
     fetched = [decision.tokens(Way.FETCH) for decision in decide_batch(model, GEOMETRY, batch)]
@@ -242,9 +242,7 @@ def test_a_batch_shares_the_device_as_well() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(models(), prefixes(), st.integers(0, 10**9), st.integers(0, 10**9))
-def test_a_batch_of_one_is_the_single_decision_whatever_is_not_shared(
-    model: CostModel, prefix: Prefix, queue_ns: int, busy_ns: int
-) -> None:
+def test_batch_of_one_equals_single_decision(model: CostModel, prefix: Prefix, queue_ns: int, busy_ns: int) -> None:
     """Another prompt with nothing to fetch changes nothing but the queue of those behind it."""
     (alone,) = decide_batch(model, GEOMETRY, [prefix], queue_ns=queue_ns, link_busy_ns=busy_ns)
     other = Prefix(100)
@@ -258,9 +256,7 @@ def test_a_batch_of_one_is_the_single_decision_whatever_is_not_shared(
 
 @settings(max_examples=50, deadline=None)
 @given(models(), st.lists(prefixes(), max_size=5), st.integers(0, 10**9))
-def test_nobody_in_a_batch_does_worse_than_without_its_fetch(
-    model: CostModel, batch: list[Prefix], queue_ns: int
-) -> None:
+def test_fetch_in_a_batch_never_costs_its_prompt_time(model: CostModel, batch: list[Prefix], queue_ns: int) -> None:
     decisions = decide_batch(model, GEOMETRY, batch, queue_ns=queue_ns)
     assert len(decisions) == len(batch)
     for prefix, decision in zip(batch, decisions, strict=True):
@@ -285,7 +281,7 @@ def test_a_model_survives_json(model: CostModel) -> None:
     "change", [{"version": 0}, {"prefill": 3}, {"prefill": {"step_ns": -1.0}}, {"swap_in": {"start_ns": 1.0}},
                {"decode": {"row_ns": float("nan")}}, {"network": {"start_ns": 0.0, "piece_ns": 0.0, "byte_ns": 1e300}}]
 )  # fmt: skip
-def test_what_is_not_a_profile_is_refused(change: dict[str, object]) -> None:
+def test_invalid_profile_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(UserError, match="cost profile"):
         CostModel.from_dict(CostModel().to_dict() | change)
 
@@ -300,7 +296,7 @@ def test_scaling_changes_the_prefill_and_nothing_else() -> None:
 # -- learning from finished steps
 
 
-def test_the_first_step_replaces_a_guess_but_only_corrects_a_profile() -> None:
+def test_first_step_replaces_a_guess_but_corrects_a_profile() -> None:
     guess = PreemptionModel(PreemptionCosts(prefill_ns_per_token=1000))
     profile = PreemptionModel(PreemptionCosts(profile=CostModel(prefill=PrefillCurve(0, 1000, 0))))
     for model in (guess, profile):
@@ -342,7 +338,7 @@ def test_whatever_is_learnt_costs_stay_ordered(model: CostModel, steps: list[tup
 
 @settings(max_examples=150, deadline=None)
 @given(models(), prefixes(), st.integers(0, 10**9), st.integers(1, 10**10), st.integers(0, 10**9))
-def test_what_is_fetched_is_whole_blocks_that_are_expected_to_be_quicker(
+def test_fetch_plan_is_whole_blocks_expected_to_be_quicker(
     model: CostModel, prefix: Prefix, queue_ns: int, wait_max_ns: int, busy_ns: int
 ) -> None:
     (choice,) = plan_fetches(
@@ -359,7 +355,7 @@ def test_what_is_fetched_is_whole_blocks_that_are_expected_to_be_quicker(
     assert choice.link_ns == model.link(prefix.same_host).ns(blocks * GEOMETRY.block_bytes, blocks)
 
 
-def test_those_who_come_together_share_the_link() -> None:
+def test_concurrent_fetch_plans_share_the_link() -> None:
     """Each fetch takes 0.2 ms and saves 0.3 ms: the first pays, the second would end too late."""
     model = CostModel(prefill=PrefillCurve(0, 1000, 0), same_host=CopyCurve(200_000, 0, 0))
     prefix = Prefix(400, remote_tokens=304)
@@ -377,7 +373,7 @@ def test_those_who_come_together_share_the_link() -> None:
     assert plan_fetches(model, GEOMETRY, [late], queue_ns=0, waits_max_ns=[10**9])[0].tokens == 0
 
 
-def test_a_disk_is_waited_for_three_times_as_long_as_it_should_take() -> None:
+def test_disk_wait_is_three_times_the_expected_time() -> None:
     """And no longer than computing takes, and for free while other prompts are computed."""
     curve, nothing = CopyCurve(50_000, 0, 0), CopyCurve(0, 0, 0)
     model = CostModel(prefill=PrefillCurve(0, 10_000, 0), same_host=nothing, disk=curve)

@@ -46,7 +46,7 @@ def test_within_20_requests_all_curves_are_those_of_the_machine() -> None:
         assert link.ns(50 * BLOCK_BYTES, 50) == pytest.approx(true.ns(50 * BLOCK_BYTES, 50), rel=0.05)
 
 
-def test_routers_are_told_what_is_known_and_again_when_it_has_changed() -> None:
+def test_learnt_costs_are_reported_again_when_changed() -> None:
     fresh = PreemptionModel(PreemptionCosts())
     assert not fresh.is_known and fresh.told() == b""
     costs = served(20)
@@ -57,7 +57,7 @@ def test_routers_are_told_what_is_known_and_again_when_it_has_changed() -> None:
     assert costs.told() != told
 
 
-def test_measurements_of_one_size_scale_the_curve_and_bend_nothing() -> None:
+def test_measurements_of_one_size_scale_the_curve_only() -> None:
     curve = LearntCurve(PrefillCurve(2e6, 200_000.0, 10.0))
     for _ in range(10):
         curve.add((1.0, 1000.0, 500_000.0), 20_700_000)

@@ -68,7 +68,7 @@ def test_a_sequence_moves_by_the_table_or_not_at_all(phase, cause) -> None:
         assert state.sequences == (phase not in (Phase.NEW, Phase.FINISHED))
 
 
-def test_a_waiting_sequence_is_not_preempted_and_a_finished_one_not_admitted() -> None:
+def test_illegal_phase_moves_raise() -> None:
     state = new_state()
     sequence = bring(state, Phase.WAITING)
     with pytest.raises(InvariantError, match="PREEMPTED is no legal cause in WAITING"):

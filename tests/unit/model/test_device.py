@@ -25,7 +25,7 @@ def llama() -> tuple[object, Driver]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_mixed_batches_and_scattered_blocks_give_the_families_own_tokens(family: str) -> None:
+def test_chunked_mixed_batches_give_the_reference_tokens(family: str) -> None:
     """Two prompts in chunks of odd sizes beside each other's decodes; windows, caps and sinks all bite."""
     first, second = prompt(75, 1), prompt(41, 2)
     module = tiny_module(family)
@@ -198,7 +198,7 @@ def test_drafts_give_the_tokens_of_one_step_each(sampling: SamplingParams) -> No
     assert got == expected[: len(got)] and len(got) == 12
 
 
-def test_a_late_draw_is_what_it_would_have_been(llama: tuple[object, Driver]) -> None:
+def test_late_sample_equals_the_timely_one(llama: tuple[object, Driver]) -> None:
     assert check_late_draws(llama[1])
 
 

@@ -93,7 +93,7 @@ def test_slots_are_apart_and_a_closed_one_is_gone(grammars: Grammars) -> None:
     assert not grammars
 
 
-def test_what_is_no_grammar_is_reported_and_fails_its_slots(grammars: Grammars) -> None:
+def test_invalid_grammar_fails_its_slots(grammars: Grammars) -> None:
     assert "lexer" in build(grammars, 1, "start: /[")
     assert build(grammars, 2, 'start: "b"') == ""
     for slot, job_id in enumerate((1, 2, 7)):
@@ -133,7 +133,7 @@ def test_a_build_is_stopped_when_it_is_forgotten(grammars: Grammars) -> None:
     assert build(grammars, 3, 'start: "c"') == ""
 
 
-def test_a_mask_that_is_late_comes_and_the_step_does_not_wait(grammars: Grammars) -> None:
+def test_step_does_not_wait_for_a_late_mask(grammars: Grammars) -> None:
     """The process is stopped in the place of a mask that takes long."""
     assert build(grammars, 1, 'start: "hello"') == ""
     grammars.open(0, 1, [])
@@ -223,7 +223,7 @@ def test_slots_with_a_grammar_draw_by_it_and_others_freely(grammars: Grammars) -
     assert not grammars
 
 
-def test_a_late_draw_gives_the_token_that_was_due(grammars: Grammars) -> None:
+def test_late_sample_gives_the_timely_token(grammars: Grammars) -> None:
     """Draws of plans under way have no meaning; the late one is made from the logits of its own step."""
     model = TinyModel()
     assert build(grammars, 1, "start: /[a-z]{9}/") == ""
@@ -259,7 +259,7 @@ def test_a_late_draw_gives_the_token_that_was_due(grammars: Grammars) -> None:
     assert mask(grammars, 0).any()
 
 
-def test_the_tokenizer_is_let_go_and_its_text_is_kept(grammars: Grammars) -> None:
+def test_tokenizer_is_released_and_its_text_retained(grammars: Grammars) -> None:
     grammars.keep_vocabulary()
     grammars.keep_vocabulary()
     assert grammars._tokenizer is None

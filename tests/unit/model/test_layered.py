@@ -247,7 +247,7 @@ class Noted(threading.Event):
         super().set()
 
 
-def test_what_is_urgent_goes_first_and_a_link_keeps_to_its_rate() -> None:
+def test_urgent_copies_go_first_within_link_rate() -> None:
     """4 MB at 100 MB/s take 40 ms; the urgent copy comes after the one that is under way."""
     arena = np.zeros((5, 1_000_000), np.uint8)
     copier = PageCopier(100e6)

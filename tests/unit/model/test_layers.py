@@ -52,7 +52,7 @@ def test_a_reported_layer_is_written_and_stays_so(captured: bool) -> None:
         assert watcher.pages[layer].any()
 
 
-def test_shared_memory_gives_the_tokens_that_private_memory_gives() -> None:
+def test_shared_and_private_memory_give_equal_tokens() -> None:
     tokens = prompt(70, 2)
     answers = []
     for shared in (False, True):
@@ -63,7 +63,7 @@ def test_shared_memory_gives_the_tokens_that_private_memory_gives() -> None:
     assert answers[0] == answers[1]
 
 
-def test_a_shared_arena_grows_onto_huge_pages_without_losing_a_byte() -> None:
+def test_shared_arena_grows_onto_huge_pages_losslessly() -> None:
     """What is written before stays, and the memory is committed as far as it is used, not further."""
     arenas = KvArenas(block_bytes=1 << 20, hbm_blocks=96, dram_blocks=0, shared=True)
     arenas.hbm[40] = 7

@@ -89,12 +89,12 @@ def test_a_lower_dtype_doubles_dram_and_has_its_own_namespace() -> None:
         ({"kv_lower_dtype": "int8"}, "no lower tier.*--dram-memory 2GiB"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
+def test_impossible_options_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         EngineOptions(**options)
 
 
-def test_what_converts_needs_a_cpu_and_what_passes_layers_does_not() -> None:
+def test_lower_dtype_needs_cpu_and_layerwise_does_not() -> None:
     with pytest.raises(UserError, match="for CPUs so far"):
         options = EngineOptions(dram_memory_bytes=MIB, kv_lower_dtype="int8")
         options.instance_config(SMOLLM2, 8192, "weights", on_gpu=True)

@@ -54,7 +54,7 @@ def test_each_router_hears_of_its_own_attempts() -> None:
     assert books.all == [OWNER, R2, R3]
 
 
-def test_an_attempt_whose_follower_is_gone_goes_on_for_a_while_and_is_taken_by_another() -> None:
+def test_attempt_of_removed_follower_runs_until_taken_or_expired() -> None:
     books = routers()
     books.begins("a", R2)
     books.begins("b", R2)
@@ -72,7 +72,7 @@ def test_an_attempt_whose_follower_is_gone_goes_on_for_a_while_and_is_taken_by_a
     assert books.router_of("b") == OWNER and books.next_deadline_ns is None
 
 
-def test_what_has_ended_can_be_spoken_of_until_all_is_said() -> None:
+def test_ended_attempt_stays_known_until_all_is_sent() -> None:
     books = routers()
     books.begins("a", R2)
     books.begins("left", R2)
@@ -132,7 +132,7 @@ def is_of_feed(action: object) -> bool:
     return isinstance(action, Send) and type(action.message).__name__ in ("KvEvents", "KvSnapshot", "Heartbeat")
 
 
-def test_a_part_of_another_routers_sequence_is_refused_until_the_first_is_over() -> None:
+def test_segment_of_second_sequence_waits_for_the_first_to_end() -> None:
     """Of whatever router; other requests are taken."""
     it = Shared()
     for name, router in (("b", R3), ("c", R2)):
@@ -149,13 +149,13 @@ def test_a_part_of_another_routers_sequence_is_refused_until_the_first_is_over()
     assert not it.told(it.part("b", R3)) and it.parts == ["short", "b"]
 
 
-def test_a_router_that_is_gone_leaves_no_part() -> None:
+def test_removed_router_leaves_no_segment() -> None:
     it = Shared("key")
     it.hears(OWNER, PeerGone(R2, "it died"))
     assert not it.parts and not it.told(it.part("b", R3))
 
 
-def test_a_client_that_asks_another_router_ends_the_parts_at_the_first() -> None:
+def test_client_at_another_router_ends_segments_of_the_first() -> None:
     """They go on for no other router: the first one hears that its client has gone, and cancels."""
     it = Shared("key")
     assert not [one for one in it.told(it.hears(R3, QueryAnswers("other", ""))) if isinstance(one.message, AnswerTaken)]
@@ -164,7 +164,7 @@ def test_a_client_that_asks_another_router_ends_the_parts_at_the_first() -> None
     assert len(it.told(it.hears(R2, QueryAnswers("key", "")))) == 1, "its own router is told of nothing new"
 
 
-def test_a_key_of_another_request_takes_nothing_from_the_router_that_runs_that_one() -> None:
+def test_conflicting_key_takes_no_answer_from_its_router() -> None:
     it = Shared()
     running = structs.replace(request("first", PROMPT[:3]), key="key", asked="body")
     it.hears(R2, Dispatch(running))

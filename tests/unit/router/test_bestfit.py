@@ -59,7 +59,7 @@ NEEDS = st.builds(Need, st.integers(0, 5), st.lists(st.integers(0, 1), max_size=
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 7), st.integers(0, 1), NEEDS), max_size=40))
-def test_the_ledger_is_what_its_twin_is(operations):
+def test_ledger_equals_its_twin(operations):
     """The twin keeps a set of blocks for each request: a shared block is one element of several."""
     ledger, held = BlockLedger(), {}
     for node in (0, 1):

@@ -22,7 +22,7 @@ def record(number: int) -> HandleDropped:
     return HandleDropped("t", f"s{number}")
 
 
-def test_what_depends_on_the_disk_waits_and_each_member_hears_all_in_order() -> None:
+def test_durable_sends_wait_and_keep_order_per_member() -> None:
     gate = DurabilityGate()
     tokens, first, second, third = EmitTokens([]), Send(A, Leave()), Send(A, Leave()), Send(A, Leave())
     to_b, to_b_later = Send(B, Leave()), Send(B, Leave())

@@ -60,7 +60,7 @@ def test_names_stand_for_the_prompts_whole_blocks(prompt, unit):
         assert need.at(Role.PREFILL, decodes=False).names == names and len(names) == prompt // unit
 
 
-def test_the_cost_counts_what_is_read_and_what_may_be_written():
+def test_cost_counts_read_and_written_blocks():
     assert cost_tokens(a_request("r", [1] * 10, max_tokens=5), 256) == 15
     assert cost_tokens(a_request("r", [1] * 10, max_tokens=5000, n=2), 256) == 10 + 2 * 256
 
@@ -72,7 +72,7 @@ def test_reasons_say_what_is_in_the_way():
 
 
 @given(st.lists(st.integers(1, 10**12), min_size=1), st.integers(0, 1000), st.integers(1, 64))
-def test_the_time_to_come_again_is_between_its_limits(spans, ahead, at_once):
+def test_retry_after_is_within_its_limits(spans, ahead, at_once):
     times = ServiceTimes()
     for span in spans:
         times.learn(span)
@@ -80,7 +80,7 @@ def test_the_time_to_come_again_is_between_its_limits(spans, ahead, at_once):
     assert RETRY_MIN_S <= times.retry_after_s(ahead, at_once) <= RETRY_MAX_S
 
 
-def test_the_time_to_come_again_grows_with_the_line():
+def test_retry_after_grows_with_the_queue():
     times = ServiceTimes()
     times.learn(4 * NS_PER_S)
     assert [times.retry_after_s(ahead, 3) for ahead in (0, 2, 3, 8, 300)] == [4.0, 4.0, 8.0, 12.0, 60.0]
@@ -104,6 +104,6 @@ def test_the_first_samples_count_as_their_mean():
         {"evictions_max": -1},
     ],
 )
-def test_what_makes_no_sense_is_refused(options):
+def test_invalid_settings_are_refused(options):
     with pytest.raises(UserError):
         AdmissionConfig(**options)

@@ -58,7 +58,7 @@ def test_each_reason_asks_for_one_more_and_says_so(load: RoleLoad, why: str) -> 
     ],
     ids=["idle", "at the limits", "few are late", "memory is not full", "hardly a prompt"],
 )
-def test_what_is_allowed_asks_for_nothing(load: RoleLoad) -> None:
+def test_no_decision_within_limits(load: RoleLoad) -> None:
     assert looks(scaling(least=2), load, 200) == []
 
 
@@ -87,7 +87,7 @@ def test_fewer_only_after_a_time_in_which_fewer_were_enough() -> None:
     assert at == 2 * DOWN_S
 
 
-def test_nothing_more_is_decided_until_the_instances_are_there_or_do_not_come() -> None:
+def test_next_decision_waits_for_started_instances_or_timeout() -> None:
     policy, much = scaling(), replace(CALM, waiting=5)
     assert len(looks(policy, much, 40)) == 1
     assert len(looks(policy, much, 60, 40)) == 1, "the first decision was not carried out within 60 s"
@@ -97,14 +97,14 @@ def test_nothing_more_is_decided_until_the_instances_are_there_or_do_not_come() 
     assert (at, wanted.wanted) == (20 + UP_S, 4), "the time begins again when the third one is there"
 
 
-def test_counts_out_of_range_come_back_and_dead_instances_are_not_counted_as_too_few() -> None:
+def test_count_is_clamped_and_dead_instances_do_not_scale_up() -> None:
     ((_, wanted),) = looks(scaling(most=3), replace(CALM, instances=5), 10)
     assert (wanted.wanted, wanted.why) == (3, "at most 3 are allowed")
     assert looks(scaling(least=2), RoleLoad(1), 500) == []
     assert looks(scaling(), RoleLoad(0, waiting=100), 500) == []
 
 
-def test_a_count_that_was_too_small_is_not_tried_again_at_that_load() -> None:
+def test_insufficient_count_is_not_retried_at_equal_load() -> None:
     """Two instances are late; three are not, and look as if two could do it."""
     policy = scaling()
     late, fine = (RoleLoad(count, served_tokens=1000, answers=10, late=bad) for count, bad in ((2, 5), (3, 0)))

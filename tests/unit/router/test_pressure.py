@@ -29,7 +29,7 @@ def test_the_example_of_the_source():
     assert list(ledger.holders(0)) == ["req-1", "req-5"] and ledger.evictions == 1
 
 
-def test_rejected_when_one_eviction_is_not_enough_and_nothing_is_lost_for_it():
+def test_insufficient_evictions_reject_without_evicting():
     ledger = under_pressure(30, ("req-4", 12, True), ("req-5", 18, True))
     assert ledger.relieve(Need(13), [0], 1) is None
     assert ledger.blocks_free(0) == 0 and ledger.evictions == 0
@@ -57,7 +57,7 @@ def test_shared_blocks_are_free_only_when_their_last_holder_goes():
     assert ledger.relieve(Need(4), [0], 2).evicted == ("b",), "now with b its blocks go"
 
 
-def test_what_ended_long_ago_is_let_go_and_is_no_eviction():
+def test_expired_entries_are_released_without_eviction():
     """Each counts from its own end; an entry that went earlier, or lost its node, is not missed."""
     ledger = under_pressure(30, ("running", 5, False), ("first", 10, True), ("second", 10, True))
     assert ledger.expire(100, kept_ns=50) == 0
@@ -83,7 +83,7 @@ NEEDS = st.builds(
     st.integers(0, 5),
     st.tuples(st.integers(0, 20), st.integers(0, 20)),
 )
-def test_it_does_what_trying_one_after_the_other_does(held, need, limit, totals):
+def test_relieve_equals_trying_evictions_one_by_one(held, need, limit, totals):
     """The twin evicts for real, oldest first, on a copy of each node, until there is room."""
     ledger = BlockLedger()
     blocks: dict[int, dict[str, set]] = {0: {}, 1: {}}

@@ -58,7 +58,7 @@ def test_numbers_are_given_again_in_any_order() -> None:
             registry.check_invariants()
 
 
-def test_a_name_is_one_of_one_process() -> None:
+def test_member_name_belongs_to_one_process() -> None:
     """The newer of two wins: it may be a restart. The other one lives, and comes again: it is told."""
     registry = Registry()
     old, new = (structs.replace(info("c", at), address=f"tcp://{at}") for at in (1, 2))

@@ -48,7 +48,7 @@ def test_each_role_has_its_own_reasons() -> None:
     assert (decode.wanted, decode.more, decode.fewer) == (2, 1, 0) and (prefill.wanted, prefill.more) == (1, 0)
 
 
-def test_totals_count_from_the_first_look_and_a_new_life_begins_anew() -> None:
+def test_totals_count_from_first_poll_per_incarnation() -> None:
     """What an instance did before, and what one of its name did in an earlier life, is no news."""
     machine = scaling("prefill=1..2")
     many = Totals(device_ns=10**12, ttft_missed=1000, ttft_met=1)
@@ -79,7 +79,7 @@ def test_a_prompt_alone_waits_for_nothing_but_itself() -> None:
     assert looked(slack, 10, ClusterLook((replace(alone, requests=2),))) == []
 
 
-def test_what_a_full_cache_has_lost() -> None:
+def test_lost_reuse_of_a_full_cache_scales_up() -> None:
     """9 of 10 prompt tokens came again, and half of them had to be computed."""
     machine, found = scaling("prefill=1..2"), []
     for at in range(12):

@@ -37,7 +37,7 @@ def ends(world: DisksWorld, kind: type) -> list:
     return [outcome for outcome in world.outcomes if isinstance(outcome, kind)]
 
 
-def test_what_was_written_is_read_with_its_name_and_tag() -> None:
+def test_written_value_is_read_with_name_and_tag() -> None:
     world = started()
     for number, size in enumerate((0, 1, 4016 - 3, 4016 - 2, 4096, 9000)):
         key = bytes([number]) * 16
@@ -55,7 +55,7 @@ def test_what_was_written_is_read_with_its_name_and_tag() -> None:
     assert world.read(b"?" * 16) is None and world.disks.find(b"?" * 16) is None
 
 
-def test_the_first_request_is_not_admitted_once_the_disk_was_full() -> None:
+def test_first_request_for_a_value_is_not_written_to_full_disk() -> None:
     world = started(DisksConfig(), disks=1)
     key, other = b"k" * 16, b"o" * 16
     assert world.disks.wants(key, 8192, world.now), "there is space that nothing lies on"
@@ -91,7 +91,7 @@ def test_no_24_hours_see_more_than_the_days_budget() -> None:
     assert WriteBudget(0).has(1 << 60, 0)
 
 
-def test_the_days_budget_holds_for_all_disks_together_and_what_is_owed_is_paid_first() -> None:
+def test_daily_write_budget_is_shared_by_all_disks() -> None:
     world = started(DisksConfig(admission="all", writes_per_day_bytes=2 * MIB), disks=2, segments=100)
     for _ in range(600):
         world.put(world.rng.randbytes(16), BLOCK)
@@ -188,7 +188,7 @@ def refused(world: DisksWorld, why: str = "ENOSPC") -> None:
 
 @pytest.mark.parametrize("sync", ["none", "segment", "always"])
 @pytest.mark.parametrize("why", ["ENOSPC", "EDQUOT"])
-def test_a_disk_without_room_is_read_and_written_again_when_there_is_room(why: str, sync) -> None:
+def test_full_disk_is_read_and_written_again_when_room_returns(why: str, sync) -> None:
     world = started(DisksConfig(admission="all", sync=sync), disks=1, segments=20)
     keys = filled(world, 12)
     refused(world, why)
@@ -219,7 +219,7 @@ def test_a_disk_without_room_is_read_and_written_again_when_there_is_room(why: s
         assert found >= len(keys) and (power or found == wanted)
 
 
-def test_a_removal_on_a_full_disk_is_not_said_to_be_safe_before_it_is() -> None:
+def test_removal_on_full_disk_is_not_reported_durable_early() -> None:
     world = started(disks=1, segments=20)
     first, second, *_ = filled(world, 6)
     refused(world)
@@ -244,7 +244,7 @@ def test_a_full_disk_whose_reads_fail_is_lost() -> None:
     world.settle()
 
 
-def test_a_try_that_fails_for_another_reason_is_not_the_last() -> None:
+def test_failed_retry_for_another_reason_is_retried() -> None:
     world = started(disks=1, segments=20)
     filled(world, 2)
     refused(world)
@@ -260,7 +260,7 @@ def test_a_try_that_fails_for_another_reason_is_not_the_last() -> None:
 
 
 @pytest.mark.parametrize("disks", [1, 3])
-def test_a_disk_that_fails_eight_times_in_a_row_is_lost_cache_and_nothing_else(disks: int) -> None:
+def test_disk_failing_eight_times_is_lost_others_keep_values(disks: int) -> None:
     world = started(DisksConfig(admission="all"), disks=disks, segments=20)
     keys = filled(world, 24)
     dying = world.disk_of[keys[0]]
@@ -290,7 +290,7 @@ def test_a_disk_that_fails_eight_times_in_a_row_is_lost_cache_and_nothing_else(d
     assert set(world.model) == {*others, *(fresh if disks > 1 else [])}, "the lost disk begins anew"
 
 
-def test_what_is_under_way_on_a_lost_disk_ends_when_the_device_is_done() -> None:
+def test_operations_on_lost_disk_end_when_device_completes() -> None:
     world = started(DisksConfig(admission="all", failures_max=1), disks=1, segments=8)
     keys = filled(world, 6)
     reads = [world.read(key) for key in keys[:3]]
@@ -306,7 +306,7 @@ def test_what_is_under_way_on_a_lost_disk_ends_when_the_device_is_done() -> None
     assert ends(world, ev.Written)[-1] == ev.Written(b"w" * 16, False) and not world.reading
 
 
-def test_a_value_is_not_written_again_while_a_lost_disk_may_still_read_its_extent() -> None:
+def test_no_rewrite_while_lost_disk_may_read_the_extent() -> None:
     world = started(DisksConfig(admission="all", failures_max=1), disks=2, segments=8)
     key = b"w" * 16
     assert world.put(key, BLOCK)
@@ -320,7 +320,7 @@ def test_a_value_is_not_written_again_while_a_lost_disk_may_still_read_its_exten
     assert world.put(key, BLOCK)
 
 
-def test_values_spread_over_disks_by_their_sizes_and_are_found_by_another_set_of_disks() -> None:
+def test_values_spread_by_disk_size_and_survive_reordering() -> None:
     logs = [_core.SegmentLog(segments, SEGMENT_BYTES, bytes(16)) for segments in (60, 20)]
     disks = Disks(logs, DisksConfig(admission="all"))
     rng = random.Random(1)
@@ -359,7 +359,7 @@ def test_a_removal_and_a_purge_outlive_a_kill() -> None:
     assert len(world.disks) == 0
 
 
-def test_a_value_that_is_removed_while_it_is_written_is_not_found() -> None:
+def test_value_removed_during_write_is_not_found() -> None:
     world = started(disks=1)
     assert world.put(b"k" * 16, BLOCK) and world.disks.remove(b"k" * 16)
     world.take()
@@ -424,7 +424,7 @@ def test_another_record_in_the_place_of_one_is_noticed() -> None:
     assert world.disks.counters()["reads_damaged"] == 1
 
 
-def test_a_verification_reads_everything_one_by_one_and_lets_callers_pass() -> None:
+def test_verification_reads_one_record_at_a_time_and_yields() -> None:
     world = started(DisksConfig(admission="all", check_pause_ns=10 * NS_PER_MS), disks=1, segments=12)
     keys = filled(world, 20)
     held = world.read(keys[0], world.now + NS_PER_S)

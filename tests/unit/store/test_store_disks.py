@@ -127,7 +127,7 @@ def test_writes_that_fail_are_dropped_and_counted(tmp_path: Path, code: int) -> 
     files.close()
 
 
-def test_a_disk_without_room_goes_on_being_read_and_is_written_later(tmp_path: Path) -> None:
+def test_full_disk_file_is_read_and_written_later(tmp_path: Path) -> None:
     files = Files([(tmp_path, SIZE)], DisksConfig(admission="all", full_pause_ns=NS_PER_S), faulty=True)
     kept = [bytes([n]) * 16 for n in range(4)]
     for key in kept:

@@ -19,7 +19,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_it_says_what_the_process_is_once_a_second(tmp_path: Path, clock: list[float]) -> None:
+def test_health_file_is_written_once_a_second(tmp_path: Path, clock: list[float]) -> None:
     path = tmp_path / "health"
     health = HealthFile(path)
     assert not path.exists(), "before the first word there is none: the process has not started"
@@ -37,7 +37,7 @@ def test_it_says_what_the_process_is_once_a_second(tmp_path: Path, clock: list[f
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_the_process_before_says_nothing_of_this_one(tmp_path: Path) -> None:
+def test_health_file_of_a_previous_process_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "health"
     path.write_text("member\n")
     HealthFile(path)

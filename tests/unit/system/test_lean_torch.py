@@ -21,7 +21,7 @@ def said_by(program: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_model_family_brings_neither_compiler_nor_distributed_tensors_nor_scipy() -> None:
+def test_model_family_imports_no_compiler_dtensor_or_scipy() -> None:
     said = said_by("""
 import transformers.models.llama.modeling_llama
 left_out = ("torch._inductor", "torch.distributed.tensor", "sympy", "triton", "scipy")
@@ -30,7 +30,7 @@ print([name for name in left_out if sys.modules.get(name)])
     assert said == "[]"
 
 
-def test_what_compiles_gets_the_compiler() -> None:
+def test_compiling_code_gets_the_compiler() -> None:
     said = said_by("""
 import transformers.models.llama.modeling_llama
 double = torch.compile(lambda x: x * 2, backend="eager")
@@ -39,7 +39,7 @@ print(double(torch.ones(1)).item(), torch._dynamo.utils.__name__, torch.compiler
     assert said == "2.0 torch._dynamo.utils False"
 
 
-def test_a_family_reads_neither_the_other_families_again_nor_what_is_installed() -> None:
+def test_model_family_scans_no_other_families_or_packages() -> None:
     said = said_by("""
 import importlib.metadata
 from transformers.utils import import_utils

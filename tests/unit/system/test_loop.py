@@ -54,7 +54,7 @@ def loop_of(machine: Recorder, perform=lambda event, actions, spent_ns: None, br
     return SharedLoop(machine, perform, on_broken=broken, name="own")
 
 
-def test_events_of_many_threads_are_handled_once_and_in_each_ones_order(machine: Recorder) -> None:
+def test_events_of_many_threads_run_once_in_thread_order(machine: Recorder) -> None:
     loop = loop_of(machine)
     loop.start()
     posters = [threading.Thread(target=lambda n=n: [loop.post((n, i)) for i in range(2000)]) for n in range(6)]
@@ -69,7 +69,7 @@ def test_events_of_many_threads_are_handled_once_and_in_each_ones_order(machine:
         assert [i for m, i in machine.events() if m == n] == list(range(2000))
 
 
-def test_a_thread_that_finds_the_turn_free_handles_its_event_itself(machine: Recorder) -> None:
+def test_idle_loop_handles_event_on_the_posting_thread(machine: Recorder) -> None:
     loop = loop_of(machine)
     loop.start()
     assert loop.ask(lambda: "started") == "started"
@@ -78,7 +78,7 @@ def test_a_thread_that_finds_the_turn_free_handles_its_event_itself(machine: Rec
     assert loop.close(WAIT_S)
 
 
-def test_what_is_posted_before_the_start_waits_for_it(machine: Recorder) -> None:
+def test_events_before_start_wait_for_it(machine: Recorder) -> None:
     loop = loop_of(machine)
     loop.post("early")
     assert machine.seen == []
@@ -87,7 +87,7 @@ def test_what_is_posted_before_the_start_waits_for_it(machine: Recorder) -> None
     assert machine.events() == ["early"]
 
 
-def test_what_is_posted_while_actions_are_performed_comes_next(machine: Recorder) -> None:
+def test_event_posted_during_actions_comes_next(machine: Recorder) -> None:
     loop = loop_of(machine, lambda event, actions, spent_ns: loop.post("second") if event == "first" else None)
     loop.start()
     loop.post("first")
@@ -95,7 +95,7 @@ def test_what_is_posted_while_actions_are_performed_comes_next(machine: Recorder
     assert machine.events() == ["first", "second"]
 
 
-def test_a_deadline_that_a_poster_brings_is_not_slept_through(machine: Recorder) -> None:
+def test_deadline_of_a_posted_event_is_kept(machine: Recorder) -> None:
     loop = loop_of(machine)
     machine.next_deadline_ns = time.monotonic_ns() + 3600 * NS_PER_S
     loop.start()

@@ -36,7 +36,7 @@ def tenants(ring: KeyRing, *keys: str) -> list[str | None]:
     return found
 
 
-def test_a_changed_file_has_other_keys_and_tenants_keep_their_names(tmp_path: Path) -> None:
+def test_changed_key_file_replaces_keys_and_keeps_tenants(tmp_path: Path) -> None:
     file = put(tmp_path / "keys", "ada=k-old\nbob=k-bob\n")
     ring = KeyRing(api_keys(["k-word"], file).follow())
     assert tenants(ring, "k-word", "k-old", "k-new", "k-bob") == ["", "ada", None, "bob"]
@@ -47,7 +47,7 @@ def test_a_changed_file_has_other_keys_and_tenants_keep_their_names(tmp_path: Pa
 
 
 @pytest.mark.parametrize("wrong", ["", "# none\n", "a b\n", "ada=\n", "k-word\n", "one\none\n", "\x00\n"], ids=repr)
-def test_a_broken_file_keeps_the_keys_and_says_so_once(
+def test_broken_file_keeps_the_keys_and_is_logged_once(
     wrong: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = put(tmp_path / "keys", "ada=k-old\n")
@@ -77,7 +77,7 @@ def test_a_file_that_is_gone_or_open_to_others_keeps_the_keys(tmp_path: Path, ca
     assert tenants(ring, "k-old", "k-strange") == [None, ""], "as the hint says"
 
 
-def test_a_file_that_was_only_touched_is_no_news(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_touched_file_is_no_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = put(tmp_path / "secret", "a secret of the tests\n")
     secret = follow_secret(file)
     file.chmod(0o400)
@@ -86,7 +86,7 @@ def test_a_file_that_was_only_touched_is_no_news(tmp_path: Path, caplog: pytest.
     assert secret.value() == "another secret of the tests" and "read again" in caplog.text
 
 
-def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fifo_in_place_of_a_file_does_not_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = put(tmp_path / "keys", "k-old\n")
     ring = KeyRing(api_keys(None, file).follow())
     file.unlink()
@@ -97,7 +97,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, caplog:
     assert tenants(ring, "k-old", "k-new") == [None, ""]
 
 
-def test_a_file_of_an_editor_of_windows_is_read(tmp_path: Path) -> None:
+def test_file_with_bom_and_crlf_is_read(tmp_path: Path) -> None:
     text = "\ufeffada=k-ada-0123456789\r\nbob=k-bob\r\n"
     file = put(tmp_path / "keys", text)
     assert tenants(KeyRing(api_keys(None, file).follow()), "k-ada-0123456789", "k-bob") == ["ada", "bob"]
@@ -150,7 +150,7 @@ def test_keys_of_metrics_have_a_file_too(tmp_path: Path) -> None:
         metrics_keys("k-word", put(tmp_path / "keys", "\n"))
 
 
-def test_a_child_is_told_where_keys_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_child_gets_the_source_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "keys", "k-file\n")
     monkeypatch.chdir(tmp_path)
     told = GivenKeys(("k-word",), Path("keys")).told()
@@ -178,7 +178,7 @@ def test_a_pipe_is_read_once(use: Callable[[Path], bool]) -> None:
         os.close(readable)
 
 
-def test_what_is_made_of_a_file_may_refuse_it(tmp_path: Path) -> None:
+def test_parser_may_refuse_a_changed_file(tmp_path: Path) -> None:
     def number(text: str) -> int:
         if not text.isdecimal():
             raise UserError("no number")

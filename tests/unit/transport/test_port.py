@@ -97,7 +97,7 @@ class World:
         return {answer.job_id: answer for answer in self.answers}
 
 
-def test_one_peers_pulls_run_in_order_and_other_peers_go_on() -> None:
+def test_pulls_of_a_peer_run_in_order_next_to_others() -> None:
     link = FakeLink("fake")
     link.gates[A] = threading.Event()
     world = World(link)
@@ -150,7 +150,7 @@ def test_every_job_is_answered_while_and_after_closing() -> None:
     assert "no way" in answers[4].error and len(answers[5].checksums) == 1
 
 
-def test_a_link_that_does_not_reach_the_peer_makes_way_for_the_next() -> None:
+def test_unreachable_link_falls_back_to_the_next() -> None:
     near, far = FakeLink("near"), FakeLink("far")
     near.errors[A] = UnreachableError("another user's process")
     world = World(near, far)
@@ -188,7 +188,7 @@ def test_errors_and_wrong_checksums_are_answers() -> None:
     world.port.close()
 
 
-def test_sealing_announces_readers_and_describing_names_the_arenas() -> None:
+def test_describe_names_arenas_and_checksums_announce_reads() -> None:
     link = FakeLink("fake")
     world = World(link)
     info = world.port.describe(info_of(Peer("me", 12)))
@@ -226,7 +226,7 @@ def test_links_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         port.close()
 
 
-def test_a_nixl_that_does_not_start_leaves_the_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_nixl_start_leaves_the_other_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "_MODULES", ("json",))  # installed, but no NIXL
     with pytest.raises(UserError, match="does not start"):
         open_data_port("nixl", GEOMETRY, {}, print)
@@ -253,7 +253,7 @@ def test_lanes_keep_their_order_whatever_fails() -> None:
     assert not lanes.submit(0, lambda: None)
 
 
-def test_one_lane_never_runs_twice_at_once() -> None:
+def test_lane_runs_one_task_at_a_time() -> None:
     lanes, running, most, lock = Lanes("test", 4), 0, 0, threading.Lock()
     barrier = threading.Barrier(2)
 
@@ -273,7 +273,7 @@ def test_one_lane_never_runs_twice_at_once() -> None:
     assert most == 1
 
 
-def test_an_attendant_looks_while_there_is_something() -> None:
+def test_poll_thread_polls_while_there_is_work() -> None:
     looks = threading.Semaphore(0)
     busy = [False]
 

@@ -128,7 +128,7 @@ def test_whole_pages_are_one_range_a_block() -> None:
     assert len(shard_ranges(stages[0], stages[1], [0, 1], [1, 0])) == 0
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_indivisible_model_is_refused() -> None:
     for degrees in ((3, 1), (0, 1), (1, 0), (1, 7), (6, 1)):
         with pytest.raises(InvariantError):
             shards(model(), *degrees)

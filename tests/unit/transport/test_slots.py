@@ -34,7 +34,7 @@ class Agent:
         """Nothing is held."""
 
 
-def test_a_slot_that_cannot_be_registered_is_none() -> None:
+def test_unregistrable_slot_is_none() -> None:
     """As when the connections of NIXL break: afterwards there are as many slots as before."""
     agent, arena = Agent(), _core.SharedArena(64)
     reader = SlotReader(agent, 4096, stall_ns=1)

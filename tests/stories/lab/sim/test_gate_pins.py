@@ -120,7 +120,7 @@ def looked_at(seeds: Iterable[int], *, tight: bool = False) -> Counter[str]:
     return seen
 
 
-def test_the_ledger_counts_all_that_no_newcomer_could_have() -> None:
+def test_ledger_counts_all_memory_unavailable_to_new_requests() -> None:
     """Looks while nothing is pinned, lent, or nearly full, would prove nothing."""
     seen = looked_at(range(SEEDS))
     assert seen["looks"] > 5_000 and seen["pinned_beside"] > 300 and seen["lent"] > 500 and seen["full"] > 300, seen
@@ -129,7 +129,7 @@ def test_the_ledger_counts_all_that_no_newcomer_could_have() -> None:
 
 
 @pytest.mark.parametrize(("method", "seed"), [("pin", 0), ("lend", 22)])
-def test_a_ledger_that_is_told_nothing_is_found_out(method: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledger_without_updates_is_noticed(method: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reservations, method, lambda self, name, node, need: None)
     with pytest.raises(AssertionError, match="cannot be evicted"):
         looked_at([seed])
@@ -139,7 +139,7 @@ CROWDED = (10, 28, 90, 131)
 """Where pins at a decode instance leave no room for handovers."""
 
 
-def test_nobody_waits_for_a_lease_to_end_because_of_pins() -> None:
+def test_pins_make_no_request_wait_for_a_lease_to_expire() -> None:
     seen = looked_at(CROWDED, tight=True)
     assert seen["pinned"] > 1_000 and seen["handed_over"] > 50 and not seen["expired"], seen
 

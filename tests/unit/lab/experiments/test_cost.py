@@ -86,7 +86,7 @@ def transfer(
 # -- what is held out
 
 
-def test_a_right_model_foretells_what_it_has_not_seen() -> None:
+def test_correct_model_predicts_unseen_points() -> None:
     points = points_of()
     found = accuracy(points)
     assert list(found)[-3:] == ["decode", "swap_in", "swap_out"]
@@ -124,7 +124,7 @@ def test_a_machine_that_changes_its_speed_does_so_for_both(monkeypatch: pytest.M
     assert found["prefill"].error.p50 < 0.06 and found["prefill in batches"].error.p50 < 0.06
 
 
-def test_a_wrong_model_is_found_out() -> None:
+def test_wrong_model_is_noticed() -> None:
     found = accuracy(points_of(PLANTED.scaled(2.0)))
     assert found["prefill"].bias == pytest.approx(1.0, abs=0.03)
     assert found["prefill in batches"].error.p50 == pytest.approx(1.0, abs=0.03)

@@ -93,7 +93,7 @@ def test_workers_together_attend_as_one(shape: str, options: dict[str, Any]) -> 
     assert torch.equal(*arenas), "every page is what one worker writes"
 
 
-def test_what_is_lent_is_read_when_it_is_written() -> None:
+def test_borrowed_head_is_read_after_it_is_written() -> None:
     """The borrower comes first, and the lender as late as can be: the borrower waits."""
     geometry = KVGeometry(1, 3, 16, 16, "float32", 16)
     arena = torch.full((BLOCKS * geometry.block_bytes,), 0xFF, dtype=torch.uint8)  # numbers that are none

@@ -169,7 +169,7 @@ def errors() -> dict[str, float]:
     return {name: float(error) for name, error in (line.rsplit(" ", 1) for line in lines)}
 
 
-def test_kernels_compile_for_cuda_with_tensor_cores_and_wide_loads(tmp_path) -> None:
+def test_cuda_kernels_use_tensor_cores_and_wide_loads(tmp_path) -> None:
     lines = [line.split() for line in child("compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))]
     kernels = ["write_kv", "attend_tile", "attend_tile", "combine_splits", *["seal_kernel"] * 2, "copy_rows_kernel"]
     assert [line[0] for line in lines] == kernels * 3
@@ -182,7 +182,7 @@ def test_interpreted_kernel_equals_float64_reference(errors: dict[str, float], n
     assert errors[name] < TOLERANCE[CASES[name][0]]
 
 
-def test_without_triton_the_module_imports_and_the_hint_says_what_to_install(monkeypatch) -> None:
+def test_missing_triton_is_an_error_with_install_hint(monkeypatch) -> None:
     from memserve.base.errors import UserError
     from memserve.model.attention import triton_attention
 

@@ -138,7 +138,7 @@ def test_the_probe_refuses_what_it_cannot_describe(monkeypatch: pytest.MonkeyPat
             probe_model(tiny_module("llama"), "float32", 32)
 
 
-def test_local_attention_that_we_are_not_told_of_limits_the_context(folder: Path) -> None:
+def test_unreported_local_attention_limits_context(folder: Path) -> None:
     from memserve.model.loading.loader import _max_model_tokens
     from memserve.model.loading.probe import ProbedLayer
 

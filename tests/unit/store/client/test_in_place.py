@@ -126,7 +126,7 @@ def test_views_that_are_dropped_hold_nothing(client: StoreClient) -> None:
     assert reader.held == 0
 
 
-def test_what_was_replaced_stays_in_its_views(client: StoreClient) -> None:
+def test_views_keep_a_replaced_value(client: StoreClient) -> None:
     client.put(b"key", b"one")
     view = got(client, b"key")
     client.put(b"key", b"two")
@@ -135,7 +135,7 @@ def test_what_was_replaced_stays_in_its_views(client: StoreClient) -> None:
     assert bytes(view) == b"one" and client.get(b"key") is None
 
 
-def test_what_has_left_memory_is_brought_again(store: ScriptedStore, client: StoreClient) -> None:
+def test_evicted_value_is_fetched_again(store: ScriptedStore, client: StoreClient) -> None:
     """The scripted store keeps everything; its tier is the memory."""
     values = {b"%d" % at: value_of(6 * UNIT, at) for at in range(30)}
     client.put_many(list(values.items()))
@@ -151,7 +151,7 @@ def test_what_has_left_memory_is_brought_again(store: ScriptedStore, client: Sto
     assert any(isinstance(message, StoreGet) for message in store.heard)
 
 
-def test_a_client_that_was_dropped_never_reads_on(store: ScriptedStore, client: StoreClient) -> None:
+def test_dropped_client_reads_nothing_more(store: ScriptedStore, client: StoreClient) -> None:
     client.put(b"key", b"value")
     view, other, third = (got(client, b"key") for _ in range(3))
     store.forget()
@@ -186,7 +186,7 @@ def test_a_store_that_was_restarted_keeps_what_is_held(secret_file: Path) -> Non
     tier.unlink()
 
 
-def test_what_is_more_than_a_client_may_hold_is_copied(client: StoreClient) -> None:
+def test_views_beyond_the_pin_limit_are_copies(client: StoreClient) -> None:
     client.put_many([(b"key", b"value"), (b"large", bytes(17 * UNIT))])
     with got(client, b"large") as large:
         beside = got(client, b"key")
@@ -215,7 +215,7 @@ def test_close_ends_views_and_leaves_arrays(store: ScriptedStore, secret_file: P
     eventually(lambda: not store.clients)
 
 
-def test_a_child_of_fork_gives_up_no_pin(client: StoreClient) -> None:
+def test_forked_child_releases_no_pin(client: StoreClient) -> None:
     client.put(b"key", b"value")
     view = got(client, b"key")
     child = os.fork()

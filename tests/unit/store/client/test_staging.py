@@ -36,7 +36,7 @@ def test_room_is_waited_for_until_the_deadline() -> None:
     assert got == [0]
 
 
-def test_what_a_caller_fills_lies_in_the_arena() -> None:
+def test_staged_memory_lies_in_the_arena() -> None:
     staging = Staging(8192, 1)
     with staged(staging, 5) as memory:
         memory.data[:] = b"hello"

@@ -23,7 +23,7 @@ FIRST = 500_000
 """Seeds from here on are those of this file."""
 
 
-def test_gates_are_passed_and_turn_away_for_reasons_that_are_real() -> None:
+def test_admission_scenarios_reach_every_rejection_cause() -> None:
     """Clients are refused for each cause but ``memory``, which takes clients with prompts that are too long."""
     seen: Counter[str] = Counter()
     for seed in range(FIRST, FIRST + 60):
@@ -45,7 +45,7 @@ def test_without_faults_only_a_gate_may_refuse() -> None:
     ("seed", "setting"),
     [(77_001_061, "pd-caching-3/by-request/1P1D1C/swarm"), (91_001_742, "pd-caching-2/by-request/1P1D1C/healthy")],
 )
-def test_a_colocated_instance_beside_a_pair_needs_room_for_the_answer_too(seed: int, setting: str) -> None:
+def test_colocated_instance_next_to_pair_needs_room_for_answer(seed: int, setting: str) -> None:
     """The judge took it to need room for the prompt alone: "waits, and there is room for it"."""
     assert judge(seed, parse_setting(setting)).failure == ""
 
@@ -120,7 +120,7 @@ def _pins_never_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
         (_pins_never_give_way, 223, " fits: no instance has enough free KV memory"),
     ],
 )
-def test_a_gate_that_errs_is_noticed(
+def test_faulty_admission_is_noticed(
     fault: Callable[[pytest.MonkeyPatch], None], seed: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the sentence that is there for it, and not without the fault."""
@@ -144,6 +144,6 @@ def test_a_gate_that_errs_is_noticed(
         ("no instance is ready to take requests", ""),
     ],
 )
-def test_a_refusal_says_its_cause(reason: str, cause: str) -> None:
+def test_refusal_has_its_cause(reason: str, cause: str) -> None:
     """As clients read it."""
     assert cause_of(RejectRequest("r", reason, 1.0)) == cause

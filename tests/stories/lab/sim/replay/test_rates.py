@@ -70,7 +70,7 @@ def missed(world: ReplayWorld) -> float:
     return fmean(late)
 
 
-def test_objectives_are_missed_less_where_answers_wait_for_memory() -> None:
+def test_slo_scheduling_misses_less_under_memory_pressure() -> None:
     aims = {"slo_ttft_ns": 3 * NS_PER_S, "slo_tpot_ns": NS_PER_S // 5, "layerwise": "auto"}
     plain, by_objectives = (long_prompts(device("l40s"), 60, scheduling=how, **aims) for how in ("fcfs", "slo"))
     assert missed(by_objectives) < 0.9 * missed(plain)

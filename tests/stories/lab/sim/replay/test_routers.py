@@ -96,7 +96,7 @@ def test_tokens_that_are_held_reach_the_router_of_their_attempt() -> None:
     assert seen[0] == seen[1]
 
 
-def test_a_router_hears_at_once_what_another_one_has_placed() -> None:
+def test_router_learns_placements_of_others_immediately() -> None:
     """Long before the next heartbeat: two prompts that come to two routers do not both go to the instance that was
     idle, and the third waits behind the shorter one."""
     rows = [(0.0, 4000), (0.01, 2000), (0.02, 1000)]
@@ -114,7 +114,7 @@ def test_a_router_hears_at_once_what_another_one_has_placed() -> None:
     assert len(ways) > 3, "the balancer led all to the same routers"
 
 
-def test_one_router_has_no_followers_and_draws_nothing() -> None:
+def test_single_router_has_no_followers_or_random_choice() -> None:
     worlds = [played(Setup({Role.COLOCATED: 2}, SMALL, seed=seed), conversations(8, 2)) for seed in (0, 1)]
     assert outcome(worlds[0]) == outcome(worlds[1]) and worlds[0].clock.steps == worlds[1].clock.steps
     assert not worlds[0].followers and dispatched(worlds[0]) == [16]
@@ -138,7 +138,7 @@ def test_a_router_dies() -> None:
         assert not node.machine.state.groups, "an attempt without a router goes on"
 
 
-def test_a_prompt_that_waits_for_a_prefix_from_elsewhere_is_work_to_all_routers(
+def test_prompt_waiting_for_fetch_counts_as_load_at_all_routers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is in no line of its instance yet; the router that has placed it there counts it all the same."""
@@ -186,7 +186,7 @@ def test_all_routers_name_what_a_store_holds() -> None:
     assert any(number >= 4 for number in at_follower)
 
 
-def test_what_production_refuses_is_refused() -> None:
+def test_simulation_refuses_settings_that_production_refuses() -> None:
     with pytest.raises(UserError, match="0 routers"):
         Setup({Role.COLOCATED: 2}, SMALL, routers=0)
     with pytest.raises(UserError, match="is called 'router-2'"):
