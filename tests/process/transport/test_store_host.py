@@ -30,6 +30,7 @@ from memserve.system.process import new_generation
 from memserve.transport.data_port import open_data_port
 from memserve.transport.links.shared_memory import this_host
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 from ports import free_port
 from waiting import eventually
 
@@ -52,14 +53,14 @@ class Cluster:
         self.news: list[KvEvents | KvSnapshot] = []
         self.store: PeerInfo | None = None
         self.outcomes: list[object] = []
-        self.router = ZmqMailbox(Peer("router", new_generation()), SECRET, "127.0.0.1", 0, self._router_hears)
+        self.router = ZmqMailbox(Peer("router", new_generation()), ListenAddress(SECRET), self._router_hears)
         me = Peer("p1", new_generation())
         config = PoolConfig(BLOCKS, 0, identity_key=identity_key(SECRET))
         self.pool = BlockPool(config, self.geometry.block_tokens, NAMESPACE)
         self.arena = _core.SharedArena(BLOCKS * self.geometry.block_bytes)
         self.exchange = Exchange(self.pool, self.geometry, ExchangeConfig(), me)
         self.port = open_data_port("shm", self.geometry, {Tier.HBM: self.arena}, self._pages)
-        self.mailbox = ZmqMailbox(me, SECRET, "127.0.0.1", 0, self._instance_hears)
+        self.mailbox = ZmqMailbox(me, ListenAddress(SECRET), self._instance_hears)
         place = (Role.COLOCATED, self.mailbox.address, NAMESPACE)
         self.info = self.port.describe(PeerInfo(me, *place, geometry, BLOCKS, 0, 999, True, this_host()))
 
