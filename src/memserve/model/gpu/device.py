@@ -33,12 +33,13 @@ from memserve.base.config import InstanceConfig
 from memserve.base.errors import check
 from memserve.base.types import Tier
 from memserve.instance.events import RowFailed, StepFinished, StepPlan
-from memserve.model.attention.backends import AttentionFactory, TritonAttention
+from memserve.model.arena import ArenaSizes
+from memserve.model.attention.backends import TritonAttention
 from memserve.model.attention.context import ReportingAttention, StepAttention
 from memserve.model.device import ModelDevice
 from memserve.model.forward import Forward
 from memserve.model.gpu.arena import CopyTimes, GpuArenas, StreamCopier
-from memserve.model.gpu.graphs import DecodeGraphs, Decodes
+from memserve.model.gpu.graphs import DecodeGraphs
 from memserve.model.gpu.sampling import BegunDraw, SlotMirror, begin_draw
 from memserve.model.gpu.streams import Gpu, Mark
 from memserve.model.loading.loader import LoadedModel
@@ -81,14 +82,11 @@ class GpuDevice(ModelDevice):
         config: InstanceConfig,
         gpu: Gpu,
         forward: Forward | None = None,
-        attention: AttentionFactory | None = None,
         *,
-        decodes: Decodes | None = None,
         shared: bool = False,
         crew: GpuWorkerGroup | None = None,
     ) -> None:
-        """``decodes``: attention that a graph can hold; None: that of Triton, where it computes. ``crew``: see
-        :class:`memserve.model.workers.gpu_steps.GpuPart`."""
+        """``crew``: see :class:`memserve.model.workers.gpu_steps.GpuPart`."""
         self._gpu = gpu
         self._page_bytes = model.geometry.page_bytes
         self._lock = threading.Lock()  # guards slots, mirror and what is begun
@@ -96,15 +94,16 @@ class GpuDevice(ModelDevice):
         self._waits_for_host = False  # while a plan is begun that must know what is drawn
         self._last_end_ns = 0
         with gpu.compute.use():
-            super().__init__(model, config, forward, attention, shared=shared, crew=crew)
+            super().__init__(model, config, forward, shared=shared, crew=crew)
             self._mirror = SlotMirror(gpu, self._slots, self._arenas.scratch_block)
         gpu.compute.wait()
         self._lives: Int64s = np.zeros(len(self._slots.opened), np.int64)  # how often each slot was opened
-        if decodes is None and self._is_triton:
+        self._graphs: DecodeGraphs | None = None
+        if self._is_triton:
             sizes = self._arenas.hbm.view(-1), model.geometry, self._mirror.tables
             first_layer = 0 if crew is None else crew.share.own_layers.start
             decodes = partial(_decodes, *sizes, config.max_model_tokens, first_layer)
-        self._graphs = None if decodes is None else DecodeGraphs(gpu, self._forward, self._mirror, decodes, crew)
+            self._graphs = DecodeGraphs(gpu, self._forward, self._mirror, decodes, crew)
         self._layers = _LayerWatch(lambda step_id, layer: self.on_layer and self.on_layer(step_id, layer))
 
     @property
@@ -124,14 +123,13 @@ class GpuDevice(ModelDevice):
 
     def _make_arenas(
         self,
-        sizes: tuple[int, int, int],
+        sizes: ArenaSizes,
         *,
         shared: bool,
         lower: _core.LowerPages | None,
-        hbm: _core.SharedArena | None,
     ) -> Any:
-        check(lower is None and hbm is None, "on a GPU KV lies as it was computed, in one process")
-        return GpuArenas(self._gpu, *sizes, shared=shared)
+        check(lower is None, "on a GPU KV lies as it was computed, in one process")
+        return GpuArenas(self._gpu, sizes, shared=shared)
 
     def _make_copier(self, link_bytes_s: float | None) -> Any:
         return StreamCopier(self._gpu, self._arenas, self._page_bytes)
