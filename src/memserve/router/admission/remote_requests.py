@@ -68,7 +68,7 @@ class RemoteRequests:
     """All and only the remote requests that have not ended."""
 
     def __init__(self, parts: RouterParts, requests: RequestTable, flow: RequestFlow) -> None:
-        self._config, self._registry, self._requests = parts.config, parts.registry, requests
+        self._config, self._registry, self._requests = parts.config, parts.tables.registry, requests
         self._admission, self._placer, self._flow = parts.admission, parts.placer, flow
         self._sessions, self._handles = parts.sessions, parts.handles
         self._timers, self._outbox = parts.timers, parts.outbox

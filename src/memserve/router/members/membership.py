@@ -170,10 +170,11 @@ class Membership:
 
     def __init__(self, parts: RouterParts, lifecycle: Lifecycle) -> None:
         self._config, self._counters, self._lifecycle = parts.config, parts.counters, lifecycle
-        self._registry, self._trees, self._loads = parts.registry, parts.trees, parts.loads
+        tables = parts.tables
+        self._registry, self._trees, self._loads = tables.registry, tables.trees, tables.loads
         self._handles, self._outbox = parts.handles, parts.outbox
         dead_after_ns = parts.config.dead_after_ns
-        self._silence = SilenceWatch(parts.registry, parts.timers, dead_after_ns, partial(self.gone, died=True))
+        self._silence = SilenceWatch(tables.registry, parts.timers, dead_after_ns, partial(self.gone, died=True))
         self._losses = LossDetector(lifecycle, parts.outbox)
         #: for members of the last router; known to machines that remember
         self._rejoin_request = RejoinRequest("")
