@@ -31,6 +31,7 @@ from memserve.instance.layerwise.state import LayeredKV
 from memserve.instance.scheduler.sequence import Phase
 
 if TYPE_CHECKING:
+    from memserve.base.config import SchedulerConfig
     from memserve.instance.scheduler.sequence import Sequence
     from memserve.kv.costs import PreemptionModel
     from memserve.kv.pool import BlockPool
@@ -50,23 +51,15 @@ class LayerPlacer:
     )  # fmt: skip
 
     def __init__(
-        self,
-        pool: BlockPool,
-        block_tokens: int,
-        budget: LayerBudget,
-        policy: LayerPolicy,
-        costs: PreemptionModel,
-        chunk_blocks_max: int,
-        steps_in_flight: int,
+        self, pool: BlockPool, budget: LayerBudget, scheduler: SchedulerConfig, costs: PreemptionModel
     ) -> None:
-        """``chunk_blocks_max``: the most that one plan computes of any sequence."""
         self._pool = pool
-        self._block_tokens = block_tokens
+        self._block_tokens = block_tokens = pool.block_tokens
         self._budget = budget
-        self.policy = policy
+        self.policy = LayerPolicy.named(scheduler.layerwise)
         self._costs = costs
-        self._chunk_max = chunk_blocks_max
-        self._steps_in_flight = steps_in_flight
+        self._chunk_max = ceil_div(scheduler.chunk_tokens, block_tokens)  # blocks of one sequence in a plan
+        self._steps_in_flight = scheduler.steps_in_flight
         #: those that lie by layer, in order of admission
         self.sequences: list[Sequence] = []
         self.arrivals = SwapIns(pool, budget.num_layers)
