@@ -8,6 +8,7 @@ told, and its values carry its tag, which is compared each time: no tenant reads
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from hashlib import blake2b
 
 from memserve import _core
@@ -51,6 +52,18 @@ def tenant_scope(tenant: str, key: bytes) -> int:
     return int.from_bytes(_core.siphash128(key, name)[:4], "little") or 1
 
 
+@dataclass(frozen=True, slots=True)
+class StoreIdentity:
+    """What clients must share with a store, or hear of it."""
+
+    key: bytes
+    """Of the cluster's identities."""
+    host_id: str
+    """Of this host; clients with it read the memory in place."""
+    model: KvModel
+    """Whose KV is kept; without a namespace none is known yet."""
+
+
 class Clients:
     """All clients, and what each asks for."""
 
@@ -60,19 +73,16 @@ class Clients:
         loads: Loads,
         jobs: Jobs,
         config: StoreConfig,
-        key: bytes,
-        host_id: str,
-        model: KvModel,
+        identity: StoreIdentity,
         hear_of_model: Callable[[Peer, KvModel], None],
     ) -> None:
-        """``key``: of the cluster's identities. ``host_id``: of this host; clients with it read the memory in place.
-        ``model``: whose KV is kept; without a namespace none is known yet; ``hear_of_model`` takes that of a client."""
-        self._model, self._hear_of_model = model, hear_of_model
+        """``hear_of_model`` takes the model of a client."""
+        self._model, self._hear_of_model = identity.model, hear_of_model
         self._values = values
         self._jobs = jobs
         self._config = config
-        self._key = key
-        self._host_id = host_id
+        self._key = identity.key
+        self._host_id = identity.host_id
         self._clients: dict[Peer, Client] = {}
         self._numbers = 0
         self.value_bytes_max = min(config.value_bytes_max, values.tier.block_bytes * values.tier.blocks_total // 4)
