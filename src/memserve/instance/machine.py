@@ -111,7 +111,7 @@ class Instance:
             self.state.objectives = Objectives(scheduler, self.state.costs)
         self.intake = RequestIntake(self.state, config, self._context)
         self.pins = Pins(pool)
-        drafts = scheduler.draft_tokens if memory.layers is None else 0
+        drafts = 0 if memory.layers.is_by_layer else scheduler.draft_tokens
         speculation = Speculation(self.state, drafts) if drafts else None
         self.planner = Planner(self.state, scheduler, self.pins, speculation)
         self.results = StepResults(self.state, speculation)

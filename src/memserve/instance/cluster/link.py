@@ -204,8 +204,8 @@ class ClusterLink:
         self.kept.expire(now_ns)
         self.changes.settle(now_ns)
         self.segments.settle(now_ns)
-        state, layers = self._state, self._state.memory.layers
-        parked = len(state.parked) if layers is not None and layers.policy.parks else None
+        state = self._state
+        parked = len(state.parked) if state.memory.layers.parks else None
         self.exchange.room = Room(headroom_blocks(len(state.decoding)), parked)
         self._act(self.exchange.advance(now_ns), now_ns)
 
