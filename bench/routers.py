@@ -44,6 +44,7 @@ from memserve.system.process import new_generation
 from memserve.system.secrets import followed
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.ports import Device
 from memserve.transport.request_server import ListenAddress
 
 PERIOD_US = 100_000
@@ -56,10 +57,8 @@ TOKEN = 100
 # -- an instance that computes nothing
 
 
-class NullDevice:
+class NullDevice(Device):
     """A device whose steps take no time, and draw the same token always."""
-
-    on_layer: Callable[[int, int], None] | None = None
 
     def execute(self, plan: StepPlan) -> StepFinished:
         """See :class:`memserve.transport.ports.Device`."""

@@ -33,7 +33,7 @@ from memserve.model.sampling import Sampled, report_logprobs, sample, sample_dra
 from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotModel, SlotTable, stage
 from memserve.model.workers.group import WorkerGroup, exchanging
 from memserve.system.memory import trim_heap
-from memserve.transport.ports import Arenas, OnLayer
+from memserve.transport.ports import Arenas, Device
 
 if TYPE_CHECKING:
     from memserve.model.workers.gpu_group import GpuWorkerGroup
@@ -44,7 +44,7 @@ Drawing = list[tuple[Int64s, Int64s]]
 """In order: slots, and a token for each."""
 
 
-class ModelDevice:
+class ModelDevice(Device):
     """A model, its KV arenas and its slots. Used from one thread."""
 
     def __init__(
@@ -83,15 +83,12 @@ class ModelDevice:
         addresses = self._arenas.base, self._arenas.dram.data_ptr()
         self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
         self._copier = self._make_copier(scheduler.link_bytes_s)
-        self.on_layer: OnLayer | None = None
         #: the segments of longer sequences that are kept here; None: none can be
         self.held_kv: HeldKv | None = None
         if isinstance(self._attention, partial) and self._attention.func is KernelAttention and crew is None:
             self.held_kv = HeldKv(self._arenas.base, geometry)
         #: the way to the other segments
         self.segment_lines: SegmentLines | None = None
-        #: what this process may have resident at most (:class:`memserve.system.memory.MemoryBound`); 0: unknown
-        self.bound_bytes = 0
         if gc.isenabled():  # else it is done at the end of the start, once
             gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)
             trim_heap()

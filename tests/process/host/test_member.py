@@ -41,6 +41,7 @@ from memserve.protocol.peers import ROUTER, Peer, PeerInfo
 from memserve.router.machine import Cluster
 from memserve.system.process import new_generation
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.ports import Device as DevicePort
 from memserve.transport.request_server import ListenAddress
 from memserve_lab.sim.reference.device import SymbolicDevice
 from memserve_lab.sim.reference.oracle import lone_tokens
@@ -56,12 +57,12 @@ IMPATIENT = replace(BRISK, asks_after_ns=50 * NS_PER_MS, silent_after_ns=600 * N
 """Addresses are tried in tenths of seconds."""
 
 
-class Device(SymbolicDevice):
+class Device(SymbolicDevice, DevicePort):
     """The literal device as a port; each step may be held at a gate."""
 
     def __init__(self) -> None:
         super().__init__(BLOCK, BLOCKS, 0, vocab=VOCAB)
-        self.gate, self.on_layer, self.closed = threading.Event(), None, False
+        self.gate, self.closed = threading.Event(), False
         self.gate.set()
 
     def execute(self, plan):

@@ -41,7 +41,7 @@ from memserve.model.workers.sharding import shard
 from memserve.system.imports import leave_compiler_out
 from memserve.system.memory import keep_heap_small, objects_that_stay, usable_cores
 from memserve.system.process import die_with, ignore_terminal, module_command, set_thread_environment
-from memserve.transport.ports import Arenas, OnLayer
+from memserve.transport.ports import Arenas, Device, OnLayer
 
 log = logging.getLogger(__name__)
 
@@ -193,14 +193,12 @@ class Workers(Processes):
         return _crew(self.shares[0], stage, whole, vocabularies, self.hbm)
 
 
-class Divided:
+class Divided(Device):
     """The device of an instance with workers (:class:`memserve.transport.ports.Device`)."""
 
     def __init__(self, own: ModelDevice, workers: Processes, crew: WorkerGroup | GpuWorkerGroup) -> None:
         """``own``: the leader's part."""
         self._own, self._workers, self._crew = own, workers, crew
-        self.on_broken: Callable[[], object] = lambda: None
-        """Called once when no further step can be computed."""
         self.bound_bytes = own.bound_bytes
         workers.watch(crew, self)
 
@@ -258,8 +256,9 @@ class Divided:
 
     def broke(self) -> None:
         """Say so, once."""
-        tell, self.on_broken = self.on_broken, lambda: None
-        tell()
+        tell, self.on_broken = self.on_broken, None
+        if tell is not None:
+            tell()
 
     def close(self) -> None:
         """End the workers; release the arenas with the last reference."""
