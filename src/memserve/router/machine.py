@@ -64,9 +64,8 @@ from memserve.router.events import (
     StateRecovered,
     StoreNamed,
 )
-from memserve.router.members.follower_membership import Following
 from memserve.router.members.loads import LoadTable
-from memserve.router.members.membership import Membership, StoreCalls
+from memserve.router.members.membership import Following, Membership, StoreCalls
 from memserve.router.members.registry import Member, MemberState, Registry, order_of
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.parts import RouterParts

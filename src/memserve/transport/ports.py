@@ -37,7 +37,6 @@ class Device(Protocol):
 
     def execute(self, plan: StepPlan) -> StepFinished:
         """Do the copies, compute the rows, draw the tokens. Blocks until done; called from one thread only."""
-        raise NotImplementedError
 
     def begin_step(self, plan: StepPlan) -> StepFinished | Callable[[], StepFinished]:
         """As the host calls it, from one thread: where the host may be ahead of the device, it returns before the plan

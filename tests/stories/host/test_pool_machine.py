@@ -15,14 +15,13 @@ import pytest
 from memserve.base.config import ExchangeConfig
 from memserve.base.errors import UserError
 from memserve.base.types import ClockTicked, KVGeometry, Role, Tier
-from memserve.host.pool_peer_machine import Arrived, PoolCall, PoolMachine
+from memserve.host.pool_peer_machine import AddRequested, Arrived, PeerGroup, PoolCall, PoolMachine, RemoveRequested
 from memserve.kv.mempool import Address, MemPool
 from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
 from memserve.kv.transfer.exchange import Exchange
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member_events import AddPeer, ChangeGeneration, ForwardMessage, GenerationChanged, RemovePeer
 from memserve.protocol.messages import AnyMessage, Expelled, Free, Heartbeat, Leave, PeerJoined
-from memserve.protocol.peer_group import AddRequested, PeerGroup, RemoveRequested
 from memserve.protocol.peers import Load, Peer, PeerInfo
 from memserve_lab.sim.clock import Clock
 from memserve_lab.sim.fuzz.network import FaultyNetwork

@@ -7,7 +7,7 @@ import pytest
 
 from memserve import _core
 from memserve.base.types import KVGeometry
-from memserve.transport.links.nixl_slots import SLOTS_MAX, SlotReader, SlotSource
+from memserve.transport.links.nixl import SLOTS_MAX, SlotReader, SlotSource
 from memserve.transport.ports import LinkError
 from memserve.transport.ranges import Ranges, shards
 
