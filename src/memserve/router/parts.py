@@ -12,7 +12,7 @@ from typing import Protocol
 from memserve.base.config import ClusterConfig
 from memserve.base.types import FinishReason
 from memserve.protocol.peers import Peer
-from memserve.router.admission.controller import AdmissionController
+from memserve.router.admission.controller import RequestAdmission
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.placement.placer import Placer
 from memserve.router.report import Counters
@@ -26,7 +26,7 @@ class RouterParts:
 
     config: ClusterConfig
     tables: MemberTables
-    admission: AdmissionController
+    admission: RequestAdmission
     sessions: Sessions
     handles: NamedPrefixes
     placer: Placer

@@ -28,7 +28,7 @@ from memserve.protocol.admission import (
     AttemptPlacement,
 )
 from memserve.protocol.peers import Holder, Peer
-from memserve.router.admission.controller import Rejection
+from memserve.router.admission.controller import AdmissionController, Rejection
 from memserve.router.admission.needs import on_terms
 from memserve.router.members.registry import Member, MemberState
 from memserve.router.parts import RequestFlow, RouterParts
@@ -146,11 +146,13 @@ class RemoteRequests:
         req = RequestState(on_terms(request, self._config.admission), now_ns, is_remote=True)
         req.emitted[0] = [0] * ask.emitted
         remote = self._by_id[name] = follower.remote_requests[ask.number] = _RemoteRequest(peer, ask.number, req)
+        admission = self._admission
+        assert isinstance(admission, AdmissionController)  # the owner's: no follower has remote requests
         if ask.is_admitted:
             req.move(RequestCause.ADMITTED)
-            self._admission.recover(remote.req, now_ns)
+            admission.recover(remote.req, now_ns)
         elif ask.returns:
-            self._admission.let_return(req)
+            admission.let_return(req)
         else:
             self._flow.enqueue(req, now_ns)
 
