@@ -29,7 +29,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -45,7 +45,7 @@ from memserve.kv.events import PoolReport
 from memserve.kv.identity import identity_key
 from memserve.kv.mempool import Address, Addresses, AddressList, MemPool, as_tokens
 from memserve.kv.transfer.events import Delivered, ExchangeCounters, Inserted, PagesPulled, PagesSealed
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member_events import AddPeer, GenerationChanged, RemovePeer
 from memserve.protocol.messages import AnyMessage
@@ -476,16 +476,15 @@ class PoolPeer:
                 raise UserError("TO_DRAM, and addresses in HBM", hint="leave the flag out: addresses name their tier")
         elif TransferFlag.TO_DRAM in flags:
             dst_tier = Tier.DRAM
-        terms: dict[str, Any] = {
-            "tokens": tokens,
-            "tier": tier,
-            "mode": TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
-            "insert": len(tokens) > 0,
-            "private": private,
-            "dst_blocks": dst_blocks,
-            "dst_tier": dst_tier,
-        }
-        return self._host.ask(lambda now_ns: self._machine.start_offer(to, blocks, now_ns, **terms))
+        offered = OfferedBlocks(self._memory.tenant, tokens, blocks, tier)
+        terms = OfferTerms(
+            TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
+            insert=len(tokens) > 0,
+            private=private,
+            dst_blocks=dst_blocks,
+            dst_tier=dst_tier,
+        )
+        return self._host.ask(lambda now_ns: self._machine.start_offer(to, offered, now_ns, terms))
 
     def _free_own(self, addresses: AddressList, now_ns: int) -> None:
         self._memory.free_mem(addresses)

@@ -38,7 +38,7 @@ from memserve.kv.transfer.events import (
     Released,
     RemoteAllocated,
 )
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member_events import AddPeer, ChangeGeneration, ForwardMessage, GenerationChanged, RemovePeer
 from memserve.protocol.messages import AnyMessage, Expelled, Heartbeat, Leave, PeerJoined
@@ -456,16 +456,14 @@ class PoolMachine:
 
     # -- calls of the application
 
-    def start_offer(
-        self, to: Peer, blocks: Sequence[int], now_ns: int, tokens: TokenArray, **terms: Any
-    ) -> Future[Transferred]:
-        """Offer blocks that hold their final bytes; ``terms`` as in :meth:`Exchange.offer`."""
+    def start_offer(self, to: Peer, offered: OfferedBlocks, now_ns: int, terms: OfferTerms) -> Future[Transferred]:
+        """Offer blocks that hold their final bytes; see :meth:`Exchange.offer`."""
         if self.known(to.name) != to:
             raise UserError(f"{to.name} has been restarted", hint="connect to it again", param="id")
-        self.memory.require_held([(terms["tier"], blocks)])
-        transfer_id = self.exchange.offer(to, self.memory.tenant, tokens, blocks, now_ns, **terms)
+        self.memory.require_held([(offered.tier, offered.blocks)])
+        transfer_id = self.exchange.offer(to, offered, now_ns, terms)
         ended = self._wait_for(transfer_id, _transferred)
-        self.exchange.computed(transfer_id, 0, len(blocks), fence=0)
+        self.exchange.computed(transfer_id, 0, len(offered.blocks), fence=0)
         return ended
 
     def start_fetch(self, name: str, tokens: TokenArray, now_ns: int, within_ns: int) -> Future[int]:

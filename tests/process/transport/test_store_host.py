@@ -22,7 +22,7 @@ from memserve.kv.costs import CostModel
 from memserve.kv.identity import identity_key
 from memserve.kv.pool import BlockPool
 from memserve.kv.transfer.events import FetchEnded, PagesPulled, PagesSealed, Released
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.messages import AnyMessage, Join, JoinAccepted, KvEvents, KvSnapshot
 from memserve.protocol.peers import Peer, PeerInfo
@@ -139,7 +139,7 @@ class Cluster:
             blocks = self.pool.allocate(8)
             for at, block in enumerate(blocks):
                 view[block] = self.content(at)
-            offer = self.exchange.offer(self.store.peer, "t", self.tokens, blocks, 0)
+            offer = self.exchange.offer(self.store.peer, OfferedBlocks("t", self.tokens, blocks), 0)
             self.exchange.computed(offer, 0, 8)
             self.pool.release(blocks)
             self._take([])
