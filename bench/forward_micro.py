@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from memserve.model.attention.backends import choose_attention
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import StepRows, attending
 from memserve.model.capture.forward import capture_forward, release_weights
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.loading.loader import LoadedModel, load_model
@@ -55,18 +55,18 @@ class Case:
         arena = torch.zeros(sequences * blocks * model.geometry.block_bytes, dtype=torch.uint8)
         self._arena = arena
         self._factory = choose_attention(arena, model.geometry)
-        self._tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
-        self._rows = np.arange(sequences, dtype=np.int32)
-        self._starts = (np.arange(sequences + 1) * new_tokens).astype(np.int32)
-        self._contexts = np.full(sequences, context, dtype=np.int32)
+        tables = np.arange(sequences * blocks, dtype=np.int32).reshape(sequences, blocks)
+        starts = (np.arange(sequences + 1) * new_tokens).astype(np.int32)
+        contexts = np.full(sequences, context, dtype=np.int32)
+        self._rows = StepRows(tables, np.arange(sequences, dtype=np.int32), starts, contexts)
         generator = torch.Generator().manual_seed(1)
         self._ids = torch.randint(1, model.vocab_size, (sequences * new_tokens,), generator=generator)
         self._positions = torch.arange(context - new_tokens, context).repeat(sequences)
-        self._last = torch.as_tensor(self._starts[1:] - 1).long()
+        self._last = torch.as_tensor(starts[1:] - 1).long()
 
     def run(self, forward: Forward) -> Tensor:
         """One step, as the device runs it."""
-        with attending(self._factory(self._tables, self._rows, self._starts, self._contexts)):
+        with attending(self._factory(self._rows)):
             return forward(self._ids, self._positions, self._last)
 
 

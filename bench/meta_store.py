@@ -34,7 +34,7 @@ import numpy as np
 from memserve.base.config import ClusterConfig
 from memserve.base.types import KVGeometry, Request, Role, SamplingParams, StopParams, Tier
 from memserve.journal.folder import FileMedium
-from memserve.journal.store import FaultyMedium, Store
+from memserve.journal.store import Store
 from memserve.protocol.events import RequestArrived
 from memserve.protocol.messages import Dispatch, Join, KvChange
 from memserve.protocol.peers import Peer, PeerInfo
@@ -49,6 +49,7 @@ from memserve.protocol.records import (
 )
 from memserve.router.events import MessageArrived, Send, StateRecovered
 from memserve.router.machine import Cluster
+from memserve_lab.sim.faulty_medium import FaultyMedium
 
 SIZES = (100, 1_000, 5_000, 1_000_000)
 GEOMETRY = KVGeometry(30, 3, 64, 64, "bfloat16", 32)

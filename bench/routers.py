@@ -33,7 +33,7 @@ from router_overhead import cpu_seconds, free_port, wait_until_ready, write_load
 
 from memserve.base.config import ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.base.types import KVGeometry, Role
-from memserve.host.member import MemberProcess
+from memserve.host.member import MemberLinks, MemberProcess
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
 from memserve.kv.identity import identity_key
@@ -44,6 +44,7 @@ from memserve.system.process import new_generation
 from memserve.system.secrets import followed
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.ports import Device
 from memserve.transport.request_server import ListenAddress
 
 PERIOD_US = 100_000
@@ -56,10 +57,8 @@ TOKEN = 100
 # -- an instance that computes nothing
 
 
-class NullDevice:
+class NullDevice(Device):
     """A device whose steps take no time, and draw the same token always."""
-
-    on_layer: Callable[[int, int], None] | None = None
 
     def execute(self, plan: StepPlan) -> StepFinished:
         """See :class:`memserve.transport.ports.Device`."""
@@ -95,11 +94,12 @@ def be_instance(name: str, model: Path, join: str) -> None:
         me, Role.COLOCATED, "", "null", geometry, 4096, 0, machine.context_tokens, True,
         publishes_events=True, model_card=card,
     )  # fmt: skip
-    member = MemberProcess(
-        machine, NullDevice(), info, [f"tcp://{join}"],
-        lambda me, hear: ZmqMailbox(me, secret, "127.0.0.1", 0, hear),
-        lambda on_pages: open_data_port("shm", geometry, {}, on_pages, ListenAddress(secret, "127.0.0.1", None)),
-    )  # fmt: skip
+    where = ListenAddress(secret)
+    links = MemberLinks(
+        lambda me, hear: ZmqMailbox(me, where, hear),
+        lambda on_pages: open_data_port("shm", geometry, {}, on_pages, where),
+    )
+    member = MemberProcess(machine, NullDevice(), info, [f"tcp://{join}"], links)
     member.start()
     assert member.wait_joined(60), "the router does not answer"
     sys.stdin.read()

@@ -23,7 +23,7 @@ import torch
 
 from memserve.base.kv_layout import Parallel, shares
 from memserve.model.attention.backends import choose_attention
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import StepRows, attending
 from memserve.model.capture.forward import best_forward
 from memserve.model.loading.loader import DEFAULT_MODEL, load_model
 from memserve.model.workers.group import exchanging
@@ -58,7 +58,7 @@ class Part:
     def cpu_ms(self, count: int, context: int) -> float:
         """Of one step."""
         starts, contexts = np.array([0, count], np.int32), np.array([context], np.int32)
-        attention = self._attention(self._table, np.zeros(1, np.int32), starts, contexts)
+        attention = self._attention(StepRows(self._table, np.zeros(1, np.int32), starts, contexts))
         ids, positions = torch.arange(count) % 4000 + 7, torch.arange(context - count, context)
         with torch.inference_mode(), attending(attention), exchanging(self._exchange):
             begin = time.thread_time()

@@ -16,7 +16,7 @@ from memserve.integrations.block_cache import BlockCache
 from memserve.integrations.store_cache import PoolOptions
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.scheduler import SchedulerSide
+from memserve.integrations.vllm.scheduler import EngineBlocks, SchedulerSide
 from memserve.integrations.vllm.worker import HostMover, WorkerSide
 
 BLOCKS = 64
@@ -41,7 +41,7 @@ class Calls:
         self._layers = list(caches)
         self._lookups = Lookups(BlockCache(where))
         self._lookups.set_ranks([(names,)])
-        self._side = SchedulerSide(self._lookups, 32, 1, 10**10)
+        self._side = SchedulerSide(self._lookups, EngineBlocks(32, 1), 10**10)
         self._state = SimpleNamespace(get_block_ids=lambda request_id: (list(range(1, BLOCKS + 1)),))
         self.record: dict[str, float] = {}
 

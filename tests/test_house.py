@@ -51,7 +51,7 @@ APART = (
 """Rooms that never import each other."""
 
 PURE = (
-    "base", "protocol", "kv", "instance", "router", "journal.journal", "journal.state", "journal.store",
+    "base", "protocol", "kv", "instance", "router", "journal.state", "journal.store",
     "store.machine", "store.disks", "fleet.machine", "fleet.messages", "fleet.engines",
 )  # fmt: skip
 """Rooms, and parts of rooms, that know no clock, file, socket, thread or device."""

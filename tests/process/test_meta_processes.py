@@ -21,8 +21,8 @@ import pytest
 
 from memserve import LLM
 from memserve.base.types import SamplingParams
-from memserve.journal.journal import read_journal, records_of
 from memserve.journal.state import MemberPage, MetadataState
+from memserve.journal.store import read_journal, records_of
 from memserve.kv.identity import DEFAULT_KEY, block_identities, identity_key, namespace_id
 from meta_etcd_server import ETCD, running_etcd
 from ports import free_port

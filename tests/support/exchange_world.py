@@ -35,7 +35,7 @@ from memserve.kv.transfer.events import (
     RemoteAllocated,
     SealPages,
 )
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.peers import Peer, PeerInfo
 
@@ -291,7 +291,8 @@ class Node:
 
     def offer(self, to: Peer, seq: Seq, first_block: int = 0, end_block: int | None = None, **options) -> str:
         blocks = seq.blocks[first_block:end_block]
-        offer_id = self.exchange.offer(to, seq.tenant, seq.tokens, blocks, self.now, first_block=first_block, **options)
+        offered = OfferedBlocks(seq.tenant, seq.tokens, blocks, first_block=first_block)
+        offer_id = self.exchange.offer(to, offered, self.now, OfferTerms(**options))
         self.offers[offer_id] = True
         self.take([])
         return offer_id

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fake_driver import device_zeros
 from memserve.model.attention import triton_attention
+from memserve.model.attention.context import StepRows
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 
 UNIT_BYTES = 64
@@ -220,9 +221,9 @@ def _by_reference(
     arena = batch.arena.view(torch.uint8)
     memory = torch.empty(0, dtype=torch.uint8).set_(arena.untyped_storage())[arena.storage_offset() :]
     pages = ReferencePages(memory, batch.geometry)
-    rows = (part.numpy() for part in (batch.tables, batch.table_rows, batch.q_starts, batch.contexts))
+    rows = StepRows(*(part.numpy() for part in (batch.tables, batch.table_rows, batch.q_starts, batch.contexts)))
     by_head = (x.transpose(0, 1)[None] for x in (q, k, v))
-    attention = ReferenceAttention(pages, *rows)
+    attention = ReferenceAttention(pages, rows)
     out.copy_(attention.attend(layer, *by_head, scale=scale, window=window, softcap=softcap, sinks=sinks)[0])
 
 

@@ -327,7 +327,7 @@ def _point(
     if len(done) < len(world.clients.served):
         raise UserError(f"{len(world.clients.served) - len(done)} requests of {contender} were not answered")
     node = world.instances[0]
-    link, layers = node.device.link.counters, node.machine.state.memory.layers
+    link = node.device.link.counters
     ttfts = sorted(_ttft_s(served) for served in done)
     tpots = [_tpot_s(served) for served in done]
     elapsed_s = max(served.end_ns or 0 for served in done) / NS_PER_S
@@ -336,7 +336,7 @@ def _point(
     return Point(
         figure, model, devices, contender, at, sum(ttfts) / len(ttfts), worst,
         sum(tpots) / len(tpots), sum(len(served.token_ns) for served in done) / elapsed_s, missed / len(done),
-        layers.parked if layers is not None else 0, link.waited_ns / max(1, node.device.busy_ns),
+        node.machine.state.memory.layers.report(0).parkings, link.waited_ns / max(1, node.device.busy_ns),
         link.hidden_share, sum(ttft <= ttft_s for ttft in ttfts) / len(done),
         sum(tpot <= TPOT_S for tpot in tpots) / len(done),
         sum(map(_in_time, done)) / sum(len(served.token_ns) for served in done), tuple(link.read_pages),

@@ -112,7 +112,7 @@ class FastForwardInstance(Instance):
         decoding = state.decoding.items
         others = state.waiting or state.parked or state.prefilling.items or state.remote_kv_ready or state.idle.items
         unsettled = state.closing or state.slots_unknown or state.memory.pool.has_copies
-        unsettled = unsettled or (state.memory.layers is not None and state.memory.layers.is_busy)
+        unsettled = unsettled or state.memory.layers.is_busy
         if not decoding or others or unsettled or len(self.inflight) < self.config.scheduler.steps_in_flight:
             return 0
         if any(plan.void or plan.chunks or plan.prefill_tokens or plan.targets != decoding for plan in self.inflight):
@@ -143,10 +143,10 @@ class FastForwardInstance(Instance):
         state.serve_decodes(steps)
         decoding = state.decoding.items
         self._grow(steps)
-        if state.objectives is not None or state.memory.layers is not None:
+        if state.objectives is not None or state.memory.layers.is_by_layer:
             for step_ns in steps_ns:
                 state.costs.learn(0, len(decoding), step_ns)
-        if state.memory.layers is not None:
+        if state.memory.layers.is_by_layer:
             for step_ns in steps_ns:
                 state.memory.layers.overtaking.pass_time(step_ns, len(state.groups))
         for sequence in decoding:

@@ -131,14 +131,13 @@ def _device(
     from memserve.model.device import ModelDevice
     from memserve.model.gpu.setup import build_gpu_device
 
-    link_bytes_s = config.scheduler.link_bytes_s
     if options.parallel.workers > 1:
         from memserve.model.workers.processes import build_divided
 
-        return build_divided(model, options, config, shared=shared, link_bytes_s=link_bytes_s)
+        return build_divided(model, options, config, shared=shared)
     if gpu is not None:
         return build_gpu_device(model, config, gpu, best_forward(model.module), shared=shared)
-    return ModelDevice(model, config, best_forward(model.module), shared=shared, link_bytes_s=link_bytes_s)
+    return ModelDevice(model, config, best_forward(model.module), shared=shared)
 
 
 def _loaded(options: EngineOptions) -> LoadedModel:

@@ -203,7 +203,7 @@ class HostedInstance:
         self._device = device
         self._outlet = outlet
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
-        self._timer = StepTimer(bound_bytes=getattr(device, "bound_bytes", 0))  # devices without a model know none
+        self._timer = StepTimer(bound_bytes=device.bound_bytes)
         self._loop: MachineLoop[Event] = MachineLoop(
             machine, self._perform, on_broken=on_broken, on_end=self._end_plans, clock_ns=clock_ns
         )
@@ -213,8 +213,7 @@ class HostedInstance:
         self.post = self._loop.post
         self.ask = self._loop.ask
         device.on_layer = self._layer_finished
-        if hasattr(device, "on_broken"):  # one of several workers
-            device.on_broken = lambda: self._loop.call(on_broken)
+        device.on_broken = lambda: self._loop.call(on_broken)
 
     def start(self) -> None:
         """Begin to work."""
@@ -265,16 +264,19 @@ class HostedInstance:
     # -- device thread, and the one that waits for a device which the host is ahead of
 
     def _run_device(self) -> None:
-        begin: Callable[[StepPlan], Callable[[], StepFinished]] | None = getattr(self._device, "begin_step", None)
+        is_ahead = False  # then failures are answered behind what is begun, too
         while (plan := self._plans.get()) is not None:
-            if begin is None:
-                self._answer(plan, partial(self._device.execute, plan))
-                continue
             try:
-                finish = begin(plan)
+                begun = self._device.begin_step(plan)
+                is_ahead = not isinstance(begun, StepFinished)
             except Exception as error:
-                finish = partial(_fail, error)
-            self._begun.put((plan, finish))
+                begun = partial(_fail, error)
+            if isinstance(begun, StepFinished):
+                self.post(begun)
+            elif is_ahead:
+                self._begun.put((plan, begun))
+            else:
+                self._answer(plan, begun)
         self._begun.put(None)
 
     def _run_finishing(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from memserve.base.config import EngineOptions
 from memserve.base.types import Role
 from memserve.host.build import Parts, build_parts
-from memserve.host.member import MemberProcess
+from memserve.host.member import MemberLinks, MemberProcess
 from memserve.host.profile_file import LearntProfile
 from memserve.journal.survivors import end_when_orphaned
 from memserve.kv.identity import identity_key
@@ -169,21 +169,16 @@ def wait_joined(member: MemberProcess, place: MemberOptions, say: Callable[[str]
 
 def _open_member(parts: Parts, place: MemberOptions, me: Peer) -> MemberProcess:
     geometry, arenas = parts.model.geometry, parts.device.shared_arenas
-    where = ListenAddress(place.secret, place.host, place.advertise)
+    where = ListenAddress(place.secret, place.host, place.advertise, place.port)
     segments = _open_segments(parts, where)
     info = _introduce(parts, place, me, segments)
     _forget_tokenizer(parts)
-    return MemberProcess(
-        parts.machine,
-        parts.device,
-        info,
-        place.join,
-        lambda me, on_message: ZmqMailbox(
-            me, place.secret, place.host, place.port, on_message, advertise=place.advertise
-        ),
+    links = MemberLinks(
+        lambda me, on_message: ZmqMailbox(me, where, on_message),
         lambda on_pages: open_data_port(place.link, geometry, arenas, on_pages, where),
-        segments=segments,
+        segments,
     )
+    return MemberProcess(parts.machine, parts.device, info, place.join, links)
 
 
 def _keep_vocabulary(parts: Parts) -> None:

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -60,6 +60,16 @@ READING_TIMEOUT_S = 0.2
 _CLOSE_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class MemberLinks:
+    """How an instance reaches other processes: its ports are opened by the process that runs it."""
+
+    open_mailbox: Callable[[Peer, OnMessage], Mailbox]
+    open_port: Callable[[OnPages], DataPort]
+    segments: SegmentPort | None = None
+    """None: it computes no part of a longer sequence."""
+
+
 class MemberProcess:
     """Runs an instance in a cluster, from joining to leaving."""
 
@@ -69,14 +79,12 @@ class MemberProcess:
         device: Device,
         info: PeerInfo,
         routers: Sequence[str],
-        open_mailbox: Callable[[Peer, OnMessage], Mailbox],
-        open_port: Callable[[OnPages], DataPort],
+        links: MemberLinks,
         config: MemberConfig | None = None,
-        segments: SegmentPort | None = None,
     ) -> None:
         """``info`` describes the instance but for its address and what the data port adds. ``routers``: addresses
-        where one may be, tried in turn. ``segments``: None: it computes no part of a longer sequence."""
-        self._machine, self._segments = machine, segments
+        where one may be, tried in turn."""
+        self._machine, self._segments = machine, links.segments
         self._lock = threading.Lock()
         self._slow: queue.SimpleQueue[MemberEvent | MemberAction] = queue.SimpleQueue()  # for the member's thread
         self._ended = threading.Event()
@@ -85,9 +93,9 @@ class MemberProcess:
         self._last = LoadRead(Load(), 0)
         self._worked_s = time.monotonic()
         self._instance = HostedInstance(machine, device, self._perform, on_broken=self._broke)
-        self._port = open_port(self._instance.post)
+        self._port = links.open_port(self._instance.post)
         with self._lock:  # messages may arrive as soon as there is a mailbox
-            self._mailbox = open_mailbox(info.peer, self._message_arrived)
+            self._mailbox = links.open_mailbox(info.peer, self._message_arrived)
             address = info.address or self._mailbox.address
             info = self._port.describe(msgspec.structs.replace(info, address=address))
             if machine.link is not None:

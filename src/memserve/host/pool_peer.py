@@ -29,7 +29,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -45,7 +45,7 @@ from memserve.kv.events import PoolReport
 from memserve.kv.identity import identity_key
 from memserve.kv.mempool import Address, Addresses, AddressList, MemPool, as_tokens
 from memserve.kv.transfer.events import Delivered, ExchangeCounters, Inserted, PagesPulled, PagesSealed
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member_events import AddPeer, GenerationChanged, RemovePeer
 from memserve.protocol.messages import AnyMessage
@@ -63,6 +63,20 @@ _CALL_S = 30.0
 Answer = TypeVar("Answer")
 
 
+@dataclass(frozen=True, slots=True)
+class PeerTerms:
+    """How a pool deals with its peers."""
+
+    namespace: str
+    """Peers have the same."""
+    link: str
+    """How pages come here: one of ``memserve.base.types.LINKS``."""
+    lease_ns: int
+    """How long a peer may hold blocks here, or leave an offer unanswered."""
+    silent_ns: int
+    """A peer that was not heard of for so long is gone."""
+
+
 class PoolHost:
     """Runs a :class:`PoolMachine` until it is closed."""
 
@@ -70,24 +84,20 @@ class PoolHost:
         self,
         memory: MemPool,
         me: Peer,
-        namespace: str,
-        config: ExchangeConfig,
-        *,
-        secret: str,
-        address: tuple[str, int],
-        link: str,
-        silent_ns: int,
+        where: ListenAddress,
+        terms: PeerTerms,
         on_arrival: Callable[[Delivered | Inserted], None],
     ) -> None:
         self._on_arrival = on_arrival
         self._closed = False
         self._deliveries = ThreadPoolExecutor(1, thread_name_prefix="memserve-delivery")
         arenas = {tier: arena for tier, arena in memory.arenas.items() if isinstance(arena, _core.SharedArena)}
-        self._data = open_data_port(link, memory.geometry, arenas, self._pages_done, ListenAddress(secret, address[0]))
-        self._mailbox = ZmqMailbox(me, secret, *address, self._heard)
-        info = self._data.describe(_info(memory, me, namespace, self._mailbox.address))
-        exchange = Exchange(memory.pool, memory.geometry, config, me, namespace)
-        self.machine = PoolMachine(memory, exchange, info, silent_ns)
+        self._data = open_data_port(terms.link, memory.geometry, arenas, self._pages_done, where)
+        self._mailbox = ZmqMailbox(me, where, self._heard)
+        info = self._data.describe(_info(memory, me, terms.namespace, self._mailbox.address))
+        config = ExchangeConfig(lease_ns=terms.lease_ns)
+        exchange = Exchange(memory.pool, memory.geometry, config, me, terms.namespace)
+        self.machine = PoolMachine(memory, exchange, info, terms.silent_ns)
         self._loop: MachineLoop[PoolEvent] = MachineLoop(
             self.machine, self._perform, on_broken=self._broken, name="memserve-pool-peer"
         )
@@ -237,17 +247,9 @@ class PoolPeer:
             new_arena=_core.SharedArena,
             identity_key=identity_key(secret),
         )
-        self._host = PoolHost(
-            self._memory,
-            self._me,
-            namespace,
-            ExchangeConfig(lease_ns=ns_from_s(lease_s)),
-            secret=secret,
-            address=(host, port),
-            link=link,
-            silent_ns=ns_from_s(silent_s),
-            on_arrival=self._arrived,
-        )
+        where = ListenAddress(secret, host, port=port)
+        terms = PeerTerms(namespace, link, lease_ns=ns_from_s(lease_s), silent_ns=ns_from_s(silent_s))
+        self._host = PoolHost(self._memory, self._me, where, terms, self._arrived)
         self._machine = self._host.machine
 
     # -- peers
@@ -474,16 +476,15 @@ class PoolPeer:
                 raise UserError("TO_DRAM, and addresses in HBM", hint="leave the flag out: addresses name their tier")
         elif TransferFlag.TO_DRAM in flags:
             dst_tier = Tier.DRAM
-        terms: dict[str, Any] = {
-            "tokens": tokens,
-            "tier": tier,
-            "mode": TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
-            "insert": len(tokens) > 0,
-            "private": private,
-            "dst_blocks": dst_blocks,
-            "dst_tier": dst_tier,
-        }
-        return self._host.ask(lambda now_ns: self._machine.start_offer(to, blocks, now_ns, **terms))
+        offered = OfferedBlocks(self._memory.tenant, tokens, blocks, tier)
+        terms = OfferTerms(
+            TransferMode.BY_REQUEST if TransferFlag.BY_PAGE in flags else TransferMode.BY_REQUEST_AGG,
+            insert=len(tokens) > 0,
+            private=private,
+            dst_blocks=dst_blocks,
+            dst_tier=dst_tier,
+        )
+        return self._host.ask(lambda now_ns: self._machine.start_offer(to, offered, now_ns, terms))
 
     def _free_own(self, addresses: AddressList, now_ns: int) -> None:
         self._memory.free_mem(addresses)

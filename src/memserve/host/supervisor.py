@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from memserve.base.errors import UserError
@@ -77,6 +77,28 @@ class ChildOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class ChildStart:
+    """What children are told at their start, through a pipe: neither command lines nor environments show it."""
+
+    secret: Secret
+    """Where it is of a file, children follow that."""
+    router_keys: Mapping[str, object] = field(default_factory=dict)
+    """What routers among them are told with it."""
+    offers: bool = False
+    """Instances offer KV to a store until their end."""
+
+    def greetings(self, folder: Path | None, *, has_store: bool) -> dict[Role, dict[str, object]]:
+        """For the children of each role. ``folder``: where they wait for the next supervisor."""
+        outlive = {"folder": str(folder)} if folder is not None else {}
+        # a store has what instances have offered to it before they leave
+        patience = {"drain_s": OFFERS_S} if self.offers or has_store else {}
+        secret = followed(self.secret)
+        file = {"secret_file": str(secret.files[0].absolute())} if secret.files else {}
+        greeting = {"secret": secret.value(), **file, "parent_pid": os.getpid(), **outlive, **patience}
+        return {role: greeting | (dict(self.router_keys) if role is Role.ROUTER else {}) for role in Role}
+
+
+@dataclass(frozen=True, slots=True)
 class ChildStats:
     """Totals of one child since the start of its supervisor."""
 
@@ -119,32 +141,21 @@ class Supervisor:
     def __init__(
         self,
         orders: Sequence[ChildOrder],
-        secret: Secret,
+        start: ChildStart,
         on_death: Callable[[str, str], None],
         folder: Path | None = None,
         *,
-        offers: bool = False,
-        keys: Mapping[str, object] | None = None,
         spare: Sequence[ChildOrder] = (),
     ) -> None:
-        """``secret`` goes to each child through a pipe: neither command lines nor environments show it. Where it is of
-        a file, children follow that. ``on_death``
-        is called with the name of a child that has ended, and how it ended, from the child's thread. ``folder``: where
-        started children are written down; they outlive this process then, unless it ends in good order. ``offers``:
-        instances offer KV to a store until their end. ``keys``: what routers among the children are told with the
-        secret. ``spare``: children that may be added later; those of them that live are taken over at the start."""
+        """``on_death`` is called with the name of a child that has ended, and how it ended, from the child's thread.
+        ``folder``: where started children are written down; they outlive this process then, unless it ends in good
+        order. ``spare``: children that may be added later; those of them that live are taken over at the start."""
         self._on_death = on_death
         self._orders = [*orders, *spare]
         self._file = ChildrenFile(folder) if folder is not None else None
         living = self._file.living([order.name for order in spare]) if self._file is not None else []
         self._children = [_Child(order) for order in self._orders if order in orders or order.name in living]
-        outlive = {"folder": str(folder)} if folder is not None else {}
-        # a store has what instances have offered to it before they leave
-        patience = {"drain_s": OFFERS_S} if offers or any(order.is_store for order in orders) else {}
-        secret = followed(secret)
-        file = {"secret_file": str(secret.files[0].absolute())} if secret.files else {}
-        greeting = {"secret": secret.value(), **file, "parent_pid": os.getpid(), **outlive, **patience}
-        self._greetings = {role: greeting | (dict(keys or {}) if role is Role.ROUTER else {}) for role in Role}
+        self._greetings = start.greetings(folder, has_store=any(order.is_store for order in orders))
         self._environment = dict(os.environ)
         if (
             sum(order.role.has_model for order in self._orders) > 1

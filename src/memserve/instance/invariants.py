@@ -25,13 +25,7 @@ def check_instance(state: SchedulerState, inflight: Iterable[InflightPlan], link
     _check_inflight(sequences, inflight)
     for sequence in sequences:
         _check_sequence(state, sequence)
-    if state.memory.layers is not None:
-        listed = Counter(id(sequence) for sequence in state.memory.layers.sequences)
-        check(
-            listed.keys() >= {id(s) for s in sequences if s.layered is not None}, "one that lies by layer is not listed"
-        )
-        check(all(count == 1 for count in listed.values()), "a sequence is listed twice among those that lie by layer")
-        state.memory.layers.arrivals.check_invariants()
+    state.memory.layers.check_invariants(sequences)
     check(not state.outputs, "outputs left over from an earlier event")
     state.memory.pool.check_invariants()
     if state.objectives is not None:

@@ -22,7 +22,8 @@ from memserve.base.config import InstanceConfig
 from memserve.base.errors import InvariantError, check, refuse_event
 from memserve.base.kv_layout import lower_page_bytes
 from memserve.base.types import ClockTicked, KVGeometry, NamedPrefix, Request, TokenOutput
-from memserve.base.units import NS_PER_MS, ceil_div
+from memserve.base.units import NS_PER_MS
+from memserve.instance.cluster.commands import InstanceParts
 from memserve.instance.cluster.link import ClusterLink
 from memserve.instance.events import (
     Action,
@@ -36,7 +37,7 @@ from memserve.instance.events import (
 )
 from memserve.instance.intake import RequestIntake
 from memserve.instance.invariants import check_instance
-from memserve.instance.layerwise.budget import TPOT_NS, LayerBudget, LayerPolicy, LinkRate
+from memserve.instance.layerwise.budget import TPOT_NS, LayerBudget, LinkRate
 from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.instance.scheduler.batch import InflightPlan
 from memserve.instance.scheduler.capacity import context_tokens, running_max
@@ -110,7 +111,7 @@ class Instance:
             self.state.objectives = Objectives(scheduler, self.state.costs)
         self.intake = RequestIntake(self.state, config, self._context)
         self.pins = Pins(pool)
-        drafts = scheduler.draft_tokens if memory.layers is None else 0
+        drafts = 0 if memory.layers.is_by_layer else scheduler.draft_tokens
         speculation = Speculation(self.state, drafts) if drafts else None
         self.planner = Planner(self.state, scheduler, self.pins, speculation)
         self.results = StepResults(self.state, speculation)
@@ -123,7 +124,7 @@ class Instance:
         if me is not None:
             if geometry is None:
                 raise InvariantError("a member of a cluster must know the geometry of its KV")
-            self.link = ClusterLink(self.state, self.intake, self.pins, config, geometry, me, self.load)
+            self.link = ClusterLink(InstanceParts(self.state, self.intake, self.pins, self.load), config, geometry, me)
         self._refusals: list[Action] = []  # of requests of this event
         self._handlers = self._handlers_of_events()
 
@@ -352,11 +353,7 @@ def _layer_placer(config: InstanceConfig, memory: SequenceMemory, geometry: KVGe
     # what crosses the link; where there is none, to convert a page takes as long as to copy it whole
     page_bytes = lower_page_bytes(geometry, config.pool.lower_dtype) if scheduler.link_bytes_s else geometry.page_bytes
     budget = LayerBudget(geometry.num_layers, page_bytes, link, scheduler.slo_tpot_ns or TPOT_NS)
-    chunk_blocks_max = ceil_div(scheduler.chunk_tokens, memory.block_tokens)
-    policy = LayerPolicy.named(scheduler.layerwise)
-    return LayerPlacer(
-        memory.pool, memory.block_tokens, budget, policy, memory.costs, chunk_blocks_max, scheduler.steps_in_flight
-    )
+    return LayerPlacer(memory.pool, budget, scheduler, memory.costs)
 
 
 def _pin_name(handle: str, tenant: str) -> str:

@@ -246,28 +246,7 @@ def _local_stats(state: SchedulerState, plans_in_flight: int) -> InstanceStats:
         prefill_ns_per_token=state.costs.prefill_ns_per_token,
         finished=dict(counters.finished),
         objectives=state.objectives.report() if state.objectives is not None else ObjectiveReport(),
-        layers=_layers(state),
-    )
-
-
-def _layers(state: SchedulerState) -> LayerReport:
-    placer = state.memory.layers
-    if placer is None:
-        return LayerReport()
-    lying = [kv for sequence in placer.sequences if (kv := sequence.layered) is not None]
-    unit = placer.num_layers
-    return LayerReport(
-        sequences=len(lying),
-        parked=len(state.parked),
-        dram_pages=unit * sum(len(kv.dram_blocks) for kv in lying),
-        kept_pages=unit * sum(len(frames) for kv in lying for frames in kv.kept.values()),
-        staging_pages=unit * sum(len(frames) for kv in lying for frames in kv.staging),
-        moving_pages=unit * sum(len(kv.moving.dram_blocks) + len(kv.moving.hbm_frames) for kv in lying if kv.moving),
-        begun=placer.admitted,
-        converted=placer.converted,
-        parkings=placer.parked,
-        resumed=placer.resumed,
-        link=replace(placer.link),
+        layers=state.memory.layers.report(len(state.parked)),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,6 +34,15 @@ def lower_pages(geometry: KVGeometry, lower_dtype: str) -> _core.LowerPages | No
     return pages
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaSizes:
+    """How much KV each tier holds, in blocks of ``block_bytes`` as they are computed."""
+
+    block_bytes: int
+    hbm_blocks: int
+    dram_blocks: int
+
+
 class KvArenas:
     """The blocks of each tier of a machine without a GPU, as bytes: ``[blocks, block_bytes]`` uint8. With ``lower``,
     those of DRAM are smaller, and copies between the tiers convert.
@@ -43,9 +53,7 @@ class KvArenas:
 
     def __init__(
         self,
-        block_bytes: int,
-        hbm_blocks: int,
-        dram_blocks: int,
+        sizes: ArenaSizes,
         *,
         shared: bool = False,
         lower: _core.LowerPages | None = None,
@@ -54,7 +62,8 @@ class KvArenas:
     ) -> None:
         """``hbm``: memory that the workers of an instance share, for the tier of that name. None: its own. ``worker``:
         this worker's number and how many there are, each of which prepares its part of that memory."""
-        self.block_bytes = block_bytes
+        self.block_bytes = block_bytes = sizes.block_bytes
+        hbm_blocks, dram_blocks = sizes.hbm_blocks, sizes.dram_blocks
         self._copied_ns = 0
         self._lower = lower
         #: the tiers that peers can read; only with ``shared``, only those that have blocks

@@ -19,9 +19,9 @@ from memserve.base.config import InstanceConfig
 from memserve.base.errors import check
 from memserve.base.types import Tier, TokenLogprobs
 from memserve.instance.events import MovePages, PlaceByLayer, RowFailed, StepFinished, StepPlan
-from memserve.model.arena import KvArenas, lower_pages
+from memserve.model.arena import ArenaSizes, KvArenas, lower_pages
 from memserve.model.attention.backends import AttentionFactory, KernelAttention, choose_attention
-from memserve.model.attention.context import ReportingAttention, StepAttention, attending
+from memserve.model.attention.context import ReportingAttention, StepAttention, StepRows, attending
 from memserve.model.attention.layered import LayeredAttention, PlacedRange, Tiers, copies_of
 from memserve.model.attention.sequence_parallel import HeldKv, SegmentLines, SpannedAttention, SpannedRow
 from memserve.model.copier import Copy, PageCopier
@@ -30,10 +30,10 @@ from memserve.model.grammar.masks import Grammars, OnBuilt
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.lora import StepAdapters, adapting
 from memserve.model.sampling import Sampled, report_logprobs, sample, sample_drafts
-from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotTable, stage
+from memserve.model.slots import NOT_NUMBERS, Failures, Int32s, Int64s, SlotModel, SlotTable, stage
 from memserve.model.workers.group import WorkerGroup, exchanging
 from memserve.system.memory import trim_heap
-from memserve.transport.ports import Arenas, OnLayer
+from memserve.transport.ports import Arenas, Device
 
 if TYPE_CHECKING:
     from memserve.model.workers.gpu_group import GpuWorkerGroup
@@ -44,7 +44,7 @@ Drawing = list[tuple[Int64s, Int64s]]
 """In order: slots, and a token for each."""
 
 
-class ModelDevice:
+class ModelDevice(Device):
     """A model, its KV arenas and its slots. Used from one thread."""
 
     def __init__(
@@ -55,18 +55,15 @@ class ModelDevice:
         attention: AttentionFactory | None = None,
         *,
         shared: bool = False,
-        link_bytes_s: float | None = None,
         crew: WorkerGroup | GpuWorkerGroup | None = None,
-        hbm: _core.SharedArena | None = None,
     ) -> None:
         """``forward`` defaults to the module as it is, ``attention`` to the best for the model's device. ``shared``
-        puts the KV where other processes of this host can read it. ``link_bytes_s``: emulate a link of this rate for
-        KV that lies by layer. ``crew``: the other workers of the instance; on a CPU they share the memory ``hbm``."""
+        puts the KV where other processes of this host can read it. ``crew``: the other workers of the instance."""
         geometry, scheduler, pool = model.geometry, config.scheduler, config.pool
-        self._device, self._crew = model.device, crew
+        self._device, self._geometry, self._crew = model.device, geometry, crew
         lower = lower_pages(geometry, pool.lower_dtype)
-        sizes = geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks
-        self._arenas = self._make_arenas(sizes, shared=shared, lower=lower, hbm=hbm)
+        sizes = ArenaSizes(geometry.block_bytes, pool.hbm_blocks, pool.dram_blocks)
+        self._arenas = self._make_arenas(sizes, shared=shared, lower=lower)
         self._drawn: Drawing = []
         # a step under way may sample one token beyond the last that the machine will use
         tokens_max = config.max_model_tokens + scheduler.steps_in_flight
@@ -77,41 +74,38 @@ class ModelDevice:
         self._adapters = model.adapters
         if self._adapters is not None:
             self._adapters.pack()
-        sizes_of_slots = scheduler.max_running, tokens_max, geometry.block_tokens, model.vocab_size
-        self._slots = SlotTable(*sizes_of_slots, self.grammars, config.adapters, model.position_regimes)
+        known = SlotModel(model.vocab_size, config.adapters, model.position_regimes)
+        self._slots = SlotTable(scheduler.max_running, tokens_max, geometry.block_tokens, known, self.grammars)
         self._forward = forward or EagerForward(model.module)
         self._attention = attention or choose_attention(self._arenas.hbm, geometry, crew)
         #: of pages, as blocks of a model with one layer
         self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1), crew)
         addresses = self._arenas.base, self._arenas.dram.data_ptr()
         self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
-        self._copier = self._make_copier(link_bytes_s)
-        self.on_layer: OnLayer | None = None
+        self._copier = self._make_copier(scheduler.link_bytes_s)
         #: the segments of longer sequences that are kept here; None: none can be
         self.held_kv: HeldKv | None = None
         if isinstance(self._attention, partial) and self._attention.func is KernelAttention and crew is None:
             self.held_kv = HeldKv(self._arenas.base, geometry)
         #: the way to the other segments
         self.segment_lines: SegmentLines | None = None
-        #: what this process may have resident at most (:class:`memserve.system.memory.MemoryBound`); 0: unknown
-        self.bound_bytes = 0
         if gc.isenabled():  # else it is done at the end of the start, once
             gc.collect()  # a load leaves 60 MB in reference cycles (graphs, the tokenizer's files)
             trim_heap()
 
     def _make_arenas(
         self,
-        sizes: tuple[int, int, int],
+        sizes: ArenaSizes,
         *,
         shared: bool,
         lower: _core.LowerPages | None,
-        hbm: _core.SharedArena | None,
     ) -> Any:
-        """``sizes``: bytes of a block, blocks of HBM, of DRAM."""
         worker = (0, 1) if self._crew is None else (self._crew.share.rank, self._crew.share.ranks)
-        return KvArenas(*sizes, shared=shared, lower=lower, hbm=hbm, worker=worker)
+        hbm = self._crew.hbm if isinstance(self._crew, WorkerGroup) else None
+        return KvArenas(sizes, shared=shared, lower=lower, hbm=hbm, worker=worker)
 
     def _make_copier(self, link_bytes_s: float | None) -> Any:
+        """``link_bytes_s``: emulate a link of this rate for KV that lies by layer."""
         return PageCopier(link_bytes_s)
 
     @property
@@ -289,18 +283,21 @@ class ModelDevice:
         """``contexts``: the tokens of each row up to its last one."""
         contexts -= self._slots.firsts[slots].astype(np.int32)
         if self._slots.before:
-            own = self._attention(self._tables, slots.astype(np.int32), q_starts, contexts)
-            return self._spanned(slots, q_starts, own)
+            return self._spanned(slots, q_starts, self._attention_of_rows(slots, q_starts, contexts))
         placed = self._slots.placed
         ranges = {row: placed[slot] for row, slot in enumerate(slots.tolist()) if slot in placed} if placed else {}
         if not ranges:
-            return self._attention(self._tables, slots.astype(np.int32), q_starts, contexts)
+            return self._attention_of_rows(slots, q_starts, contexts)
         places = [placed.first + placed.count for placed in ranges.values()]  # also of what is not computed yet
         entries = max(-(-int(contexts.max()) // self._slots.block_tokens), *places)
         tables = self._slots.tables[slots, :entries]
-        shape = self._tiers.num_layers, self._slots.block_tokens
+        rows = StepRows(tables, np.arange(len(tables), dtype=np.int32), q_starts, contexts)
         copier = self._copier if self._copies else None
-        return LayeredAttention(self._page_attention(), copier, *shape, ranges, tables, q_starts, contexts, self._meet)
+        return LayeredAttention(self._page_attention(), copier, self._geometry, ranges, rows, self._meet)
+
+    def _attention_of_rows(self, slots: Int64s, q_starts: Int32s, contexts: Int32s) -> StepAttention:
+        """Where all KV lies in whole blocks."""
+        return self._attention(StepRows(self._tables, slots.astype(np.int32), q_starts, contexts))
 
     def _spanned(self, slots: Int64s, q_starts: Int32s, own: StepAttention) -> StepAttention:
         """Rows that ask others about earlier parts; not those that have failed."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,6 +51,17 @@ NOTHING_LEFT = RowFailed(NO_TOKEN_LEFT)
 """Every token impossible, but only after the request's changes."""
 
 
+@dataclass(frozen=True, slots=True)
+class SlotModel:
+    """What slots must know of their model."""
+
+    vocab_size: int = VOCAB_MAX
+    adapters: Container[str] = ()
+    """Digests of those that there are."""
+    regimes: PositionRegimes = NO_REGIMES
+    """Of its positions."""
+
+
 class SlotTable:
     """Slots ``0 .. slots - 1``. Tokens ``[0, lengths[s])`` of row ``s`` of ``tokens`` are known; blocks likewise."""
 
@@ -58,13 +70,11 @@ class SlotTable:
         slots: int,
         max_tokens: int,
         block_tokens: int,
-        vocab_size: int = VOCAB_MAX,
+        model: SlotModel | None = None,
         grammars: Grammars | None = None,
-        adapters: Container[str] = (),
-        regimes: PositionRegimes = NO_REGIMES,
     ) -> None:
-        """``adapters``: digests of those that there are. ``regimes``: of the model's positions."""
-        self.block_tokens, self.vocab_size = block_tokens, vocab_size
+        model = model or SlotModel()
+        self.block_tokens, self.vocab_size = block_tokens, model.vocab_size
         self.tokens: Int32s = np.zeros((slots, max_tokens), np.int32)
         self.lengths: Int64s = np.zeros(slots, np.int64)
         self.prompt_tokens: Int64s = np.zeros(slots, np.int64)
@@ -97,7 +107,7 @@ class SlotTable:
         self.failed: Failures = {}
         #: digests of the adapters that rows of the slots are computed with, by slot
         self.adapters: dict[int, str] = {}
-        self._known_adapters, self._regimes = adapters, regimes
+        self._known_adapters, self._regimes = model.adapters, model.regimes
         self._sampling: list[SamplingParams] = [SamplingParams()] * slots
         self._lists: list[TokenLists] = [token_lists(SamplingParams(), StopParams())] * slots
         self._stop: list[StopParams] = [StopParams()] * slots

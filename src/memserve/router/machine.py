@@ -64,9 +64,8 @@ from memserve.router.events import (
     StateRecovered,
     StoreNamed,
 )
-from memserve.router.members.follower_membership import Following
 from memserve.router.members.loads import LoadTable
-from memserve.router.members.membership import Membership, StoreCalls
+from memserve.router.members.membership import Following, Membership, StoreCalls
 from memserve.router.members.registry import Member, MemberState, Registry, order_of
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.parts import RouterParts
@@ -76,7 +75,7 @@ from memserve.router.report import ClusterStats, Counters, InstanceView
 from memserve.router.requests.lifecycle import Lifecycle
 from memserve.router.requests.outputs import OutputMerger
 from memserve.router.requests.requests import RequestPhase, RequestState, RouteStory
-from memserve.router.requests.sessions import HandleView, NamedPrefixes, Sessions
+from memserve.router.requests.sessions import HandleView, MemberTables, NamedPrefixes, Sessions
 
 
 class Cluster:
@@ -103,12 +102,11 @@ class Cluster:
         trees = Trees(config, timers, counters, identity_key)
         asking = asking_for(config, registry, loads) if follows is not None else None
         admission = asking or AdmissionController(config.admission, config.policy, registry, loads)
-        handles = NamedPrefixes(registry, trees, loads, admission.memory, timers, outbox, config)
+        tables = MemberTables(registry, trees, loads, admission.memory)
+        handles = NamedPrefixes(config, tables, timers, outbox)
         sessions = Sessions(registry, outbox)
-        placer = Placer(config, registry, trees, loads, sessions, handles, admission.memory)
-        parts = RouterParts(
-            config, registry, trees, loads, admission, sessions, handles, placer, timers, outbox, counters, follows
-        )
+        placer = Placer(config, tables, sessions, handles)
+        parts = RouterParts(config, tables, admission, sessions, handles, placer, timers, outbox, counters, follows)
         self._counters, self._timers, self._outbox = counters, timers, outbox
         self._registry, self._loads, self._trees = registry, loads, trees
         self._handles, self._sessions, self._placer = handles, sessions, placer

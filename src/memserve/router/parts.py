@@ -12,15 +12,12 @@ from typing import Protocol
 from memserve.base.config import ClusterConfig
 from memserve.base.types import FinishReason
 from memserve.protocol.peers import Peer
-from memserve.router.admission.controller import AdmissionController
-from memserve.router.members.loads import LoadTable
-from memserve.router.members.registry import Registry
+from memserve.router.admission.controller import RequestAdmission
 from memserve.router.outbox import Outbox, Timers
 from memserve.router.placement.placer import Placer
-from memserve.router.placement.prefix_directory import Trees
 from memserve.router.report import Counters
 from memserve.router.requests.requests import RequestState
-from memserve.router.requests.sessions import NamedPrefixes, Sessions
+from memserve.router.requests.sessions import MemberTables, NamedPrefixes, Sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +25,8 @@ class RouterParts:
     """Of one router."""
 
     config: ClusterConfig
-    registry: Registry
-    trees: Trees
-    loads: LoadTable
-    admission: AdmissionController
+    tables: MemberTables
+    admission: RequestAdmission
     sessions: Sessions
     handles: NamedPrefixes
     placer: Placer

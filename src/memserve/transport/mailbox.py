@@ -23,7 +23,7 @@ from memserve.base.errors import UserError
 from memserve.protocol import codec as wire
 from memserve.protocol.messages import AnyMessage
 from memserve.protocol.peers import Peer
-from memserve.system.secrets import Secret, followed
+from memserve.system.secrets import followed
 from memserve.transport.curve import (
     CHANGE_LOOK_MS,
     LOOK_MS,
@@ -38,6 +38,7 @@ from memserve.transport.curve import (
 from memserve.transport.network_devices import with_port
 from memserve.transport.outbound import MailboxCounters, Outbound, configure, new_context
 from memserve.transport.ports import OnMessage
+from memserve.transport.request_server import ListenAddress
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +54,11 @@ class ZmqMailbox:
     """A :class:`memserve.transport.ports.Mailbox` on ``tcp://host:port``, among processes that know the cluster's
     secret.
 
-    ``port`` 0 takes a free one; ``advertise`` is the host name that others use when ``host`` is a wildcard. A message
-    to a peer that is not connected, but has spoken lately, still leaves, at most once a second: so a process that was
-    expelled can be told, and a ``Join`` be refused. ``alias``: a second name, for those that know the address alone.
-    ``gives_way``: where this process has one core alone, ZeroMQ's thread does not interrupt others there
-    (``SCHED_BATCH``): letters then travel in bundles, for less CPU; but if others compute on that core, they may wait.
+    A wildcard as a host needs ``advertise``. A message to a peer that is not connected, but has spoken lately, still
+    leaves, at most once a second: so a process that was expelled can be told, and a ``Join`` be refused. ``alias``: a
+    second name, for those that know the address alone. ``gives_way``: where this process has one core alone, ZeroMQ's
+    thread does not interrupt others there (``SCHED_BATCH``): letters then travel in bundles, for less CPU; but if
+    others compute on that core, they may wait.
 
     Raises :class:`UserError` when the address cannot be listened on or the secret is too short.
     """
@@ -65,18 +66,16 @@ class ZmqMailbox:
     def __init__(
         self,
         me: Peer,
-        secret: Secret,
-        host: str,
-        port: int,
+        where: ListenAddress,
         on_message: OnMessage,
         *,
-        advertise: str | None = None,
         alias: str = "",
         gives_way: bool = False,
     ) -> None:
-        if host in _EVERYWHERE and not advertise:
-            raise UserError(f"others cannot reach {host}", hint="name this host: --advertise HOST", param="advertise")
-        self._secret = followed(secret).then(CurveKeys.all_in)
+        if where.host in _EVERYWHERE and not where.advertise:
+            hint = "name this host: --advertise HOST"
+            raise UserError(f"others cannot reach {where.host}", hint=hint, param="advertise")
+        self._secret = followed(where.secret).then(CurveKeys.all_in)
         self._keys = self._secret.value()
         self._me = me
         self._alias = Peer(alias, 0) if alias else None
@@ -85,12 +84,12 @@ class ZmqMailbox:
         self._context = new_context(gives_way=gives_way)
         self._doorkeeper = ZapAuthenticator(self._context, self._keys[0])
         self._inbox = self._context.socket(zmq.PULL)
-        configure(self._inbox, with_port(host, port))
+        configure(self._inbox, with_port(where.host, where.port))
         self._keys[0].listen(self._inbox)
-        self._endpoint, bound_port = _bind(self._context, self._inbox, host, port)
+        self._endpoint, bound_port = _bind(self._context, self._inbox, where.host, where.port)
         self._listens_with = self._keys[0]
         self._strangers = FailedHandshakes(self._inbox, bound_port)
-        self.address = f"tcp://{with_port(advertise or host, bound_port)}"
+        self.address = f"tcp://{with_port(where.known_as, bound_port)}"
         """Where others reach it, ``tcp://host:port``."""
         self._outbox = Outbound(self._context, self._keys, me, self.address, self._counters)
         self._newest: OrderedDict[Peer, int] = OrderedDict()

@@ -44,6 +44,8 @@ class ListenAddress:
     host: str = "127.0.0.1"
     advertise: str | None = None
     """The host name by which others reach it; None: ``host``."""
+    port: int = 0
+    """Of the process's mailbox, 0: any; its other sockets take free ones."""
 
     @property
     def known_as(self) -> str:

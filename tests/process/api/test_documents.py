@@ -28,6 +28,7 @@ from memserve.host.engine import Engine
 from memserve.instance.events import StepFinished, StepPlan
 from memserve.instance.machine import Instance
 from memserve.system.loop import EngineStopped
+from memserve.transport.ports import Device as DevicePort
 from memserve_lab.sim.reference.device import SymbolicDevice
 
 TEXT = "The capital of France is hello hello."
@@ -449,10 +450,8 @@ def test_pinned_prefix_begins_every_conversation(
 # -- with a real engine
 
 
-class SymbolicDevice(SymbolicDevice):
+class SymbolicDevice(SymbolicDevice, DevicePort):
     """As a port of the engine."""
-
-    on_layer = None
 
     def execute(self, plan: StepPlan) -> StepFinished:
         finished = self.run(plan)

@@ -29,6 +29,7 @@ from memserve.protocol.peers import ROUTER, Peer
 from memserve.router.machine import Cluster
 from memserve.router.report import AdmissionStats, ClusterStats, Counters
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 
 WAIT_S = 20.0
 
@@ -148,7 +149,7 @@ def test_single_engine_takes_the_admission_limits():
 def gated_router():
     gate = AdmissionConfig(Admission.BOUNDED, 1, waiting_max=1, wait_ns=400 * NS_PER_MS)
     machine = Cluster(ClusterConfig(admission=gate))
-    engine = RouterEngine(machine, partial(ZmqMailbox, Peer(ROUTER, time.time_ns()), SECRET, "127.0.0.1", 0))
+    engine = RouterEngine(machine, partial(ZmqMailbox, Peer(ROUTER, time.time_ns()), ListenAddress(SECRET)))
     member = FakeInstance("c1", engine.address, token_s=0.005)
     assert engine.wait_for(["c1"], WAIT_S)
     yield engine

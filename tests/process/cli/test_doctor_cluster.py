@@ -18,6 +18,7 @@ from memserve.cli import doctor_cluster
 from memserve.cli.main import run
 from memserve.protocol.peers import Peer
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 
 KEY = "sk-metrics"
 SECRET = "a secret of the tests, long enough"
@@ -192,7 +193,7 @@ def test_doctor_probes_the_cluster_port(
     file = tmp_path / "secret"
     file.write_text(secret)
     file.chmod(0o600)
-    mailbox = ZmqMailbox(Peer("router", 1), SECRET, "127.0.0.1", 0, lambda *heard: None)
+    mailbox = ZmqMailbox(Peer("router", 1), ListenAddress(SECRET), lambda *heard: None)
     try:
         words = ["doctor", "--join", mailbox.address.removeprefix("tcp://"), "--cluster-secret-file", str(file)]
         assert run(words) == code

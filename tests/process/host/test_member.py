@@ -20,7 +20,7 @@ from memserve.base.config import ClusterConfig, InstanceConfig, MemberConfig, Po
 from memserve.base.errors import UserError
 from memserve.base.types import FinishReason, Request, Role, SamplingParams, StopParams
 from memserve.base.units import NS_PER_MS
-from memserve.host.member import MemberProcess
+from memserve.host.member import MemberLinks, MemberProcess
 from memserve.host.router import RouterEngine
 from memserve.instance.machine import Instance
 from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, SealPages
@@ -41,6 +41,8 @@ from memserve.protocol.peers import ROUTER, Peer, PeerInfo
 from memserve.router.machine import Cluster
 from memserve.system.process import new_generation
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.ports import Device as DevicePort
+from memserve.transport.request_server import ListenAddress
 from memserve_lab.sim.reference.device import SymbolicDevice
 from memserve_lab.sim.reference.oracle import lone_tokens
 from ports import free_port
@@ -55,12 +57,12 @@ IMPATIENT = replace(BRISK, asks_after_ns=50 * NS_PER_MS, silent_after_ns=600 * N
 """Addresses are tried in tenths of seconds."""
 
 
-class Device(SymbolicDevice):
+class Device(SymbolicDevice, DevicePort):
     """The literal device as a port; each step may be held at a gate."""
 
     def __init__(self) -> None:
         super().__init__(BLOCK, BLOCKS, 0, vocab=VOCAB)
-        self.gate, self.on_layer, self.closed = threading.Event(), None, False
+        self.gate, self.closed = threading.Event(), False
         self.gate.set()
 
     def execute(self, plan):
@@ -117,8 +119,7 @@ class Node:
             self.device,
             info,
             routers.split(","),
-            lambda me, on_message: ZmqMailbox(me, SECRET, "127.0.0.1", 0, on_message),
-            self._open_port,
+            MemberLinks(lambda me, on_message: ZmqMailbox(me, ListenAddress(SECRET), on_message), self._open_port),
             config,
         )
         self.member.start()
@@ -135,7 +136,7 @@ class Node:
 
 def new_router(port: int = 0) -> RouterEngine:
     me = Peer(ROUTER, new_generation())
-    return RouterEngine(Cluster(CONFIG), partial(ZmqMailbox, me, SECRET, "127.0.0.1", port))
+    return RouterEngine(Cluster(CONFIG), partial(ZmqMailbox, me, ListenAddress(SECRET, port=port)))
 
 
 @pytest.fixture
@@ -232,7 +233,7 @@ def test_instance_with_lost_join_accepted_rejoins_as_new(node) -> None:
     """It was a member without knowing it, sent no heartbeat, and was taken to be dead: its ``Join`` is void."""
     joins: queue.Queue[Peer] = queue.Queue()
     me = Peer(ROUTER, 5)
-    mailbox = ZmqMailbox(me, SECRET, "127.0.0.1", 0, lambda sender, message: joins.put(sender))
+    mailbox = ZmqMailbox(me, ListenAddress(SECRET), lambda sender, message: joins.put(sender))
     node("c1", mailbox.address)
     first = joins.get(timeout=WAIT_S)
     ahead = first.generation + 1_000_000  # a dead one of this name lived before the wall clock was set back
@@ -281,7 +282,7 @@ def test_late_join_accepted_of_replaced_router_is_ignored(node) -> None:
             if isinstance(message, Join):
                 joins.put((generation, message.info))
 
-        return ZmqMailbox(Peer(ROUTER, generation), SECRET, "127.0.0.1", 0, hear)
+        return ZmqMailbox(Peer(ROUTER, generation), ListenAddress(SECRET), hear)
 
     old, new = router_of(7), router_of(8)
     it = node("c1", old.address)
@@ -308,7 +309,7 @@ def test_new_router_gets_held_answers_before_further_tokens(node, monkeypatch) -
 
     def router_of(generation: int) -> ZmqMailbox:
         me = Peer(ROUTER, generation)
-        return ZmqMailbox(me, SECRET, "127.0.0.1", 0, lambda _, message: heard.append((generation, message)))
+        return ZmqMailbox(me, ListenAddress(SECRET), lambda _, message: heard.append((generation, message)))
 
     def said_to(generation: int, kind: Any) -> list[AnyMessage]:
         return [message for to, message in heard if to == generation and isinstance(message, kind)]

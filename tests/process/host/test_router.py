@@ -22,6 +22,7 @@ from memserve.protocol.peers import ROUTER, Peer
 from memserve.router.machine import Cluster
 from memserve.system.loop import EngineStopped
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 from waiting import eventually
 
 WAIT_S = 20.0
@@ -36,7 +37,7 @@ def machine() -> Cluster:
 @pytest.fixture
 def router(machine: Cluster) -> Iterator[RouterEngine]:
     me = Peer(ROUTER, time.time_ns())
-    engine = RouterEngine(machine, partial(ZmqMailbox, me, SECRET, "127.0.0.1", 0))
+    engine = RouterEngine(machine, partial(ZmqMailbox, me, ListenAddress(SECRET)))
     yield engine
     engine.close(WAIT_S)
     assert engine.outstanding == 0

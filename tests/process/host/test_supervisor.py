@@ -15,7 +15,7 @@ import pytest
 from memserve.base.errors import UserError
 from memserve.base.types import Role
 from memserve.host import supervisor as supervisor_module
-from memserve.host.supervisor import ChildOrder, ChildStats, Supervisor
+from memserve.host.supervisor import ChildOrder, ChildStart, ChildStats, Supervisor
 from memserve.journal.survivors import ChildrenFile
 from places import SUPPORT
 from waiting import eventually
@@ -46,7 +46,7 @@ class World:
         self.deaths: list[str] = []
         self.how: list[str] = []
         orders = [Script(name, Role.DECODE, (body, str(log))) for name in names]
-        self.supervisor = Supervisor(orders, "the secret", self._died, folder)
+        self.supervisor = Supervisor(orders, ChildStart("the secret"), self._died, folder)
         self.supervisor.start()
 
     def _died(self, name: str, how: str) -> None:
@@ -137,7 +137,7 @@ def test_child_ignoring_sigterm_is_killed(world) -> None:
 def spare_of(it: World, body: str, folder: Path | None = None) -> Supervisor:
     """A supervisor of ``x1`` that may add ``x2``."""
     first, second = (Script(name, Role.DECODE, (body, str(it.log))) for name in ("x1", "x2"))
-    return Supervisor([first], "the secret", it._died, folder, spare=[second])
+    return Supervisor([first], ChildStart("the secret"), it._died, folder, spare=[second])
 
 
 def test_added_child_is_supervised_and_retired_one_stays_ended(world) -> None:
@@ -378,7 +378,7 @@ while True: time.sleep(1)
         Script(name, role, (f"name = {name!r}\n{body}", str(tmp_path / "log")))
         for name, role in (("s1", Role.STORE), ("x1", Role.DECODE), ("x2", Role.PREFILL))
     ]
-    supervisor = Supervisor(orders, "the secret", lambda name, how: None)
+    supervisor = Supervisor(orders, ChildStart("the secret"), lambda name, how: None)
     supervisor.start()
     eventually(lambda: all((tmp_path / name).exists() for name in ("s1", "x1", "x2")))
     supervisor.settle()

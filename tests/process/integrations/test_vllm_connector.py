@@ -22,7 +22,7 @@ from memserve.integrations.block_cache import BlockCache
 from memserve.integrations.store_cache import PoolOptions, namespace
 from memserve.integrations.vllm.lookups import Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.scheduler import SchedulerSide
+from memserve.integrations.vllm.scheduler import EngineBlocks, SchedulerSide
 from memserve.integrations.vllm.shared_kv import prefix_of, weights_fingerprint
 from memserve.integrations.vllm.worker import HostMover, WorkerSide
 from memserve.store.client import connection
@@ -51,7 +51,7 @@ class Engine:
         self.worker = WorkerSide(pool, HostMover(pool, [memory], [names]))
         self.lookups = Lookups(BlockCache(chosen))
         self.lookups.set_ranks([(names,)])
-        self.side = SchedulerSide(self.lookups, TOKENS, 1, WAIT_NS)
+        self.side = SchedulerSide(self.lookups, EngineBlocks(TOKENS, 1), WAIT_NS)
         self.tables: dict[str, list[int]] = {}
         self.free = list(range(1, BLOCKS))
         self.received: set[str] = set()

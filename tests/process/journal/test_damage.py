@@ -17,7 +17,7 @@ from memserve.base.errors import UserError
 from memserve.journal import keeper as meta_keeper
 from memserve.journal.folder import FileMedium, StateFolder
 from memserve.journal.keeper import MetadataPlace, MetaKeeper, metadata_place, open_metadata
-from memserve.journal.store import FaultyMedium, MediumFailed, Store
+from memserve.journal.store import MediumFailed, Store
 from memserve.journal.survivors import ChildrenFile
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import (
@@ -28,6 +28,7 @@ from memserve.protocol.records import (
     HandlePinned,
     RouterStarted,
 )
+from memserve_lab.sim.faulty_medium import FaultyMedium
 from meta_etcd_server import ETCD, running_etcd
 from meta_records import Drawn
 from mutations import mutated

@@ -20,10 +20,11 @@ import pytest
 from memserve.base.errors import UserError
 from memserve.journal.folder import FileMedium, StateFolder, default_folder, is_locked
 from memserve.journal.keeper import MetadataPlace, MetaKeeper, metadata_place, open_metadata
-from memserve.journal.store import FaultyMedium, Medium, MediumFailed, Store
+from memserve.journal.store import Medium, MediumFailed, Store
 from memserve.journal.survivors import ChildrenFile
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import HandleDropped, RouterStarted, SessionRouted
+from memserve_lab.sim.faulty_medium import FaultyMedium
 from meta_etcd_server import ETCD, running_etcd
 from meta_records import Drawn
 from waiting import eventually

@@ -38,8 +38,9 @@ from memserve.transport.links.nixl import NixlLink
 from memserve.transport.links.shared_memory import ShmLink
 from memserve.transport.outbound import new_context
 from memserve.transport.ports import LinkError, PageLink
-from memserve.transport.ranges import Ranges, pull_plan, shards
+from memserve.transport.ranges import Ranges
 from memserve.transport.request_server import Line, ListenAddress
+from shard_plans import pull_plan, shards
 from waiting import eventually
 
 BLOCK, PAGE = GEOMETRY.block_bytes, GEOMETRY.page_bytes

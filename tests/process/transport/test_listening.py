@@ -20,6 +20,7 @@ from memserve.transport.links import nixl_agent
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.network_devices import address_towards, device_of, own_address, ucx_devices
 from memserve.transport.probe import ProbeResult, knock
+from memserve.transport.request_server import ListenAddress
 from ports import free_port
 from served_cluster import Server, eventually, is_alive, processes_below
 from tiny_models import save_folder, tiny_module
@@ -123,8 +124,10 @@ def test_a_cluster_of_this_host_alone_needs_no_network_link(host: str, port: int
 def test_mailboxes_meet_at_ipv6_addresses() -> None:
     heard: queue.SimpleQueue[tuple[Peer, object]] = queue.SimpleQueue()
     me, you = Peer("me", 1), Peer("you", 1)
-    mine = ZmqMailbox(me, "a secret of the tests, long enough", "::1", 0, lambda *letter: None)
-    yours = ZmqMailbox(you, "a secret of the tests, long enough", "::1", 0, lambda *letter: heard.put(letter))
+    mine = ZmqMailbox(me, ListenAddress("a secret of the tests, long enough", "::1"), lambda *letter: None)
+    yours = ZmqMailbox(
+        you, ListenAddress("a secret of the tests, long enough", "::1"), lambda *letter: heard.put(letter)
+    )
     try:
         assert yours.address.startswith("tcp://[::1]:")
         assert knock(yours.address, "a secret of the tests, long enough", 10.0) is ProbeResult.LET_IN

@@ -26,6 +26,7 @@ from memserve.transport.curve import CurveKeys
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.outbound import LETTERS_QUEUED_MAX, configure
 from memserve.transport.probe import ProbeResult, knock, no_router, what_is_waited_for
+from memserve.transport.request_server import ListenAddress
 from waiting import eventually
 
 SECRET = "the secret of this test's cluster"
@@ -38,7 +39,7 @@ class Reader:
     def __init__(self, me: Peer, secret: str = SECRET, port: int = 0) -> None:
         self.heard: list[tuple[Peer, AnyMessage]] = []
         self._news = threading.Condition()
-        self.box = ZmqMailbox(me, secret, "127.0.0.1", port, self._on_message)
+        self.box = ZmqMailbox(me, ListenAddress(secret, port=port), self._on_message)
 
     def _on_message(self, sender: Peer, message: AnyMessage) -> None:
         with self._news:
@@ -312,7 +313,7 @@ def test_failing_callback_does_not_stop_the_mailbox(open_box: Callable[..., Read
             raise RuntimeError("on purpose")
         fine.append(message)
 
-    box = ZmqMailbox(B, SECRET, "127.0.0.1", 0, fragile)
+    box = ZmqMailbox(B, ListenAddress(SECRET), fragile)
     try:
         a.box.connect(B, box.address)
         for n in range(3):
@@ -327,11 +328,12 @@ _CHILD = """
 import sys, threading
 from memserve.protocol.messages import Peer
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 secret, generation, port, parent = sys.argv[1:]
 box = None
 def echo(sender, message):
     box.send(sender, message)
-box = ZmqMailbox(Peer("b", int(generation)), secret, "127.0.0.1", int(port), echo)
+box = ZmqMailbox(Peer("b", int(generation)), ListenAddress(secret, port=int(port)), echo)
 box.connect(Peer("a", 1), parent)
 print(box.address, flush=True)
 sys.stdin.read()
@@ -392,7 +394,7 @@ def test_queued_letters_survive_until_the_receiver_opens(open_box: Callable[...,
 
 def test_closing_lets_queued_letters_leave(open_box: Callable[..., Reader]) -> None:
     b = open_box(B)
-    a = ZmqMailbox(A, SECRET, "127.0.0.1", 0, lambda *_: None)
+    a = ZmqMailbox(A, ListenAddress(SECRET), lambda *_: None)
     a.connect(B, b.box.address)
     for n in range(100):
         a.send(B, QueryKvEvents(n))
@@ -409,8 +411,8 @@ def test_bad_arguments_are_the_users_errors(open_box: Callable[..., Reader]) -> 
     with pytest.raises(UserError, match="at least 16 characters"):
         Reader(B, secret="short")
     with pytest.raises(UserError, match="advertise"):
-        ZmqMailbox(B, SECRET, "0.0.0.0", 0, lambda *_: None)
-    everywhere = ZmqMailbox(B, SECRET, "0.0.0.0", 0, lambda *_: None, advertise="127.0.0.1")
+        ZmqMailbox(B, ListenAddress(SECRET, "0.0.0.0"), lambda *_: None)
+    everywhere = ZmqMailbox(B, ListenAddress(SECRET, "0.0.0.0", advertise="127.0.0.1"), lambda *_: None)
     a.box.connect(B, everywhere.address)
     a.box.send(B, Leave())
     eventually(lambda: everywhere.counters.received == 1)
@@ -429,9 +431,10 @@ def test_many_lines_fit_into_a_process_that_may_have_few_files() -> None:
 import resource
 from memserve.protocol.messages import Leave, Peer
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (160, hard))
-box = ZmqMailbox(Peer("a", 1), "the secret of this test", "127.0.0.1", 0, lambda *_: None)
+box = ZmqMailbox(Peer("a", 1), ListenAddress("the secret of this test"), lambda *_: None)
 peers = [Peer(str(n), 1) for n in range(200)]
 for peer in peers:
     box.connect(peer, box.address)
@@ -458,7 +461,7 @@ def test_mailbox_moves_to_an_event_loop_and_back_to_a_thread(open_box: Callable[
     """What was queued before the loop came is read; strangers are turned away in the loop as well."""
     a = open_box(A)
     where: list[str] = []
-    box = ZmqMailbox(B, SECRET, "127.0.0.1", 0, lambda _, message: where.append(threading.current_thread().name))
+    box = ZmqMailbox(B, ListenAddress(SECRET), lambda _, message: where.append(threading.current_thread().name))
     a.box.connect(B, box.address)
 
     async def arrived(count: int) -> None:
@@ -496,7 +499,7 @@ def test_mailbox_moves_to_an_event_loop_and_back_to_a_thread(open_box: Callable[
 @pytest.mark.parametrize("closer", ["loop", "thread", "later"])
 def test_a_mailbox_that_a_loop_reads_can_be_closed(closer: str) -> None:
     """In the loop, from another thread while it runs, and after it has ended."""
-    box = ZmqMailbox(B, SECRET, "127.0.0.1", 0, lambda *_: None, gives_way=True)
+    box = ZmqMailbox(B, ListenAddress(SECRET), lambda *_: None, gives_way=True)
 
     async def read() -> None:
         box.read_in(asyncio.get_running_loop())
@@ -525,8 +528,9 @@ def test_mailbox_thread_yields_on_a_core_of_its_own(cores: int, gives_way: bool,
 import os, time
 from memserve.protocol.messages import Peer
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 os.sched_setaffinity(0, {here[:cores]})
-box = ZmqMailbox(Peer("a", 1), "the secret of this test", "127.0.0.1", 0, lambda *_: None, gives_way={gives_way})
+box = ZmqMailbox(Peer("a", 1), ListenAddress("the secret of this test"), lambda *_: None, gives_way={gives_way})
 threads, until_s = [], time.monotonic() + 30
 while not any("IO" in name for name, _ in threads):  # they name themselves when they first run
     assert time.monotonic() < until_s, threads

@@ -19,6 +19,7 @@ from memserve.protocol.messages import Join
 from memserve.protocol.peers import ROUTER, Peer
 from memserve.protocol.store import STORE, JoinRequest
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 from ports import free_port
 from served_cluster import WAIT_S, Server, eventually, is_alive
 from served_store import SECRET, ServedStore
@@ -189,7 +190,7 @@ def test_store_is_free_after_its_server_shuts_down(serving, store) -> None:
     assert serving.server.process.wait(60) == 0
     ended_s, heard = time.monotonic(), queue.SimpleQueue()
     me = Peer(ROUTER, time.time_ns())
-    router = ZmqMailbox(me, SECRET, "127.0.0.1", 0, lambda _, message: heard.put(message))
+    router = ZmqMailbox(me, ListenAddress(SECRET), lambda _, message: heard.put(message))
     try:
         router.connect(STORE, f"tcp://{store.address}")
         router.send(STORE, JoinRequest(router.address))

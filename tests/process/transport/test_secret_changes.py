@@ -51,7 +51,7 @@ class Talker:
         self.file = put(folder / name, f"{OLD}\n")
         self.me, self.heard = Peer(name, 1), []
         self.sent, self._ends = 0, threading.Event()
-        self.box = ZmqMailbox(self.me, follow_secret(self.file), "127.0.0.1", 0, self._on_message)
+        self.box = ZmqMailbox(self.me, ListenAddress(follow_secret(self.file)), self._on_message)
         self._thread = threading.Thread(target=self._talk)
 
     def _on_message(self, sender: Peer, message: AnyMessage) -> None:

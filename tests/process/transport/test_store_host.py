@@ -22,7 +22,7 @@ from memserve.kv.costs import CostModel
 from memserve.kv.identity import identity_key
 from memserve.kv.pool import BlockPool
 from memserve.kv.transfer.events import FetchEnded, PagesPulled, PagesSealed, Released
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.messages import AnyMessage, Join, JoinAccepted, KvEvents, KvSnapshot
 from memserve.protocol.peers import Peer, PeerInfo
@@ -30,6 +30,7 @@ from memserve.system.process import new_generation
 from memserve.transport.data_port import open_data_port
 from memserve.transport.links.shared_memory import this_host
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 from ports import free_port
 from waiting import eventually
 
@@ -52,14 +53,14 @@ class Cluster:
         self.news: list[KvEvents | KvSnapshot] = []
         self.store: PeerInfo | None = None
         self.outcomes: list[object] = []
-        self.router = ZmqMailbox(Peer("router", new_generation()), SECRET, "127.0.0.1", 0, self._router_hears)
+        self.router = ZmqMailbox(Peer("router", new_generation()), ListenAddress(SECRET), self._router_hears)
         me = Peer("p1", new_generation())
         config = PoolConfig(BLOCKS, 0, identity_key=identity_key(SECRET))
         self.pool = BlockPool(config, self.geometry.block_tokens, NAMESPACE)
         self.arena = _core.SharedArena(BLOCKS * self.geometry.block_bytes)
         self.exchange = Exchange(self.pool, self.geometry, ExchangeConfig(), me)
         self.port = open_data_port("shm", self.geometry, {Tier.HBM: self.arena}, self._pages)
-        self.mailbox = ZmqMailbox(me, SECRET, "127.0.0.1", 0, self._instance_hears)
+        self.mailbox = ZmqMailbox(me, ListenAddress(SECRET), self._instance_hears)
         place = (Role.COLOCATED, self.mailbox.address, NAMESPACE)
         self.info = self.port.describe(PeerInfo(me, *place, geometry, BLOCKS, 0, 999, True, this_host()))
 
@@ -138,7 +139,7 @@ class Cluster:
             blocks = self.pool.allocate(8)
             for at, block in enumerate(blocks):
                 view[block] = self.content(at)
-            offer = self.exchange.offer(self.store.peer, "t", self.tokens, blocks, 0)
+            offer = self.exchange.offer(self.store.peer, OfferedBlocks("t", self.tokens, blocks), 0)
             self.exchange.computed(offer, 0, 8)
             self.pool.release(blocks)
             self._take([])

@@ -15,14 +15,13 @@ import pytest
 from memserve.base.config import ExchangeConfig
 from memserve.base.errors import UserError
 from memserve.base.types import ClockTicked, KVGeometry, Role, Tier
-from memserve.host.pool_peer_machine import Arrived, PoolCall, PoolMachine
+from memserve.host.pool_peer_machine import AddRequested, Arrived, PeerGroup, PoolCall, PoolMachine, RemoveRequested
 from memserve.kv.mempool import Address, MemPool
 from memserve.kv.transfer.events import CancelPulls, PagesPulled, PagesSealed, PullPages, SealPages
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import MessageArrived, Send
 from memserve.protocol.member_events import AddPeer, ChangeGeneration, ForwardMessage, GenerationChanged, RemovePeer
 from memserve.protocol.messages import AnyMessage, Expelled, Free, Heartbeat, Leave, PeerJoined
-from memserve.protocol.peer_group import AddRequested, PeerGroup, RemoveRequested
 from memserve.protocol.peers import Load, Peer, PeerInfo
 from memserve_lab.sim.clock import Clock
 from memserve_lab.sim.fuzz.network import FaultyNetwork
@@ -202,19 +201,18 @@ class PoolWorld:
         found = node.memory.match(tokens)
         blocks, tokens = [address.block for address in found], tokens[: 4 * len(found)]
         if blocks:
-            terms: dict[str, Any] = {"insert": insert, "tier": Tier.HBM}
+            terms: dict[str, Any] = {"insert": insert}
             there = self.random.choice([None, *self.held_at(node, other)])
             if there is not None:
                 blocks, tokens = blocks[: len(there)], tokens[: 4 * len(there)]
                 chosen = there[: len(blocks)]
                 terms |= {"dst_blocks": tuple(each.block for each in chosen), "dst_tier": chosen[0].tier}
                 self.chosen += insert
-            machine, empty = node.machine, tokens[:0]
+            machine = node.machine
+            offered = OfferedBlocks(node.memory.tenant, tokens if insert else tokens[:0], blocks)
             self.count(
                 node.call(
-                    lambda now_ns: machine.start_offer(
-                        machine.known(other), blocks, now_ns, tokens if insert else empty, **terms
-                    )
+                    lambda now_ns: machine.start_offer(machine.known(other), offered, now_ns, OfferTerms(**terms))
                 )
             )
         node.memory.free_mem(found)

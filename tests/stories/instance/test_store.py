@@ -13,6 +13,7 @@ from memserve.base.config import ExchangeConfig
 from memserve.base.types import ClockTicked, Tier
 from memserve.base.units import NS_PER_MS, NS_PER_S
 from memserve.instance.cluster import store_export as store_offers
+from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.kv.costs import CopyCurve, CostModel, PrefillCurve
 from memserve.protocol.messages import KEEP, Fetch, Offer, PeerGone, Pin, Ready, Withdraw
 from memserve.protocol.peers import Holder
@@ -257,7 +258,7 @@ def test_dram_blocks_of_layerwise_answer_are_offered():
     job = fleet.submit(request("by layer", PROMPT[3:44], max_tokens=9), "p")
     fleet.run()
     layers = fleet.members["p"].machine.state.memory.layers
-    assert layers is not None and layers.admitted == 1
+    assert isinstance(layers, LayerPlacer) and layers.admitted == 1
     tokens = as_tokens(PROMPT[3:44] + job.got[0])
     cached = fleet.members["p"].machine.pool.match("", tokens) // BLOCK
     assert fleet.members["s"].has(tokens) == cached >= 41 // BLOCK

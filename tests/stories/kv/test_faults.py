@@ -32,6 +32,7 @@ from memserve.kv.transfer.events import (
     PagesSealed,
     Released,
 )
+from memserve.kv.transfer.exchange import OfferedBlocks, OfferTerms
 from memserve.protocol.events import Send
 from memserve.protocol.messages import Alloc, Handoff, MoreBlocks, Offer, Ready, Release, Wanted, Withdraw
 from memserve.protocol.peers import Peer
@@ -280,7 +281,7 @@ def test_snapshot_equals_replayed_events() -> None:
 def test_actions_are_taken_once() -> None:
     world = World()
     p, d = pair(world)
-    p.exchange.offer(d.peer, "", array([]), p.pool.allocate(1), 0, insert=False)
+    p.exchange.offer(d.peer, OfferedBlocks("", array([]), p.pool.allocate(1)), 0, OfferTerms(insert=False))
     actions = p.exchange.take_actions()
     assert len(actions) == 1 and isinstance(actions[0], Send) and actions[0].to == d.peer
     assert p.exchange.take_actions() == []

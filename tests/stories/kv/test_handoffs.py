@@ -21,6 +21,7 @@ from memserve.kv.transfer.events import (
     Inserted,
     Released,
 )
+from memserve.kv.transfer.exchange import OfferedBlocks
 
 
 @pytest.fixture
@@ -279,7 +280,7 @@ def test_blocks_that_are_being_brought_up_are_not_sealed_yet(world) -> None:
     world.run()
     lease = p.pool.acquire("", array(PROMPT))
     assert lease.dram_tokens == 2 * BLOCK
-    offer_id = p.exchange.offer(d.peer, "", array(PROMPT[: 2 * BLOCK]), lease.blocks, 0)
+    offer_id = p.exchange.offer(d.peer, OfferedBlocks("", array(PROMPT[: 2 * BLOCK]), lease.blocks), 0)
     p.offers[offer_id] = True
     p.exchange.computed(offer_id, 0, 2)
     p.take([])

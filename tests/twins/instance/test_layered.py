@@ -10,6 +10,7 @@ from dataclasses import replace
 from geometries import SHAPES
 from instance_world import LAYERS, VOCAB, World, config, request
 from memserve.base.types import FinishReason, KVGeometry, Tier
+from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.protocol.events import RequestCancelled
 
 FAMILIES = [[(family * 5 + i * i) % VOCAB for i in range(120)] for family in range(3)]
@@ -84,7 +85,7 @@ def life(seed: int, steps: int = 400, geometry: KVGeometry = SMALL) -> Counter[s
     report = pool.report()
     assert all(report.by_tier[tier].blocks_used == 0 for tier in (Tier.HBM, Tier.DRAM)), report
     layers = world.machine.state.memory.layers
-    assert layers is not None
+    assert isinstance(layers, LayerPlacer)
     return Counter(
         admitted=layers.admitted,
         converted=layers.converted,
@@ -126,7 +127,7 @@ def test_resident_layers_are_evicted_under_pressure() -> None:
     cfg = config(**sizes, caching=False, layerwise="auto", link_bytes_s=1e15)
     world = World(cfg, 4, twin=False)
     layers = world.machine.state.memory.layers
-    assert layers is not None
+    assert isinstance(layers, LayerPlacer)
     world.arrive(request("whole", FAMILIES[0][:118], max_tokens=12))
     world.arrive(request("by layer", FAMILIES[1][:110], max_tokens=45))
     for _ in range(55):
@@ -151,7 +152,7 @@ def test_sequence_beyond_link_rate_is_swapped_after_first_token() -> None:
     world = World(config(**sizes, caching=False, layerwise="auto", link_bytes_s=3e9), 4, twin=False)
     state = world.machine.state
     layers = state.memory.layers
-    assert layers is not None
+    assert isinstance(layers, LayerPlacer)
     world.arrive(request("long", FAMILIES[0][:118], max_tokens=40))
     for _ in range(10):
         world.step()
@@ -175,7 +176,7 @@ def test_swapped_sequence_resumes_by_layer_within_link_rate() -> None:
     world = World(config(**sizes, caching=False, layerwise="auto", link_bytes_s=3e9), 4, twin=False)
     state = world.machine.state
     layers = state.memory.layers
-    assert layers is not None
+    assert isinstance(layers, LayerPlacer)
     world.arrive(request("long", FAMILIES[0][:118], max_tokens=40))
     world.arrive(request("second", FAMILIES[1][:110], max_tokens=20))
     while not state.parked:

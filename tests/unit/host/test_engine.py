@@ -14,6 +14,7 @@ from memserve.host.engine import Engine, Refusal, Rejected
 from memserve.instance.events import StepFailed
 from memserve.instance.machine import Instance
 from memserve.system.loop import EngineStopped
+from memserve.transport.ports import Device as DevicePort
 from memserve_lab.sim.reference.device import SymbolicDevice
 from memserve_lab.sim.reference.oracle import lone_tokens
 
@@ -23,7 +24,7 @@ BLOCKS = 40
 WAIT_S = 30
 
 
-class Device(SymbolicDevice):
+class Device(SymbolicDevice, DevicePort):
     """The literal device as a port: may be held at a gate, and fails where it is told to."""
 
     def __init__(self):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from memserve.base.config import PoolConfig
+from memserve.base.config import PoolConfig, SchedulerConfig
 from memserve.base.types import Request, SamplingParams, StopParams, Tier
 from memserve.base.units import NS_PER_S
 from memserve.instance.events import StepPlan
-from memserve.instance.layerwise.budget import LayerBudget, LayerPolicy, LinkRate
+from memserve.instance.layerwise.budget import LayerBudget, LinkRate
 from memserve.instance.layerwise.copies import SwapIns
 from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.instance.scheduler.sequence import Group, Sequence
@@ -89,7 +89,7 @@ def test_lower_dtype_sequence_is_not_handed_over(lower_dtype: str) -> None:
     """A sequence that is handed over may lie by layer, unless DRAM has it in a form that no other instance knows."""
     pool = BlockPool(PoolConfig(20, 20, lower_dtype=lower_dtype), 4, "m")
     costs, budget = PreemptionModel(PreemptionCosts()), LayerBudget(LAYERS, 64, LinkRate(1e9), NS_PER_S)
-    placer = LayerPlacer(pool, 4, budget, LayerPolicy(), costs, 4, 1)
+    placer = LayerPlacer(pool, budget, SchedulerConfig(max_step_tokens=16, steps_in_flight=1, layerwise="auto"), costs)
     sequence = parked(pool, "leaves", 3)
     assert placer.may_lie_by_layer(sequence)
     sequence.group.tokens_here = 1

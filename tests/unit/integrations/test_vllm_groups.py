@@ -11,7 +11,7 @@ import pytest
 
 from memserve.integrations.vllm.lookups import GroupOfKv, Lookups, RankNames
 from memserve.integrations.vllm.memory import BlockLayout
-from memserve.integrations.vllm.scheduler import KvLoad, Save, SchedulerSide
+from memserve.integrations.vllm.scheduler import EngineBlocks, KvLoad, Save, SchedulerSide
 from memserve.integrations.vllm.shared_kv import tails_of, why_not_kept
 from waiting import eventually
 
@@ -125,7 +125,7 @@ def test_damage_in_a_tail_shortens_the_prefix(pool: Pool, lookups: Lookups) -> N
 def test_blocks_go_to_the_tables_of_their_groups(pool: Pool, lookups: Lookups) -> None:
     """What vLLM has no block for lies beyond the window."""
     keep(pool, range(4), range(4))
-    side = SchedulerSide(lookups, BLOCK, 1, 10**12)
+    side = SchedulerSide(lookups, EngineBlocks(BLOCK, 1), 10**12)
     request = SimpleNamespace(request_id="r", block_hashes=hashes(4), num_tokens=17, num_computed_tokens=0)
     eventually(lambda: side.matched(request, 0, 0)[0] is not None)
     assert side.matched(request, 0, 1) == (16, True)
@@ -145,7 +145,7 @@ def test_blocks_go_to_the_tables_of_their_groups(pool: Pool, lookups: Lookups) -
 
 def test_a_failed_load_is_computed_and_not_begun(pool: Pool, lookups: Lookups) -> None:
     keep(pool, range(2), range(2))
-    side = SchedulerSide(lookups, BLOCK, 1, 10**12)
+    side = SchedulerSide(lookups, EngineBlocks(BLOCK, 1), 10**12)
     request = SimpleNamespace(request_id="r", block_hashes=hashes(2), num_tokens=9, num_computed_tokens=0)
     eventually(lambda: side.matched(request, 0, 0) == (8, True))
     side.allocated(request, ([1, 2], [3, 4]), 8)

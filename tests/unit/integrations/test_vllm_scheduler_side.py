@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memserve.integrations.vllm.scheduler import _QUEUED_NS as QUEUED_NS
-from memserve.integrations.vllm.scheduler import KvLoad, Save, SchedulerSide
+from memserve.integrations.vllm.scheduler import EngineBlocks, KvLoad, Save, SchedulerSide
 
 BLOCK = 4
 WAIT_NS = 100
@@ -65,7 +65,7 @@ def request_of(blocks: int, tokens: int | None = None, request_id: str = "r", ev
 
 
 def side_of(lookups: Lookups, every: int = 1) -> SchedulerSide:
-    return SchedulerSide(lookups, BLOCK, every, WAIT_NS)
+    return SchedulerSide(lookups, EngineBlocks(BLOCK, every), WAIT_NS)
 
 
 def step_of(tokens: dict[str, int], tables: dict[str, list[int]] | None = None) -> Any:
@@ -284,8 +284,8 @@ def test_requests_that_must_compute() -> None:
 
 def test_engines_that_only_load_or_only_save() -> None:
     lookups, request = Lookups(b"h0"), request_of(2)
-    reader = SchedulerSide(lookups, BLOCK, 1, WAIT_NS, saves=False)
-    writer = SchedulerSide(lookups, BLOCK, 1, WAIT_NS, loads=False)
+    reader = SchedulerSide(lookups, EngineBlocks(BLOCK, 1, saves=False), WAIT_NS)
+    writer = SchedulerSide(lookups, EngineBlocks(BLOCK, 1, loads=False), WAIT_NS)
     assert reader.matched(request, 0, 0) == (None, False) and writer.matched(request, 0, 0) == (0, False)
     for side in (reader, writer):
         side.allocated(request, [ids(3)], 0)

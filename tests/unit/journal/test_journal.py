@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from memserve.base.errors import UserError
 from memserve.base.types import Tier
 from memserve.base.units import NS_PER_S
-from memserve.journal.journal import JournalWriter, read_journal, records_of
 from memserve.journal.state import GONE_MAX, Entries, MemberPage, MetadataState
-from memserve.journal.store import FaultyMedium, MediumFailed, Store
+from memserve.journal.store import JournalWriter, MediumFailed, Store, read_journal, records_of
 from memserve.protocol.messages import KvChange
 from memserve.protocol.peers import Peer
 from memserve.protocol.records import AnyRecord, EntriesKept, HandlePinned, MemberEntered, MemberGone, RouterStarted
+from memserve_lab.sim.faulty_medium import FaultyMedium
 from meta_records import Drawn, StateTwin, info
 
 

@@ -23,7 +23,7 @@ from memserve.model.grammar.masks import Grammars
 from memserve.model.grammar.matcher import STOPPED
 from memserve.model.grammar.processes import TOGETHER
 from memserve.model.sampling import sample
-from memserve.model.slots import SlotTable
+from memserve.model.slots import SlotModel, SlotTable
 
 pytest.importorskip("llguidance", reason="the grammar engine is not installed: make install")
 
@@ -196,7 +196,7 @@ def test_grammars_that_take_too_much_together_lose_one(grammars: Grammars, monke
 def test_slots_with_a_grammar_draw_by_it_and_others_freely(grammars: Grammars) -> None:
     model = TinyModel()
     assert build(grammars, 1, 'start: "hello" | "help"') == ""
-    table = SlotTable(4, 32, 4, model.vocab_size, grammars)
+    table = SlotTable(4, 32, 4, SlotModel(model.vocab_size), grammars)
     bound = SamplingParams(temperature=1.0, grammar=grammar('start: "hello" | "help"'))
     prompt = np.array(encode("x"), np.int32)
     for slot, sampling in enumerate((bound, SamplingParams(temperature=0.0), bound)):
@@ -227,7 +227,7 @@ def test_late_sample_gives_the_timely_token(grammars: Grammars) -> None:
     """Draws of plans under way have no meaning; the late one is made from the logits of its own step."""
     model = TinyModel()
     assert build(grammars, 1, "start: /[a-z]{9}/") == ""
-    table = SlotTable(1, 32, 4, model.vocab_size, grammars)
+    table = SlotTable(1, 32, 4, SlotModel(model.vocab_size), grammars)
     sampling = SamplingParams(temperature=0.0, grammar=grammar("start: /[a-z]{9}/"))
     prompt, slots = np.array(encode("x"), np.int32), np.arange(1)
     table.open(OpenSequence(0, prompt, 1, 0, sampling, [0], 0, StopParams(16, 0, (EOS,)), grammar_job=1))

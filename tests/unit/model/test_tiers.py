@@ -12,7 +12,7 @@ from memserve.base.errors import UserError
 from memserve.base.kv_layout import LOWER_DTYPES, lower_block_bytes, lower_page_bytes
 from memserve.base.types import CopyBlocks, KVGeometry, Tier
 from memserve.base.units import MIB
-from memserve.model.arena import KvArenas, lower_pages
+from memserve.model.arena import ArenaSizes, KvArenas, lower_pages
 
 GEOMETRIES = [
     KVGeometry(3, 2, 8, 8, "float32", 8),
@@ -39,7 +39,7 @@ def test_blocks_are_converted_on_their_way_and_not_inside_a_tier() -> None:
     native = lower_pages(geometry, "int8")
     assert native is not None
     lower_bytes = lower_block_bytes(geometry, "int8")
-    arenas = KvArenas(geometry.block_bytes, 6, 40, shared=True, lower=native)
+    arenas = KvArenas(ArenaSizes(geometry.block_bytes, 6, 40), shared=True, lower=native)
     assert arenas.hbm.shape == (6, geometry.block_bytes) and arenas.dram.shape == (40, lower_bytes)
     assert set(arenas.shared) == {Tier.HBM}, "peers know of one kind of page"
     values = torch.randn(6, geometry.block_bytes // 4)

@@ -9,7 +9,7 @@ from memserve.base.types import SamplingParams, StopParams
 from memserve.instance.events import OpenSequence
 from memserve.model import token_lists
 from memserve.model.sampling import sample
-from memserve.model.slots import SlotTable
+from memserve.model.slots import SlotModel, SlotTable
 from memserve.model.token_lists import TokenLists
 
 VOCAB, SLOTS = 1000, 8
@@ -17,7 +17,7 @@ VOCAB, SLOTS = 1000, 8
 
 def opened(sampling: SamplingParams, stop: StopParams) -> SlotTable:
     """A table with sequences of one request in all of its slots."""
-    table = SlotTable(SLOTS, 64, 32, VOCAB)
+    table = SlotTable(SLOTS, 64, 32, SlotModel(VOCAB))
     for slot in range(SLOTS):
         table.open(OpenSequence(slot, np.array([3, 4], np.int32), 2, slot, sampling, [slot], 0, stop))
     return table

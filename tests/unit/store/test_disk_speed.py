@@ -7,7 +7,7 @@ import pytest
 from memserve._core import SegmentLog
 from memserve.base.units import KIB, MIB, NS_PER_MS
 from memserve.kv.costs import CopyCurve
-from memserve.store.disks.speed import (
+from memserve.store.host.files import (
     MEASURE_BYTES_MAX,
     RECORD_BYTES_MAX,
     RECORD_BYTES_MIN,

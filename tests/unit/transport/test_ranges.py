@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from memserve.base.errors import InvariantError
 from memserve.base.kv_layout import Parallel, shares
 from memserve.base.types import KVGeometry
-from memserve.transport.ranges import Ranges, block_ranges, fits, pull_plan, shard_of, shard_ranges, shards
+from memserve.transport.ranges import Ranges, block_ranges, fits, shard_of
+from shard_plans import pull_plan, shard_ranges, shards
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -7,9 +7,10 @@ import pytest
 
 from memserve import _core
 from memserve.base.types import KVGeometry
-from memserve.transport.links.nixl_slots import SLOTS_MAX, SlotReader, SlotSource
+from memserve.transport.links.nixl import SLOTS_MAX, SlotReader, SlotSource
 from memserve.transport.ports import LinkError
-from memserve.transport.ranges import Ranges, shards
+from memserve.transport.ranges import Ranges
+from shard_plans import shards
 
 NOTHING = np.zeros(1, np.int64)
 THERE = SlotSource(("peer",), (0,), on_gpu=False)

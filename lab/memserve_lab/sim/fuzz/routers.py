@@ -16,7 +16,7 @@ from typing import Protocol
 from memserve.base.config import ClusterConfig, MemberConfig
 from memserve.base.units import NS_PER_S
 from memserve.journal.state import MetadataState
-from memserve.journal.store import FaultyMedium, MediumFailed, Store
+from memserve.journal.store import MediumFailed, Store
 from memserve.protocol.events import RejectRequest, RequestArrived, RequestCancelled, Send, SequenceStopped
 from memserve.protocol.messages import Cancel, Dispatch
 from memserve.protocol.peers import ROUTER, Peer
@@ -25,6 +25,7 @@ from memserve.router.admission.follower import RemoteAdmission
 from memserve.router.events import ClusterAction, Note, Remember, ReportMember, StateRecovered, StoreNamed
 from memserve.router.follower import Follower
 from memserve.router.outbox import DurabilityGate, Write
+from memserve_lab.sim.faulty_medium import FaultyMedium
 from memserve_lab.sim.fuzz import checks
 from memserve_lab.sim.fuzz import checks as store_checks
 from memserve_lab.sim.fuzz.admission_judge import remote_name

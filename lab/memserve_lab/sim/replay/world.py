@@ -10,6 +10,7 @@ from memserve.base.config import ExchangeConfig, InstanceConfig, MemberConfig, P
 from memserve.base.errors import UserError
 from memserve.base.types import Role, TokenOutput
 from memserve.base.units import NS_PER_S, ns_from_s
+from memserve.instance.layerwise.placer import LayerPlacer
 from memserve.instance.machine import Instance
 from memserve.kv.costs import PreemptionCosts
 from memserve.protocol.peers import Peer, PeerInfo
@@ -136,7 +137,7 @@ class ReplayWorld:
                 self.setup.scheduler, state.costs, self.setup.lengths, machine.context_tokens
             )
         layers = state.memory.layers
-        if layers is not None and self.setup.layers is not None:
+        if isinstance(layers, LayerPlacer) and self.setup.layers is not None:
             layers.policy = self.setup.layers
         return instance
 

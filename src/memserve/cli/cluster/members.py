@@ -166,7 +166,7 @@ def running_cluster(
     Raises :class:`UserError` when an instance cannot start.
     """
     from memserve.host.autoscaling import LocalInstances
-    from memserve.host.supervisor import Supervisor
+    from memserve.host.supervisor import ChildStart, Supervisor
     from memserve.journal.survivors import ChildrenFile
     from memserve.model.loading.card import early_tokenizer, import_tokenizers
     from memserve.model.loading.sources import resolve_source
@@ -186,10 +186,9 @@ def running_cluster(
         engine = _open_router(options, secret, kept)
         orders = _orders(engine_options, most, engine.address, log_level)
         first = [order for order in orders if options.begins_with(order)]
-        supervisor = Supervisor(
-            first, secret, engine.bury, kept.folder, offers=options.store.is_used, keys=options.followers.keys,
-            spare=[order for order in orders if order not in first],
-        )  # fmt: skip
+        start = ChildStart(secret, options.followers.keys, offers=options.store.is_used)
+        spare = [order for order in orders if order not in first]
+        supervisor = Supervisor(first, start, engine.bury, kept.folder, spare=spare)
         engine.children = supervisor.stats
         try:
             _check_memory(engine_options, most, orders, supervisor.living)
@@ -271,12 +270,13 @@ def _router_at(options: ClusterOptions, secret: Followed[str], kept: Metadata, p
     from memserve.router.machine import Cluster
     from memserve.system.process import new_generation
     from memserve.transport.mailbox import ZmqMailbox
+    from memserve.transport.request_server import ListenAddress
 
     me = kept.router(ROUTER, new_generation())
     return RouterEngine(
         Cluster(options.config, remembers=kept.keeper is not None, identity_key=identity_key(secret.first)),
         lambda on_message: ZmqMailbox(
-            me, secret, options.host, port, on_message, gives_way=not options.at_most.instances
+            me, ListenAddress(secret, options.host, port=port), on_message, gives_way=not options.at_most.instances
         ),
         keeper=kept.keeper,
         me=me,

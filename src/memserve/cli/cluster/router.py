@@ -216,6 +216,7 @@ def _running_router(
     from memserve.system.memory import objects_that_stay
     from memserve.system.process import new_generation
     from memserve.transport.mailbox import ZmqMailbox
+    from memserve.transport.request_server import ListenAddress
 
     me = Peer(place.name, new_generation())
     info = PeerInfo(me, Role.ROUTER, "", "", NO_KV, 0, 0, 0, False, pid=os.getpid())
@@ -226,11 +227,8 @@ def _running_router(
         machine,
         lambda on_message: ZmqMailbox(
             me,
-            place.secret,
-            place.host,
-            0,
+            ListenAddress(place.secret, place.host, advertise=place.advertise),
             on_message,
-            advertise=place.advertise,
             gives_way=place.outlive is None,
         ),
     )

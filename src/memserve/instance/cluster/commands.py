@@ -12,6 +12,7 @@ What becomes of an instance's requests when their router is gone, or when a clie
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import structs
@@ -23,6 +24,7 @@ from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
 from memserve.instance.events import Action
 from memserve.instance.intake import RequestIntake
+from memserve.instance.scheduler.memory import Pins
 from memserve.instance.scheduler.sequence import Cause, Group
 from memserve.instance.scheduler.state import SchedulerState
 from memserve.kv.transfer.exchange import Exchange
@@ -41,25 +43,39 @@ from memserve.protocol.messages import (
 from memserve.protocol.peers import Load, Peer
 
 
+@dataclass(frozen=True, slots=True)
+class InstanceParts:
+    """What an instance lets its link to the cluster use and change."""
+
+    state: SchedulerState
+    intake: RequestIntake
+    pins: Pins
+    load: Callable[[], Load]
+    """How busy the instance is."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkParts:
+    """What the parts of that link share."""
+
+    instance: InstanceParts
+    routers: Routers
+    kept: ReplayBuffer
+    sender: HandoffSender
+    fetches: Fetches
+    exchange: Exchange
+
+
 class RouterChanges:
     """Follows the routers' fates with the requests that they have placed here."""
 
     __slots__ = ("_answers", "_exchange", "_fetches", "_kept", "_routers", "_sender", "_state", "me")
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        kept: ReplayBuffer,
-        routers: Routers,
-        sender: HandoffSender,
-        fetches: Fetches,
-        exchange: Exchange,
-        me: Peer,
-    ) -> None:
+    def __init__(self, parts: LinkParts, me: Peer) -> None:
         #: the present incarnation of this instance
         self.me = me
-        self._state, self._kept, self._routers = state, kept, routers
-        self._sender, self._fetches, self._exchange = sender, fetches, exchange
+        self._state, self._kept, self._routers = parts.instance.state, parts.kept, parts.routers
+        self._sender, self._fetches, self._exchange = parts.sender, parts.fetches, parts.exchange
         self._answers: list[Send] = []
 
     # -- a router is gone
@@ -177,24 +193,21 @@ class RouterCommands:
 
     def __init__(
         self,
-        state: SchedulerState,
-        intake: RequestIntake,
-        routers: Routers,
+        parts: LinkParts,
         changes: RouterChanges,
-        kept: ReplayBuffer,
-        sender: HandoffSender,
-        fetches: Fetches,
         segments: HeldSegments,
         news: RouterUpdates,
         outbox: list[Action],
-        load: Callable[[], Load],
         step_tokens: int,
     ) -> None:
-        """``outbox``: where messages go. ``load``: how busy the instance is. ``step_tokens``: of one step, at most."""
-        self._state, self._intake, self._routers, self._changes = state, intake, routers, changes
-        self._kept, self._sender, self._fetches, self._segments = kept, sender, fetches, segments
+        """``outbox``: where messages go. ``step_tokens``: of one step, at most."""
+        instance = parts.instance
+        self._state, self._intake, self._routers, self._changes = (
+            instance.state, instance.intake, parts.routers, changes,
+        )  # fmt: skip
+        self._kept, self._sender, self._fetches, self._segments = parts.kept, parts.sender, parts.fetches, segments
         self._news, self._outbox = news, outbox
-        self._load, self._step_tokens = load, step_tokens
+        self._load, self._step_tokens = instance.load, step_tokens
         self._orders: dict[type, Callable[[Any, Peer, int], None]] = {
             Dispatch: self._dispatch, Cancel: self._cancel, StopSequence: self._stop, QueryKvEvents: self._ask_events,
             QueryAttempts: self._ask_attempts, QueryAnswers: self._ask_answers,

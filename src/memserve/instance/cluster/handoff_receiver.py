@@ -17,7 +17,7 @@ from memserve.instance.intake import RequestIntake
 from memserve.instance.scheduler.sequence import Cause, Fact, Group, RemoteState, Sequence
 from memserve.instance.scheduler.state import SchedulerState
 from memserve.kv.transfer.events import HandoffArrived, HandoffFailed, HandoffOffered
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks
 from memserve.protocol.events import RejectRequest
 from memserve.protocol.peers import Peer
 
@@ -217,15 +217,10 @@ class HandoffReceiver:
     def send_back(self, now_ns: int) -> None:
         """Offer generated KV to the instances that computed the prompts."""
         for part in self._generated:
-            offer_id = self._exchange.offer(
-                part.home,
-                part.tenant,
-                part.tokens,
-                part.blocks,
-                now_ns,
-                first_block=part.first_block,
-                dram_blocks=part.dram_blocks,
+            offered = OfferedBlocks(
+                part.tenant, part.tokens, part.blocks, first_block=part.first_block, dram_blocks=part.dram_blocks
             )
+            offer_id = self._exchange.offer(part.home, offered, now_ns)
             count = len(part.blocks) + len(part.dram_blocks)
             self._exchange.computed(offer_id, part.first_block, part.first_block + count)
             self._release_generated(part)

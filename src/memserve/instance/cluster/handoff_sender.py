@@ -22,7 +22,7 @@ from memserve.instance.events import StepPlan
 from memserve.instance.intake import RequestIntake
 from memserve.instance.scheduler.sequence import Cause, Group, Phase, RemoteState, Sequence
 from memserve.instance.scheduler.state import SchedulerState
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 
 
 @dataclass(slots=True)
@@ -115,19 +115,19 @@ class HandoffSender:
         by_layer = sequence.layered
         blocks = sequence.blocks if by_layer is None else sequence.blocks[: by_layer.first]
         dram_blocks = [] if by_layer is None else by_layer.dram_blocks
-        remote.offer_id = self._exchange.offer(
-            remote.decode_at,  # type: ignore[arg-type]  # a request that leaves has a destination
-            request.isolation,
-            sequence.known_tokens(),
-            blocks,
-            now_ns,
-            dram_blocks=dram_blocks,
+        terms = OfferTerms(
             mode=remote.mode,
             insert=request.use_cache,
             request=request,
             deadline_in_ns=None if remote.deadline_ns is None else max(1, remote.deadline_ns - now_ns),
             return_kv=remote.return_kv,
             router=self._routers.follower_of(group.request.request_id),
+        )
+        remote.offer_id = self._exchange.offer(
+            remote.decode_at,  # type: ignore[arg-type]  # a request that leaves has a destination
+            OfferedBlocks(request.isolation, sequence.known_tokens(), blocks, dram_blocks=dram_blocks),
+            now_ns,
+            terms,
         )
         remote.offered_blocks = len(blocks) + len(dram_blocks)
         remote.named_blocks = start // self._state.memory.block_tokens

@@ -15,7 +15,7 @@ from typing import Any
 
 from memserve.base.config import InstanceConfig
 from memserve.base.types import FAR_LINKS, KVGeometry, TokenOutput
-from memserve.instance.cluster.commands import RouterChanges, RouterCommands
+from memserve.instance.cluster.commands import InstanceParts, LinkParts, RouterChanges, RouterCommands
 from memserve.instance.cluster.handoff_receiver import HandoffReceiver
 from memserve.instance.cluster.handoff_sender import HandoffSender
 from memserve.instance.cluster.idempotency import ReplayBuffer
@@ -24,11 +24,8 @@ from memserve.instance.cluster.routers import Routers, RouterUpdates
 from memserve.instance.cluster.shards import HeldSegments
 from memserve.instance.cluster.store_export import StoreWriter
 from memserve.instance.events import Action, StepPlan
-from memserve.instance.intake import RequestIntake
 from memserve.instance.scheduler.capacity import headroom_blocks
-from memserve.instance.scheduler.memory import Pins
 from memserve.instance.scheduler.sequence import Fact, Group, Sequence
-from memserve.instance.scheduler.state import SchedulerState
 from memserve.kv.feed import KvFeed
 from memserve.kv.transfer.context import Room
 from memserve.kv.transfer.events import (
@@ -58,24 +55,15 @@ from memserve.protocol.messages import (
     Unpin,
     Withdraw,
 )
-from memserve.protocol.peers import ROUTER, Load, Peer
+from memserve.protocol.peers import ROUTER, Peer
 
 
 class ClusterLink:
     """Follows the router, deals with other instances, and reports what the cache holds; the ``Transfers`` of
     ``SchedulerState``."""
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        intake: RequestIntake,
-        pins: Pins,
-        config: InstanceConfig,
-        geometry: KVGeometry,
-        me: Peer,
-        load: Callable[[], Load],
-    ) -> None:
-        """``load``: how busy the instance is."""
+    def __init__(self, instance: InstanceParts, config: InstanceConfig, geometry: KVGeometry, me: Peer) -> None:
+        state, intake = instance.state, instance.intake
         pool = state.memory.pool
         self.routers = Routers(config.exchange.kept_answer_ns)
         self.exchange = Exchange(pool, geometry, config.exchange, me, config.namespace)
@@ -86,14 +74,15 @@ class ClusterLink:
         self.fetches = Fetches(state, self.exchange, geometry, config.exchange.fetch_deadline_ns)
         self.segments = HeldSegments(state)
         capacity = config.exchange.event_capacity
-        self.news = RouterUpdates(self.routers, KvFeed(pool, capacity) if capacity else None, load)
+        self.news = RouterUpdates(self.routers, KvFeed(pool, capacity) if capacity else None, instance.load)
         #: messages that only the router may send, from another process or an earlier router
         self.messages_ignored = 0
         self.blocks_come_home = 0
-        self.changes = RouterChanges(state, self.kept, self.routers, self.sender, self.fetches, self.exchange, me)
+        parts = LinkParts(instance, self.routers, self.kept, self.sender, self.fetches, self.exchange)
+        self.changes = RouterChanges(parts, me)
         self._state = state
         self._intake = intake
-        self._pins = pins
+        self._pins = instance.pins
         self._geometry = geometry
         self._pulls: dict[int, tuple[str, int]] = {}  # pull job -> name of the peer, pieces
         self._links: dict[str, str] = {}  # name of a peer -> link of the last pull from it
@@ -103,9 +92,8 @@ class ClusterLink:
             Expelled: self._expelled, Drain: self._drain, Pin: self._pin, Unpin: self._unpin,
         }  # fmt: skip
         self.orders = RouterCommands(
-            state, intake, self.routers, self.changes, self.kept, self.sender, self.fetches, self.segments,
-            self.news, self._outbox, load, config.scheduler.step_tokens,
-        )  # fmt: skip
+            parts, self.changes, self.segments, self.news, self._outbox, config.scheduler.step_tokens
+        )
         state.transfers = self
 
     # -- what has happened
@@ -216,8 +204,8 @@ class ClusterLink:
         self.kept.expire(now_ns)
         self.changes.settle(now_ns)
         self.segments.settle(now_ns)
-        state, layers = self._state, self._state.memory.layers
-        parked = len(state.parked) if layers is not None and layers.policy.parks else None
+        state = self._state
+        parked = len(state.parked) if state.memory.layers.parks else None
         self.exchange.room = Room(headroom_blocks(len(state.decoding)), parked)
         self._act(self.exchange.advance(now_ns), now_ns)
 

@@ -31,7 +31,7 @@ from memserve.base.units import MIB, NS_PER_S, ceil_div
 from memserve.instance.events import StepPlan
 from memserve.instance.scheduler.sequence import Sequence
 from memserve.instance.scheduler.state import SchedulerState
-from memserve.kv.transfer.exchange import Exchange
+from memserve.kv.transfer.exchange import Exchange, OfferedBlocks, OfferTerms
 from memserve.protocol.events import Send
 from memserve.protocol.messages import KEEP
 from memserve.protocol.peers import Peer, PeerInfo
@@ -151,19 +151,16 @@ class StoreOffers:
         count, keep = run.end_block - run.first_block, KEEP if run.keep else b""
         layers, group = self._geometry.num_layers, ceil_div(GROUP_BYTES, count * self._geometry.page_bytes)
         by_layer = plan is not None and run.written_by == plan.step_id and group < layers
-        offer_id = self._exchange.offer(
-            to,
+        offered = OfferedBlocks(
             run.isolation,
             run.tokens,
             run.blocks or run.dram_blocks,
-            now_ns,
-            tier=Tier.HBM if run.blocks else Tier.DRAM,
-            first_block=run.first_block,
-            dram_blocks=run.dram_blocks if run.blocks else (),
-            mode=TransferMode.BY_LAYER if by_layer else TransferMode.BY_REQUEST_AGG,
-            private=keep,
-            lease_ns=LEASE_NS,
+            Tier.HBM if run.blocks else Tier.DRAM,
+            run.first_block,
+            run.dram_blocks if run.blocks else (),
         )
+        mode = TransferMode.BY_LAYER if by_layer else TransferMode.BY_REQUEST_AGG
+        offer_id = self._exchange.offer(to, offered, now_ns, OfferTerms(mode, private=keep, lease_ns=LEASE_NS))
         self._open[offer_id] = _Open(run.owner, count, run.identities)
         self.lent += count
         self.counters.offered += count

@@ -17,7 +17,10 @@ first token instead of before it, in the same order, and memory that comes free 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memserve.base.errors import check
@@ -27,10 +30,12 @@ from memserve.base.units import NS_PER_MS, ceil_div
 from memserve.instance.events import LinkUse, PlaceByLayer, StepPlan
 from memserve.instance.layerwise.budget import CHUNK_BLOCKS, LayerBudget, LayerPolicy, Lying, Overtaking, layer_order
 from memserve.instance.layerwise.copies import LayerMoves, SwapIns
-from memserve.instance.layerwise.state import LayeredKV
+from memserve.instance.layerwise.placement import WholeBlocks
+from memserve.instance.layerwise.state import LayeredKV, LayerReport
 from memserve.instance.scheduler.sequence import Phase
 
 if TYPE_CHECKING:
+    from memserve.base.config import SchedulerConfig
     from memserve.instance.scheduler.sequence import Sequence
     from memserve.kv.costs import PreemptionModel
     from memserve.kv.pool import BlockPool
@@ -40,33 +45,26 @@ _IDLE_SHARE = 4  # 1 / this of HBM lies idle: rather than leave that to what may
 _RESUMES_SHARE = 3, 4  # of what the link carries may be read back once a sequence resumes: else it is parked again
 
 
-class LayerPlacer:
+class LayerPlacer(WholeBlocks):
     """Admits by layer what does not fit whole, moves pages with each plan, and says what is parked."""
 
     __slots__ = (
-        "_block_tokens", "_budget", "_chunk_max", "_costs", "_moves", "_plan", "_pool", "_steps_in_flight", "_usual",
-        "_wanted", "admitted", "arrivals", "converted", "link", "overtaking", "parked", "policy", "resumed",
-        "sequences",
+        "_budget", "_chunk_max", "_costs", "_moves", "_plan", "_steps_in_flight", "_usual", "_wanted", "admitted",
+        "arrivals", "converted", "link", "parked", "policy", "resumed", "sequences",
     )  # fmt: skip
 
+    is_by_layer = True
+
     def __init__(
-        self,
-        pool: BlockPool,
-        block_tokens: int,
-        budget: LayerBudget,
-        policy: LayerPolicy,
-        costs: PreemptionModel,
-        chunk_blocks_max: int,
-        steps_in_flight: int,
+        self, pool: BlockPool, budget: LayerBudget, scheduler: SchedulerConfig, costs: PreemptionModel
     ) -> None:
-        """``chunk_blocks_max``: the most that one plan computes of any sequence."""
-        self._pool = pool
-        self._block_tokens = block_tokens
+        super().__init__(pool)
+        block_tokens = pool.block_tokens
         self._budget = budget
-        self.policy = policy
+        self.policy = LayerPolicy.named(scheduler.layerwise)
         self._costs = costs
-        self._chunk_max = chunk_blocks_max
-        self._steps_in_flight = steps_in_flight
+        self._chunk_max = ceil_div(scheduler.chunk_tokens, block_tokens)  # blocks of one sequence in a plan
+        self._steps_in_flight = scheduler.steps_in_flight
         #: those that lie by layer, in order of admission
         self.sequences: list[Sequence] = []
         self.arrivals = SwapIns(pool, budget.num_layers)
@@ -82,6 +80,11 @@ class LayerPlacer:
     def is_busy(self) -> bool:
         """Whether anything lies by layer, or comes up."""
         return bool(self.arrivals or self._lying())
+
+    @property
+    def parks(self) -> bool:
+        """As its policy has it."""
+        return self.policy.parks
 
     @property
     def num_layers(self) -> int:
@@ -148,6 +151,12 @@ class LayerPlacer:
         self._begin_lying(sequence, ("begins_by_layer", f"{needed} of {entries} blocks"))
         self.admitted += 1
         return True
+
+    def least_piece(self, sequence: Sequence) -> int:
+        """Each piece of a prompt that lies by layer reads back those before it."""
+        if sequence.layered is None:
+            return self._block_tokens
+        return min(self.piece_tokens(sequence), sequence.known - sequence.computed)
 
     def piece_tokens(self, sequence: Sequence) -> int:
         """The least piece of its prompt whose computing hides reading back, were it to lie by layer."""
@@ -265,6 +274,15 @@ class LayerPlacer:
         decodes = sequence.phase is Phase.DECODING
         settled = bool(kv.dram_blocks) and self._moves.complete(sequence, kv) <= 1  # else the most of it still moves
         return Lying(sequence.group.arrival, len(kv.dram_blocks), len(kv.kept), decodes, decodes and settled)
+
+    def up_again(self, prefilling: Iterable[Sequence]) -> Many[Sequence]:
+        """They lack their last known token alone, and get a row whatever prompts may have."""
+        return [
+            sequence
+            for sequence in prefilling
+            if sequence.out and sequence.computed == sequence.known - 1 and sequence.group.beam is None
+            and not self.arrives(sequence)
+        ]  # fmt: skip
 
     def move(self, plan: StepPlan, *, keeps: bool) -> None:
         """Before the rows of ``plan``: what is complete moves. ``keeps``: free HBM may be used to keep layers."""
@@ -396,3 +414,30 @@ class LayerPlacer:
         pool.release(kv.frames)
         sequence.layered = None
         return tokens
+
+    # -- what there is
+
+    def report(self, parked: int) -> LayerReport:
+        """In pages, and totals."""
+        kvs, unit = [kv for _, kv in self._lying()], self.num_layers
+        return LayerReport(
+            sequences=len(kvs),
+            parked=parked,
+            dram_pages=unit * sum(len(kv.dram_blocks) for kv in kvs),
+            kept_pages=unit * sum(len(frames) for kv in kvs for frames in kv.kept.values()),
+            staging_pages=unit * sum(len(frames) for kv in kvs for frames in kv.staging),
+            moving_pages=unit * sum(len(kv.moving.dram_blocks) + len(kv.moving.hbm_frames) for kv in kvs if kv.moving),
+            begun=self.admitted,
+            converted=self.converted,
+            parkings=self.parked,
+            resumed=self.resumed,
+            link=replace(self.link),
+        )
+
+    def check_invariants(self, sequences: Iterable[Sequence]) -> None:
+        """Each of ``sequences`` that lies by layer is listed, once."""
+        listed = Counter(id(sequence) for sequence in self.sequences)
+        lying = {id(sequence) for sequence in sequences if sequence.layered is not None}
+        check(listed.keys() >= lying, "one that lies by layer is not listed")
+        check(all(count == 1 for count in listed.values()), "a sequence is listed twice among those that lie by layer")
+        self.arrivals.check_invariants()

@@ -120,8 +120,6 @@ class SequenceAdmission:
         """Whole, or by layer. Memory that comes free is first of all for those that are parked; prompts that may lie by
         layer take only what they need to be computed."""
         memory, layers = self.state.memory, self.state.memory.layers
-        if layers is None:
-            return memory.attach(sequence, headroom)
         is_parked = sequence.phase is Phase.PARKED
         crowded = not is_parked and bool(self.state.parked) and layers.may_lie_by_layer(sequence)
         crowded = crowded and sequence is not self.due

@@ -142,8 +142,7 @@ class BatchBuilder:
             self.prompt_logprobs += end - start
             plan.prompt_logprob_rows.append(row)
             inflight.prompt_rows[row] = (sequence, start)
-        if sequence.layered is not None and self.state.memory.layers is not None:
-            self.state.memory.layers.writes(sequence, start, end)
+        self.state.memory.layers.writes(sequence, start, end)
         sequence.computed = end
         sequence.scheduled_step = plan.step_id
         self.state.turns.serve(sequence.group.tenant, end - start)

@@ -15,11 +15,11 @@ from memserve.base.errors import check
 from memserve.base.fairness import TenantStore
 from memserve.base.types import NamedPrefix, TokenArray
 from memserve.base.units import ceil_div
+from memserve.instance.layerwise.placement import WholeBlocks
 from memserve.kv.pool import BlockPool, Lease
 
 if TYPE_CHECKING:
     from memserve.base.types import Request, TokenArray
-    from memserve.instance.layerwise.placer import LayerPlacer
     from memserve.instance.scheduler.sequence import Sequence
     from memserve.kv.costs import PreemptionModel
     from memserve.kv.pool import BlockPool, Lease
@@ -58,8 +58,7 @@ class SequenceMemory:
         self.costs = costs
         self.block_tokens = block_tokens
         self.copied_on_write = 0
-        #: None: every block lies whole
-        self.layers: LayerPlacer | None = None
+        self.layers = WholeBlocks(pool)
         #: None: no store keeps what is cached here
         self.listener: PublishListener | None = None
         self.dram_tokens_reused = 0  # brought up from DRAM by a match instead of being computed
@@ -86,13 +85,13 @@ class SequenceMemory:
 
     def make_room_for(self, sequence: Sequence, headroom: int) -> bool:
         """Give up layers that others keep in HBM without need, if :meth:`attach` then has the blocks that it needs."""
-        return self.layers is not None and self.layers.give_up_kept(self._needed(sequence) + headroom)
+        return self.layers.is_by_layer and self.layers.give_up_kept(self._needed(sequence) + headroom)
 
     def attach_by_layer(self, sequence: Sequence, headroom: int, *, crowded: bool) -> bool:
         """As :meth:`attach`, for a sequence that has no room whole or, if ``crowded``, shall take none that parked ones
         wait for. False: nothing has changed."""
         reads = self.reads_cache(sequence)
-        if self.layers is None or not self.layers.attach(sequence, headroom, reads_cache=reads, crowded=crowded):
+        if not self.layers.attach(sequence, headroom, reads_cache=reads, crowded=crowded):
             return False
         self.dram_tokens_reused += sequence.computed - len(sequence.blocks) * self.block_tokens
         return True
@@ -235,17 +234,16 @@ class SequenceMemory:
 
     def detach(self, sequence: Sequence) -> None:
         """Publish full blocks, then return every block on every tier."""
-        if self.layers is not None and self.layers.arrives(sequence):
+        if self.layers.arrives(sequence):
             self.abandon(sequence)  # its blocks have nothing yet
             return
         if sequence.dram_blocks:
             self.pool.release_dram(sequence.dram_blocks)
             sequence.dram_blocks = []
         self.publish(sequence)
-        if self.layers is not None:
-            left = self.layers.detach(sequence, publishes=self._shares(sequence.group.request))
-            if left is not None and self.listener is not None:
-                self.listener.left_in_dram(sequence, left)
+        left = self.layers.detach(sequence, publishes=self._shares(sequence.group.request))
+        if left is not None and self.listener is not None:
+            self.listener.left_in_dram(sequence, left)
         self._drop(sequence)
 
     def abandon(self, sequence: Sequence) -> None:
@@ -269,8 +267,7 @@ class SequenceMemory:
                 self.listener.discarded(sequence, cached)
 
     def _drop(self, sequence: Sequence) -> None:
-        if self.layers is not None:
-            self.layers.detach(sequence, publishes=False)
+        self.layers.detach(sequence, publishes=False)
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)
             sequence.lease = None
@@ -283,21 +280,17 @@ class SequenceMemory:
 
     def is_swapped_at_no_cost(self, sequence: Sequence) -> bool:
         """Whether DRAM has the KV already, all but the last blocks of it."""
-        return self.layers is not None and self.layers.is_in_dram(sequence)
+        return self.layers.is_in_dram(sequence)
 
     def swap_out(self, sequence: Sequence) -> bool:
         """Move the blocks to DRAM. False: it has no room. ``computed`` stays.
 
         No further block is published: blocks that the index holds, too, would occupy both tiers.
         """
-        if self.layers is not None and self.layers.is_in_dram(sequence):
-            dram_blocks = self.layers.to_dram(sequence)
-        else:
-            dram_blocks = self._copy_out(sequence)
+        has_copy = self.layers.is_in_dram(sequence)
+        dram_blocks = self.layers.to_dram(sequence) if has_copy else self._copy_out(sequence)
         if dram_blocks is None:
             return False
-        if self.layers is not None:
-            self.layers.arrivals.forget(sequence)
         if sequence.lease is not None:
             self.pool.unpin(sequence.lease)
             sequence.lease = None
@@ -317,7 +310,7 @@ class SequenceMemory:
         missing = ceil_div(sequence.known, self.block_tokens)
         if missing + headroom > self.pool.available():
             return False
-        if not (self._copy_in(sequence) if self.layers is None else self.layers.bring_up(sequence)):
+        if not self.layers.bring_up(sequence):
             return False
         request = sequence.group.request
         if self._shares(request):
@@ -327,13 +320,6 @@ class SequenceMemory:
         extra = missing - len(sequence.blocks)
         if extra > 0:
             self._extend(sequence, extra)
-        return True
-
-    def _copy_in(self, sequence: Sequence) -> bool:
-        blocks = self.pool.swap_in(sequence.dram_blocks)
-        if blocks is None:
-            return False
-        sequence.dram_blocks, sequence.blocks = [], blocks
         return True
 
 

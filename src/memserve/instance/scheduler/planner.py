@@ -97,11 +97,10 @@ class Planner:
         self.admission.due = head if has_room else None
         batch = BatchBuilder(self.state, self.next_step_id)
         layers = self.state.memory.layers
-        if layers is not None:
-            layers.begin(batch.plan, beside=bool(self.state.decoding.items))
-            for sequence in layers.to_park():
-                self.state.preempt(sequence)
-            layers.move(batch.plan, keeps=not (self.state.waiting or self.state.parked))
+        layers.begin(batch.plan, beside=bool(self.state.decoding.items))
+        for sequence in layers.to_park():
+            self.state.preempt(sequence)
+        layers.move(batch.plan, keeps=not (self.state.waiting or self.state.parked))
         budget = self.config.step_tokens
         stalled, drafts = False, []
         if self.state.decoding.items:
@@ -128,18 +127,11 @@ class Planner:
 
     def _go_on(self, batch: BatchBuilder) -> int:
         """A row for each sequence that was parked and is up again, whatever prompts may have. Returns their number."""
-        rows, layers = 0, self.state.memory.layers
-        if layers is not None:
-            for sequence in self.state.prefilling.items.copy():
-                end = sequence.known
-                is_next = sequence.out and sequence.computed == end - 1 and sequence.phase is Phase.PREFILLING
-                if (
-                    is_next
-                    and not layers.arrives(sequence)
-                    and sequence.group.beam is None
-                    and self._make_writable(batch, sequence, end)
-                ):
-                    rows += batch.add_chunk(sequence, end)
+        rows = 0
+        for sequence in self.state.memory.layers.up_again(self.state.prefilling.items):
+            end = sequence.known  # one may be preempted for another
+            if sequence.phase is Phase.PREFILLING and self._make_writable(batch, sequence, end):
+                rows += batch.add_chunk(sequence, end)
         return rows
 
     def _within_objectives(self, budget: int, begins_ns: int) -> int:
@@ -150,10 +142,7 @@ class Planner:
         if state.objectives is None or first is None:
             return budget
         left = state.objectives.prefill_tokens(state.decoding.items, first, budget, begins_ns, list(state.parked))
-        least, layers = state.memory.block_tokens, state.memory.layers
-        if layers is not None and first.layered is not None:
-            least = min(layers.piece_tokens(first), first.known - first.computed)  # each piece reads back the others
-        return left if left >= min(budget, least) else 0  # crumbs cost more than they bring
+        return left if left >= min(budget, state.memory.layers.least_piece(first)) else 0
 
     def _without_slot(self) -> Sequence | None:
         """The head of the waiting lines, when no slot is free and several tenants want one."""
@@ -212,8 +201,7 @@ class Planner:
         """Publish, fork, and hand over everything that has to happen on the device before the rows."""
         state, plan = self.state, batch.plan
         batch.finish()
-        if state.memory.layers is not None:
-            state.memory.layers.place(plan)
+        state.memory.layers.place(plan)
         plan.close, state.closing = state.closing, []
         plan.reset_slots, state.slots_unknown = state.slots_unknown, False
         plan.copies = state.memory.pool.take_copies()
@@ -247,7 +235,7 @@ class Planner:
     def _make_writable(self, batch: BatchBuilder, sequence: Sequence, end: int) -> bool:
         """Blocks for the tokens up to ``end``, private ones; preempts others for them if that helps."""
         while not batch.make_writable(sequence, end):
-            if self._take_back_lent() or self._give_up_kept_layer():
+            if self._take_back_lent() or self.state.memory.layers.make_room():
                 continue
             victim = self.sharing.victim_for(sequence, batch.plan.step_id)
             if victim is not None:
@@ -256,10 +244,6 @@ class Planner:
             elif not self.state.memory.unpin_published(sequence):
                 return False
         return True
-
-    def _give_up_kept_layer(self) -> bool:
-        layers = self.state.memory.layers
-        return layers is not None and layers.make_room()
 
     # -- pass 2
 
@@ -284,12 +268,12 @@ class Planner:
     def _chunk(self, batch: BatchBuilder, sequence: Sequence, budget: int) -> int:
         """Tokens of ``sequence`` for this plan. 0: it has to wait for the next one."""
         block_tokens, layers = self.state.memory.block_tokens, self.state.memory.layers
-        if layers is not None and layers.arrives(sequence):
+        if layers.arrives(sequence):
             return 0
         chunk_max = self.config.chunk_tokens
         if sequence.layered is not None and sequence.layered.chunk_tokens:
             chunk_max = min(chunk_max, sequence.layered.chunk_tokens)
-        if layers is not None and sequence.overtakes:
+        if sequence.overtakes:
             budget = layers.overtaking_tokens(sequence, budget)
         if batch.reports_prompt(sequence):
             chunk_max = min(chunk_max, PROMPT_LOGPROBS_MAX - batch.prompt_logprobs)
@@ -337,8 +321,7 @@ class Planner:
                 break
             if not self._enter(batch, sequence, now_ns):
                 return None
-            layers = self.state.memory.layers
-            if layers is not None and layers.arrives(sequence):
+            if self.state.memory.layers.arrives(sequence):
                 continue
             spent = self._first_row(batch, sequence, budget)
             if not spent:
@@ -353,9 +336,9 @@ class Planner:
         ):
             return True
         self._no_room_for = sequence
-        layers = self.state.memory.layers
-        if layers is not None and self.state.free_slots:
-            layers.convert([*self.state.decoding.items, *self.state.prefilling.items], sequence)
+        if self.state.free_slots:
+            running = [*self.state.decoding.items, *self.state.prefilling.items]
+            self.state.memory.layers.convert(running, sequence)
         return False
 
     def _take_back_lent(self) -> bool:

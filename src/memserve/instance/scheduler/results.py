@@ -30,18 +30,17 @@ class StepResults:
 
     def _learn(self, plan: InflightPlan, event: StepFinished) -> None:
         """How long steps and copies of this kind take, and what prompts that overtake take from answers."""
-        state, costs, layers = self.state, self.state.costs, self.state.memory.layers
+        state, costs, overtaking = self.state, self.state.costs, self.state.memory.layers.overtaking
         step_ns = event.device_ns - event.copies_ns
         if event.copies_ns:
             moved = sum([len(copy.src) for copy in plan.plan.copies if copy.src_tier is not copy.dst_tier])
             costs.learn_swap(moved, event.copies_ns)
-        if layers is not None:
-            layers.overtaking.pass_time(step_ns, len(state.groups))
-            if plan.overtaking_tokens and plan.decode_rows and costs.decode_ns:
-                share = plan.overtaking_tokens / plan.prefill_tokens
-                alone_ns = costs.model.prefill.work_ns(plan.prefill_tokens, plan.prefill_pairs)
-                more_ns = round(share * (step_ns - costs.decode_ns))
-                layers.overtaking.learn(plan.overtaking_tokens, more_ns, share * alone_ns, 1 + len(state.parked))
+        overtaking.pass_time(step_ns, len(state.groups))
+        if plan.overtaking_tokens and plan.decode_rows and costs.decode_ns:
+            share = plan.overtaking_tokens / plan.prefill_tokens
+            alone_ns = costs.model.prefill.work_ns(plan.prefill_tokens, plan.prefill_pairs)
+            more_ns = round(share * (step_ns - costs.decode_ns))
+            overtaking.learn(plan.overtaking_tokens, more_ns, share * alone_ns, 1 + len(state.parked))
         if plan.plan.slots and not plan.drafts:
             costs.learn(plan.prefill_tokens, plan.decode_rows, step_ns, plan.prefill_pairs)
             if not (plan.prefill_tokens or costs.is_measured):
@@ -51,7 +50,7 @@ class StepResults:
         """Deliver the sampled tokens of ``plan``."""
         counters = self.state.counters
         counters.device_ns += event.device_ns
-        if event.link is not None and self.state.memory.layers is not None:
+        if event.link is not None:
             self.state.memory.layers.stepped(event.link)
         if plan.void:
             return
@@ -158,7 +157,7 @@ class StepResults:
             reason = FinishReason.LENGTH
         if self.state.objectives is not None:
             self.state.objectives.told(sequence, reason, self.state.now)
-        if reason is not None and self.state.memory.layers is not None:
+        if reason is not None:
             self.state.memory.layers.tell(sequence)
         if reason is not None and sequence.pace is not None and sequence.pace.drafted:
             sequence.group.facts.append(("drafts_kept", f"{sequence.pace.kept} of {sequence.pace.drafted} tokens"))

@@ -379,7 +379,7 @@ class SchedulerState:
             sequence.held = False
             self.move(sequence, Cause.TOKENS_KNOWN)
         elif sequence.phase is Phase.PREEMPTED and not sequence.inflight and sequence.candidates is None:
-            if self.memory.layers is not None and sequence.out and sequence.dram_blocks:
+            if self.memory.layers.is_by_layer and sequence.out and sequence.dram_blocks:
                 self.park(sequence)
             else:
                 self.move(sequence, Cause.RESUMED)

@@ -23,7 +23,7 @@ from memserve.integrations.block_cache import BlockCache
 from memserve.integrations.store_cache import PoolOptions
 from memserve.integrations.vllm.lookups import GroupOfKv, Lookups, RankNames
 from memserve.integrations.vllm.memory import HostMemory
-from memserve.integrations.vllm.scheduler import Orders, SchedulerSide
+from memserve.integrations.vllm.scheduler import EngineBlocks, Orders, SchedulerSide
 from memserve.integrations.vllm.shared_kv import (
     Identities,
     KvNames,
@@ -116,15 +116,14 @@ class MemserveConnector(KVConnectorBase_V1, SupportsHMA):
             key = identity_key(secret_in(self._options.secret_file).first)
             part.identities = Identities(self._sharing.tenant, model, key)
         part.lookups = Lookups(part.pool, [GroupOfKv(tail) for tail in self._tails])
-        part.scheduler = SchedulerSide(
-            part.lookups,
+        blocks = EngineBlocks(
             tokens,
             tokens // hash_tokens_of(config, self._kv_cache_config),
-            int(self._options.timeout_s * NS_PER_S),
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
-            hashes=part.identities.of if part.identities is not None else None,
         )
+        hashes = part.identities.of if part.identities is not None else None
+        part.scheduler = SchedulerSide(part.lookups, blocks, int(self._options.timeout_s * NS_PER_S), hashes=hashes)
 
     @property
     def requires_kv_delivery(self) -> bool:

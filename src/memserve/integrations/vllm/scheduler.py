@@ -117,29 +117,36 @@ class _Promise:
     looked up again."""
 
 
+@dataclass(frozen=True, slots=True)
+class EngineBlocks:
+    """An engine's blocks, and what it does with those of others."""
+
+    block_tokens: int
+    hashes_per_block: int
+    """vLLM may hash pieces of blocks."""
+    loads: bool = True
+    saves: bool = True
+
+
 class SchedulerSide:
     """One object per engine, used by one thread."""
 
     def __init__(
         self,
         lookups: Lookup,
-        block_tokens: int,
-        hashes_per_block: int,
+        blocks: EngineBlocks,
         wait_ns: int,
         *,
-        loads: bool = True,
-        saves: bool = True,
         hashes: Callable[[Any, int], list[bytes]] | None = None,
     ) -> None:
         """``hashes``: names the first blocks of a request, as many of the wanted ones as are known; None: vLLM's block
-        hashes do. ``wait_ns``: how long a request may wait for a look-up before it computes. ``loads``, ``saves``: this
-        engine does so at all."""
-        self._is_loading = loads
-        self._is_saving = saves
+        hashes do. ``wait_ns``: how long a request may wait for a look-up before it computes."""
+        self._is_loading = blocks.loads
+        self._is_saving = blocks.saves
         self._lookups = lookups
         self._hashes = hashes or self._own_hashes
-        self._block_tokens = block_tokens
-        self._hashes_per_block = hashes_per_block
+        self._block_tokens = blocks.block_tokens
+        self._hashes_per_block = blocks.hashes_per_block
         self._wait_ns = wait_ns
         self._requests: dict[str, Any] = {}  # those with blocks
         self._saved: dict[str, int] = {}  # blocks that were looked at, whether they had to be saved or not

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from memserve.base.config import ExchangeConfig
 from memserve.base.errors import check
@@ -48,6 +49,39 @@ from memserve.protocol.messages import (
 from memserve.protocol.peers import Peer, PeerInfo
 
 
+@dataclass(frozen=True, slots=True)
+class OfferedBlocks:
+    """``blocks`` on ``tier``, and behind them ``dram_blocks``. ``blocks[i]`` holds, or will hold, block
+    ``first_block + i`` of ``tokens``."""
+
+    tenant: str
+    tokens: TokenArray
+    blocks: Sequence[int]
+    tier: Tier = Tier.HBM
+    first_block: int = 0
+    dram_blocks: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OfferTerms:
+    """How the receiver is to take it: the fields of :class:`~memserve.protocol.messages.Offer` with these names.
+    ``lease_ns`` 0: as the configuration has it."""
+
+    mode: TransferMode = TransferMode.BY_REQUEST_AGG
+    insert: bool = True
+    request: Request | None = None
+    deadline_in_ns: int | None = None
+    return_kv: bool = False
+    private: bytes = b""
+    dst_blocks: Sequence[int] = ()
+    dst_tier: Tier = Tier.HBM
+    lease_ns: int = 0
+    router: Peer | None = None
+
+
+AS_USUAL = OfferTerms()
+
+
 class Exchange:
     """Gives blocks of one pool to peers and takes theirs; ``memserve.protocol.messages`` tells the order of the
     messages.
@@ -80,56 +114,37 @@ class Exchange:
 
     # -- the owner of blocks
 
-    def offer(
-        self,
-        to: Peer,
-        tenant: str,
-        tokens: TokenArray,
-        blocks: Sequence[int],
-        now_ns: int,
-        *,
-        tier: Tier = Tier.HBM,
-        first_block: int = 0,
-        dram_blocks: Sequence[int] = (),
-        mode: TransferMode = TransferMode.BY_REQUEST_AGG,
-        insert: bool = True,
-        request: Request | None = None,
-        deadline_in_ns: int | None = None,
-        return_kv: bool = False,
-        private: bytes = b"",
-        dst_blocks: Sequence[int] = (),
-        dst_tier: Tier = Tier.HBM,
-        lease_ns: int = 0,
-        router: Peer | None = None,
-    ) -> str:
-        """Offer ``blocks`` (on ``tier``), and behind them ``dram_blocks``, to ``to``; returns the transfer id.
+    def offer(self, to: Peer, offered: OfferedBlocks, now_ns: int, terms: OfferTerms = AS_USUAL) -> str:
+        """Offer blocks to ``to``; returns the transfer id.
 
-        ``blocks[i]`` holds, or will hold, block ``first_block + i`` of ``tokens``. The exchange takes a reference of
-        its own on each until the receiver's ``Release``, the lease's end, :meth:`withdraw` or the peer's death; the
-        caller's references stay the caller's. :meth:`computed` announces pages to the receiver. With ``request`` the
-        offer is a handoff of all of ``tokens``, whose blocks may come later (:meth:`more_blocks`).
+        The exchange takes a reference of its own on each until the receiver's ``Release``, the lease's end,
+        :meth:`withdraw` or the peer's death; the caller's references stay the caller's. :meth:`computed` announces
+        pages to the receiver. With a request the offer is a handoff of all tokens, whose blocks may come later
+        (:meth:`more_blocks`).
         """
-        context, tokens = self._context, tokens.copy()
-        transfer_id = context.new_transfer_id()
+        context, tokens = self._context, offered.tokens.copy()
+        transfer_id, tier, blocks, dram_blocks = (
+            context.new_transfer_id(), offered.tier, offered.blocks, offered.dram_blocks,
+        )  # fmt: skip
         offer = Offer(
             transfer_id=transfer_id,
-            tenant=tenant,
+            tenant=offered.tenant,
             tokens=tokens,
-            identity=context.pool.identity(tenant, tokens),
+            identity=context.pool.identity(offered.tenant, tokens),
             tier=tier,
-            first_block=first_block,
+            first_block=offered.first_block,
             blocks=tuple(blocks),
-            lease_ns=lease_ns or context.config.lease_ns,
-            mode=mode,
-            insert=insert,
-            request=request,
-            deadline_in_ns=deadline_in_ns,
-            return_kv=return_kv,
-            dst_blocks=tuple(dst_blocks),
-            dst_tier=dst_tier,
-            private=private,
+            lease_ns=terms.lease_ns or context.config.lease_ns,
+            mode=terms.mode,
+            insert=terms.insert,
+            request=terms.request,
+            deadline_in_ns=terms.deadline_in_ns,
+            return_kv=terms.return_kv,
+            dst_blocks=tuple(terms.dst_blocks),
+            dst_tier=terms.dst_tier,
+            private=terms.private,
             dram_blocks=tuple(dram_blocks),
-            router=router,
+            router=terms.router,
         )
         context.retain(tier, blocks)
         context.retain(Tier.DRAM, dram_blocks)

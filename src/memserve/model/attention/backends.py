@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memserve.base.errors import UserError
 from memserve.base.types import KVGeometry
-from memserve.model.attention.context import StepAttention
+from memserve.model.attention.context import StepAttention, StepRows
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 from memserve.model.workers.group import WorkerGroup
 
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 Int32s = NDArray[np.int32]
 
-AttentionFactory = Callable[[Int32s, Int32s, Int32s, Int32s], StepAttention]
-"""Called once per step: ``(tables [slots, max_blocks], table_rows [rows], q_starts [rows + 1], contexts [rows])``."""
+AttentionFactory = Callable[[StepRows], StepAttention]
+"""Called once per step."""
 
 
 class KernelAttention:
@@ -39,10 +39,7 @@ class KernelAttention:
         base: int,
         geometry: KVGeometry,
         page_heads: int,
-        tables: Int32s,
-        table_rows: Int32s,
-        q_starts: Int32s,
-        contexts: Int32s,
+        rows: StepRows,
         *,
         behind: bool = False,
     ) -> None:
@@ -51,7 +48,9 @@ class KernelAttention:
         kernels = _kernels()
         g = geometry
         shape = (g.num_layers, g.num_kv_heads, g.head_dim_k, g.head_dim_v, g.block_tokens, g.dtype)
-        self.batch = kernels.PagedBatch(base, shape, tables, table_rows, q_starts, contexts, None, page_heads, behind)
+        self.batch = kernels.PagedBatch(
+            base, shape, rows.tables, rows.table_rows, rows.q_starts, rows.contexts, None, page_heads, behind
+        )
         self._attend = kernels.attend
         self._head_dims = g.head_dim_k, g.head_dim_v
 
@@ -133,17 +132,14 @@ class LentHeads:
     What others read is computed first, and announced; what others compute is read last. So no worker waits, as a rule.
     """
 
-    def __init__(self, base: int, geometry: KVGeometry, crew: WorkerGroup, *batch: Int32s) -> None:
-        """``base``: address of the arena; ``geometry``: of whole pages; ``batch``: see :data:`AttentionFactory`."""
+    def __init__(self, base: int, geometry: KVGeometry, crew: WorkerGroup, rows: StepRows) -> None:
+        """``base``: address of the arena; ``geometry``: of whole pages."""
         whole, stage = geometry.num_kv_heads, crew.stage
         of_a_head = geometry.page_bytes // whole
         self._part, self._first = crew.share.part, crew.share.first_head
         self._announce, self._await = stage.announce, stage.await_rank
         self._parts = [
-            (
-                one,
-                KernelAttention(base + one.first * of_a_head, replace(geometry, num_kv_heads=one.heads), whole, *batch),
-            )
+            (one, KernelAttention(base + one.first * of_a_head, replace(geometry, num_kv_heads=one.heads), whole, rows))
             for one in crew.share.ranges()
         ]
         self._lent = sum(one.owner == self._part and not one.is_whole for one, _ in self._parts)
@@ -178,22 +174,18 @@ class TritonAttention:
         self,
         arena: Tensor,
         geometry: KVGeometry,
-        tables: Int32s | Tensor,
-        table_rows: Int32s,
-        q_starts: Int32s,
-        contexts: Int32s,
+        rows: StepRows,
         *,
         first_layer: int = 0,
     ) -> None:
-        """``arena``: uint8 ``[bytes]`` on the device, its layers from ``first_layer`` on. ``tables``: a tensor is
-        there already."""
+        """``arena``: uint8 ``[bytes]`` on the device, its layers from ``first_layer`` on."""
         from memserve.model.attention import triton_attention
 
-        rows: Int32s | Tensor = tables
-        if not isinstance(tables, Tensor):  # copy only the rows of this step to the device
-            rows = np.ascontiguousarray(tables[table_rows, : -(-int(contexts.max()) // geometry.block_tokens)])
-            table_rows = np.arange(len(table_rows), dtype=np.int32)
-        self.batch = triton_attention.TritonBatch(arena, geometry, rows, table_rows, q_starts, contexts)
+        if not isinstance(rows.tables, Tensor):  # copy only the rows of this step to the device
+            entries = -(-int(rows.contexts.max()) // geometry.block_tokens)
+            own = np.ascontiguousarray(rows.tables[rows.table_rows, :entries])
+            rows = replace(rows, tables=own, table_rows=np.arange(len(rows.table_rows), dtype=np.int32))
+        self.batch = triton_attention.TritonBatch(arena, geometry, rows)
         self._attend, self._first_layer = triton_attention.attend, first_layer
 
     @classmethod

@@ -14,15 +14,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memserve.base.errors import InvariantError, check
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 ATTENTION_NAME = "memserve"
 """Give this as ``attn_implementation`` to ``from_pretrained``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of one step, and where their KV lies. All arrays are int32."""
+
+    tables: NDArray[np.int32] | Tensor
+    """``[slots, max_blocks]``: block ids. A tensor lies on the arena's device already."""
+    table_rows: NDArray[np.int32]
+    """``[rows]``: which row of ``tables`` belongs to each."""
+    q_starts: NDArray[np.int32]
+    """``[rows + 1]``: where the queries of each begin, and where those of the last one end."""
+    contexts: NDArray[np.int32]
+    """``[rows]``: tokens of each sequence after this step."""
 
 
 class StepAttention(Protocol):

@@ -13,7 +13,7 @@ nothing of it: a page is a block of a model with one layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve import _core
-from memserve.base.types import Tier
+from memserve.base.types import KVGeometry, Tier
 from memserve.instance.events import MovePages, PlaceByLayer
 from memserve.model.attention.backends import AttentionFactory
+from memserve.model.attention.context import StepRows
 from memserve.model.copier import Copy, PageCopier, Pages
 
 Int32s = NDArray[np.int32]
@@ -116,25 +117,21 @@ class LayeredAttention:
         self,
         make: AttentionFactory,
         copier: PageCopier | None,
-        num_layers: int,
-        block_tokens: int,
+        geometry: KVGeometry,
         placed: dict[int, PlacedRange],
-        tables: Int32s,
-        q_starts: Int32s,
-        contexts: Int32s,
+        batch: StepRows,
         meet: Callable[[], None] = lambda: None,
     ) -> None:
-        """``make``: of pages as blocks of one layer. ``tables [rows, entries]``: blocks. ``placed``: by row.
+        """``make``: of pages as blocks of one layer. ``batch``: the table of each row, in order. ``placed``: by row.
 
         ``copier`` None: another worker of the instance makes the copies. ``meet`` returns when all have come."""
         self._make, self._meet = make, meet
         self._copier = copier
-        self._tables = tables * num_layers
-        self._numbers = np.arange(len(tables), dtype=np.int32)
-        self._q_starts, self._contexts = q_starts, contexts
-        starts = contexts - (q_starts[1:] - q_starts[:-1])
+        self._batch, self._tables = batch, np.asarray(batch.tables) * geometry.num_layers
+        starts = batch.contexts - (batch.q_starts[1:] - batch.q_starts[:-1])
         self._rows = {
-            row: _Row(a_range, int(starts[row]), int(contexts[row]), block_tokens) for row, a_range in placed.items()
+            row: _Row(a_range, int(starts[row]), int(batch.contexts[row]), geometry.block_tokens)
+            for row, a_range in placed.items()
         }
         self._coming: dict[tuple[int, int], Copy] = {}  # (row, turn)
         self._leaving: dict[tuple[int, int], Copy] = {}  # (row, layer)
@@ -159,7 +156,7 @@ class LayeredAttention:
                 turn = turns[number] = placed.passing.index(layer)
                 self._await_buffer(number, placed, turn)
         self._meet()  # what was to be read is there, for all workers
-        mixed = self._make(table, self._numbers, self._q_starts, self._contexts).attend(0, q, k, v, **options)
+        mixed = self._make(replace(self._batch, tables=table)).attend(0, q, k, v, **options)
         self._meet()  # all have read it, and written theirs
         if self._copier is None:
             return mixed

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from memserve.base.types import KVGeometry
+from memserve.model.attention.context import StepRows
 
 
 class ReferencePages:
@@ -42,15 +42,8 @@ class ReferencePages:
 class ReferenceAttention:
     """A :class:`~memserve.model.attention.context.StepAttention` over :class:`ReferencePages`."""
 
-    def __init__(
-        self,
-        pages: ReferencePages,
-        tables: NDArray[np.int32],
-        table_rows: NDArray[np.int32],
-        q_starts: NDArray[np.int32],
-        contexts: NDArray[np.int32],
-    ) -> None:
-        """``tables [slots, max_blocks]``, ``table_rows [rows]``, ``q_starts [rows + 1]``, ``contexts [rows]``."""
+    def __init__(self, pages: ReferencePages, rows: StepRows) -> None:
+        tables, table_rows, q_starts, contexts = np.asarray(rows.tables), rows.table_rows, rows.q_starts, rows.contexts
         self._pages = pages
         self._starts = q_starts.tolist()
         self._contexts = contexts.tolist()

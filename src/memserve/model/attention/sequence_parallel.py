@@ -21,6 +21,7 @@ from memserve.base.errors import MemserveError, UserError
 from memserve.base.types import KVGeometry
 from memserve.instance.events import Before
 from memserve.model.attention.backends import KernelAttention
+from memserve.model.attention.context import StepRows
 from memserve.protocol.messages import Segment
 
 Parts = tuple[Tensor, Tensor]
@@ -86,11 +87,9 @@ class HeldKv:
             return None
         table, tokens = held
         count = len(query.q)
-        ends = np.array([0, count], np.int32), np.array([tokens], np.int32)
-        first = np.zeros(1, np.int32)
-        attention = KernelAttention(
-            self._base, self._geometry, self._geometry.num_kv_heads, table, first, *ends, behind=True
-        )
+        ends, contexts = np.array([0, count], np.int32), np.array([tokens], np.int32)
+        rows = StepRows(table, np.zeros(1, np.int32), ends, contexts)
+        attention = KernelAttention(self._base, self._geometry, self._geometry.num_kv_heads, rows, behind=True)
         q = query.q.transpose(0, 1)[None]
         parts = attention.attend_part(query.layer, q, None, scale=query.scale, softcap=query.softcap)
         with self._lock:

@@ -19,6 +19,7 @@ from torch import Tensor
 from memserve.base.errors import UserError, check
 from memserve.base.types import KVGeometry
 from memserve.base.units import ceil_div
+from memserve.model.attention.context import StepRows
 
 _DECODE_ROWS = 16  # query rows of a tile: the least that a tensor core takes
 _PREFILL_ROWS = 64
@@ -58,23 +59,18 @@ def _power_of_two(least: int, count: int) -> int:
 class TritonBatch:
     """One step's ragged batch on the device. Built once per step, used by every layer.
 
-    ``arena``: flat uint8 tensor, the whole KV arena. ``tables``: int32 ``[slots, max_blocks]``, block ids; a tensor on
-    the arena's device, or an array that is copied there. ``table_rows`` int32 ``[rows]``: which row of ``tables``
-    belongs to each sequence. ``q_starts`` int32 ``[rows + 1]``: the rows of q that belong to each sequence.
-    ``contexts`` int32 ``[rows]``: tokens of each sequence after this step. ``splits``: pieces into which a row's blocks
-    are divided among programs; ``None``: enough to fill the device.
+    ``arena``: flat uint8 tensor, the whole KV arena. ``splits``: pieces into which a row's blocks are divided among
+    programs; ``None``: enough to fill the device.
     """
 
     def __init__(
         self,
         arena: Tensor,
         geometry: KVGeometry,
-        tables: Tensor | NDArray[np.int32],
-        table_rows: NDArray[np.int32],
-        q_starts: NDArray[np.int32],
-        contexts: NDArray[np.int32],
+        rows: StepRows,
         splits: int | None = None,
     ) -> None:
+        tables, table_rows, q_starts, contexts = rows.tables, rows.table_rows, rows.q_starts, rows.contexts
         check(arena.dtype == torch.uint8 and arena.dim() == 1, "the arena is a flat uint8 tensor")
         counts = np.diff(q_starts)
         check(bool((counts >= 1).all() and (counts <= contexts).all()), "every row computes 1 to `context` tokens")

@@ -194,7 +194,7 @@ def _is_on_gpu(graph: fx.Graph) -> bool:
 
 def use_gpu_kernels(graph: fx.Graph) -> None:
     """Let fused operations run on the GPU."""
-    from memserve.model.capture.fused_gpu import OPERATIONS  # needs triton
+    from memserve.model.gpu.linears import OPERATIONS  # needs triton
 
     for node in graph.nodes:
         node.target = OPERATIONS.get(node.target, node.target) if node.op == "call_function" else node.target

@@ -25,6 +25,7 @@ from memserve import _core
 from memserve.base.errors import check
 from memserve.base.types import CopyBlocks, Tier
 from memserve.instance.events import LinkUse
+from memserve.model.arena import ArenaSizes
 from memserve.model.copier import Copy
 from memserve.model.gpu.streams import Gpu, Mark, Stream
 from memserve.transport.ranges import Shard
@@ -38,9 +39,7 @@ class GpuArenas:
     def __init__(
         self,
         gpu: Gpu,
-        block_bytes: int,
-        hbm_blocks: int,
-        dram_blocks: int,
+        sizes: ArenaSizes,
         *,
         shared: bool = False,
         part: Shard | None = None,
@@ -49,7 +48,8 @@ class GpuArenas:
         """``shared``: other processes may read both. ``part``: what blocks of HBM have of those of the model, which lie
         in ``dram``, memory of all workers. Raises :class:`UserError` where there is no room."""
         self._gpu = gpu
-        self.block_bytes = block_bytes
+        self.block_bytes = block_bytes = sizes.block_bytes
+        hbm_blocks, dram_blocks = sizes.hbm_blocks, sizes.dram_blocks
         self.part = part
         whole = gpu.zeros(hbm_blocks + 1, block_bytes, dtype=torch.uint8)
         self.hbm = whole[:hbm_blocks]

@@ -10,6 +10,12 @@ to know them on the host (a grammar, drafts, beams, prompts' logprobs) begins wh
 Streams and what orders them: everything of a step is in the computing stream; copies fork from it and join it again
 (:mod:`gpu_arena`); pulls of peers' pages are in streams of their own, ordered by the machine, which lets no plan
 touch their blocks meanwhile (``kv/transfer/barriers.py``).
+
+Decode steps are CUDA graphs: one for each of a few numbers of rows, captured at the start. A step of one token a row
+launches some thousand kernels, each of microseconds: launched one by one, a small batch waits for the host most of the
+time. A graph enqueues all of them at once. What changes from step to step is read from memory at fixed places: which
+slots, which positions. Tokens and tables are on the device already (:mod:`gpu_slots`); rows that are missing up to the
+graph's number are computed for no slot, into a block that no sequence has.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -33,20 +39,112 @@ from memserve.base.config import InstanceConfig
 from memserve.base.errors import check
 from memserve.base.types import Tier
 from memserve.instance.events import RowFailed, StepFinished, StepPlan
-from memserve.model.attention.backends import AttentionFactory, TritonAttention
-from memserve.model.attention.context import ReportingAttention, StepAttention
+from memserve.model.arena import ArenaSizes
+from memserve.model.attention.backends import TritonAttention
+from memserve.model.attention.context import ReportingAttention, StepAttention, attending
 from memserve.model.device import ModelDevice
 from memserve.model.forward import Forward
 from memserve.model.gpu.arena import CopyTimes, GpuArenas, StreamCopier
-from memserve.model.gpu.graphs import DecodeGraphs, Decodes
 from memserve.model.gpu.sampling import BegunDraw, SlotMirror, begin_draw
-from memserve.model.gpu.streams import Gpu, Mark
+from memserve.model.gpu.streams import Gpu, Graph, Mark
 from memserve.model.loading.loader import LoadedModel
 from memserve.model.sampling import Sampled
 from memserve.model.slots import Failures, Int64s
 from memserve.model.workers.gpu_group import GpuWorkerGroup
+from memserve.model.workers.group import exchanging
 from memserve.transport.links.gpu_memory import GpuMemory
 from memserve.transport.ports import ArenaMemory, Arenas
+
+Decodes = Callable[[Tensor, Tensor], StepAttention]
+"""``(slots [n], contexts [n])``, int32 on the device -> the attention of one token of each."""
+
+
+def graph_sizes(rows_max: int) -> list[int]:
+    """Numbers of rows with a graph of their own: 1, 2, 4, then multiples of 8 up to 64, then of 32."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(96, rows_max + 32, 32)]
+    return [size for size in sizes if size < rows_max] + [rows_max]
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    rows: Tensor
+    """``[3, n]`` int64: slots, positions, positions as the forward takes them."""
+    numbers: Tensor
+    """``[n]`` int64, which the graph reads at each replay: a graph keeps no tensor alive."""
+    graph: Graph
+    logits: Tensor
+
+
+class DecodeGraphs:
+    """The graphs of one model."""
+
+    def __init__(
+        self, gpu: Gpu, forward: Forward, mirror: SlotMirror, attention: Decodes, crew: GpuWorkerGroup | None = None
+    ) -> None:
+        """``crew``: the workers of the instance, all of which capture the same."""
+        self._gpu, self._forward, self._mirror, self._attention = gpu, forward, mirror, attention
+        self._crew = crew
+        self._captured: dict[int, _Captured] = {}
+        #: why there are none; empty: there are
+        self.refused = ""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of rows that have a graph."""
+        return sorted(self._captured)
+
+    def capture(self, rows_max: int, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Capture all, the largest first, whose memory the others share. A model that computes on the host in the
+        middle of its forward has none: it runs kernel by kernel. Of several workers all have graphs, or none has."""
+        sizes, began_s = graph_sizes(rows_max)[::-1], time.monotonic()
+        for done, size in enumerate(sizes):
+            progress(done, len(sizes))
+            try:
+                self._captured[size] = self._capture(size)
+            except torch.OutOfMemoryError as error:
+                self.refused = f"no memory is left for them: {error}"
+            except Exception as error:  # whatever the model does that a graph cannot hold
+                self.refused = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            if self._crew is not None and not self._crew.agree(0 if self.refused else 1):
+                self.refused = self.refused or "another worker of this instance cannot hold a step in a graph"
+            if self.refused:
+                log.warning("decode steps run without CUDA graphs: %s", self.refused)
+                self._captured.clear()
+                return
+        progress(len(sizes), len(sizes))
+        log.info("%d CUDA graphs of decode steps captured in %.1f s", len(sizes), time.monotonic() - began_s)
+
+    def _capture(self, size: int) -> _Captured:
+        gpu, mirror = self._gpu, self._mirror
+        rows = gpu.zeros(3, size, dtype=torch.int64)
+        with gpu.compute.use():
+            rows[0] = mirror.padding
+            numbers = torch.arange(size, device=rows.device)
+
+        def run() -> Tensor:
+            slots, positions, given = rows[0], rows[1], rows[2]
+            attention = self._attention(slots.int(), positions.int() + 1)
+            with torch.inference_mode(), attending(attention), exchanging(self._crew):
+                logits = self._forward(mirror.tokens[slots, positions].long(), given, numbers)
+                return logits if self._crew is None else self._crew.gather(logits)
+
+        graph, logits = gpu.capture(run)
+        return _Captured(rows, numbers, graph, logits)
+
+    def run(self, slots: Int64s, positions: Int64s) -> Tensor | None:
+        """Logits ``[n, vocab]`` of the tokens at ``positions [n]`` of ``slots [n]``, in the stream in use; valid until
+        the next call. None: there is no graph for so many."""
+        size = next((size for size in self.sizes if size >= len(slots)), 0)
+        if not size:
+            return None
+        captured = self._captured[size]
+        padded = np.zeros((3, size), np.int64)
+        padded[0] = self._mirror.padding
+        padded[:, : len(slots)] = slots, positions, self._mirror.given_positions(slots, positions)
+        captured.rows.copy_(self._gpu.send(torch.from_numpy(padded)))
+        captured.graph.replay()
+        return captured.logits[: len(slots)]
+
 
 log = logging.getLogger(__name__)
 
@@ -81,14 +179,11 @@ class GpuDevice(ModelDevice):
         config: InstanceConfig,
         gpu: Gpu,
         forward: Forward | None = None,
-        attention: AttentionFactory | None = None,
         *,
-        decodes: Decodes | None = None,
         shared: bool = False,
         crew: GpuWorkerGroup | None = None,
     ) -> None:
-        """``decodes``: attention that a graph can hold; None: that of Triton, where it computes. ``crew``: see
-        :class:`memserve.model.workers.gpu_steps.GpuPart`."""
+        """``crew``: see :class:`memserve.model.workers.gpu_steps.GpuPart`."""
         self._gpu = gpu
         self._page_bytes = model.geometry.page_bytes
         self._lock = threading.Lock()  # guards slots, mirror and what is begun
@@ -96,15 +191,16 @@ class GpuDevice(ModelDevice):
         self._waits_for_host = False  # while a plan is begun that must know what is drawn
         self._last_end_ns = 0
         with gpu.compute.use():
-            super().__init__(model, config, forward, attention, shared=shared, crew=crew)
+            super().__init__(model, config, forward, shared=shared, crew=crew)
             self._mirror = SlotMirror(gpu, self._slots, self._arenas.scratch_block)
         gpu.compute.wait()
         self._lives: Int64s = np.zeros(len(self._slots.opened), np.int64)  # how often each slot was opened
-        if decodes is None and self._is_triton:
+        self._graphs: DecodeGraphs | None = None
+        if self._is_triton:
             sizes = self._arenas.hbm.view(-1), model.geometry, self._mirror.tables
             first_layer = 0 if crew is None else crew.share.own_layers.start
             decodes = partial(_decodes, *sizes, config.max_model_tokens, first_layer)
-        self._graphs = None if decodes is None else DecodeGraphs(gpu, self._forward, self._mirror, decodes, crew)
+            self._graphs = DecodeGraphs(gpu, self._forward, self._mirror, decodes, crew)
         self._layers = _LayerWatch(lambda step_id, layer: self.on_layer and self.on_layer(step_id, layer))
 
     @property
@@ -124,14 +220,13 @@ class GpuDevice(ModelDevice):
 
     def _make_arenas(
         self,
-        sizes: tuple[int, int, int],
+        sizes: ArenaSizes,
         *,
         shared: bool,
         lower: _core.LowerPages | None,
-        hbm: _core.SharedArena | None,
     ) -> Any:
-        check(lower is None and hbm is None, "on a GPU KV lies as it was computed, in one process")
-        return GpuArenas(self._gpu, *sizes, shared=shared)
+        check(lower is None, "on a GPU KV lies as it was computed, in one process")
+        return GpuArenas(self._gpu, sizes, shared=shared)
 
     def _make_copier(self, link_bytes_s: float | None) -> Any:
         return StreamCopier(self._gpu, self._arenas, self._page_bytes)

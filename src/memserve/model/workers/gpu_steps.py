@@ -43,6 +43,7 @@ from memserve.base.config import InstanceConfig
 from memserve.base.errors import check
 from memserve.base.types import Tier
 from memserve.instance.events import StepFinished, StepPlan
+from memserve.model.arena import ArenaSizes
 from memserve.model.attention.context import StepAttention
 from memserve.model.device import Drawing
 from memserve.model.forward import Forward
@@ -272,14 +273,13 @@ class GpuPart(GpuDevice):
 
     def _make_arenas(
         self,
-        sizes: tuple[int, int, int],
+        sizes: ArenaSizes,
         *,
         shared: bool,
         lower: _core.LowerPages | None,
-        hbm: _core.SharedArena | None,
     ) -> Any:
-        check(lower is None and hbm is None and not shared, "on GPUs KV lies as it was computed, in several memories")
-        return GpuArenas(self._gpu, *sizes, part=self._shard, dram=self._dram)
+        check(lower is None and not shared, "on GPUs KV lies as it was computed, in several memories")
+        return GpuArenas(self._gpu, sizes, part=self._shard, dram=self._dram)
 
     @property
     def hbm(self) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from memserve import _kernels
+from memserve import _core, _kernels
 from memserve.base.kv_layout import Share
 from memserve.model.capture.operations import DTYPE_CODES
 
@@ -78,10 +78,16 @@ class WorkerGroup:
     GPUs."""
 
     def __init__(
-        self, share: Share, stage: _kernels.Collective, whole: _kernels.Collective, vocabularies: tuple[int, ...]
+        self,
+        share: Share,
+        stage: _kernels.Collective,
+        whole: _kernels.Collective,
+        vocabularies: tuple[int, ...],
+        hbm: _core.SharedArena | None = None,
     ) -> None:
-        """``stage``: the workers of its stage; ``whole``: all. ``vocabularies``: tokens whose logits each part has."""
-        self.share = share
+        """``stage``: the workers of its stage; ``whole``: all. ``vocabularies``: tokens whose logits each part has.
+        ``hbm``: memory of all workers, with the KV of the first tier."""
+        self.share, self.hbm = share, hbm
         self.stage, self.whole = stage, whole
         before = [0] * (share.ranks - share.parts)
         self._widths = [*before, *(4 * count for count in vocabularies)]

@@ -41,7 +41,7 @@ from memserve.model.workers.sharding import shard
 from memserve.system.imports import leave_compiler_out
 from memserve.system.memory import keep_heap_small, objects_that_stay, usable_cores
 from memserve.system.process import die_with, ignore_terminal, module_command, set_thread_environment
-from memserve.transport.ports import Arenas, OnLayer
+from memserve.transport.ports import Arenas, Device, OnLayer
 
 log = logging.getLogger(__name__)
 
@@ -190,17 +190,15 @@ class Workers(Processes):
     def crew(self, vocabularies: tuple[int, ...]) -> WorkerGroup:
         """The leader's connection to them."""
         stage, whole = self._regions[0], self._regions[-1]
-        return _crew(self.shares[0], stage.address, whole.address, vocabularies)
+        return _crew(self.shares[0], stage, whole, vocabularies, self.hbm)
 
 
-class Divided:
+class Divided(Device):
     """The device of an instance with workers (:class:`memserve.transport.ports.Device`)."""
 
     def __init__(self, own: ModelDevice, workers: Processes, crew: WorkerGroup | GpuWorkerGroup) -> None:
         """``own``: the leader's part."""
         self._own, self._workers, self._crew = own, workers, crew
-        self.on_broken: Callable[[], object] = lambda: None
-        """Called once when no further step can be computed."""
         self.bound_bytes = own.bound_bytes
         workers.watch(crew, self)
 
@@ -258,8 +256,9 @@ class Divided:
 
     def broke(self) -> None:
         """Say so, once."""
-        tell, self.on_broken = self.on_broken, lambda: None
-        tell()
+        tell, self.on_broken = self.on_broken, None
+        if tell is not None:
+            tell()
 
     def close(self) -> None:
         """End the workers; release the arenas with the last reference."""
@@ -274,9 +273,7 @@ def refuse_stages_by_layer(parallel: Parallel, layerwise: str) -> None:
         raise UserError("layers of several stages cannot be placed by layer", hint=hint, param="layerwise")
 
 
-def build_divided(
-    model: LoadedModel, options: EngineOptions, config: InstanceConfig, *, shared: bool, link_bytes_s: float | None
-) -> Divided:
+def build_divided(model: LoadedModel, options: EngineOptions, config: InstanceConfig, *, shared: bool) -> Divided:
     """A device of several workers on a CPU. Raises :class:`UserError` for what cannot be divided."""
     workers = Workers(options, config, model.geometry, model.query_heads)
     try:
@@ -284,19 +281,26 @@ def build_divided(
         workers.wait_loaded()
         crew = workers.crew(vocabularies)
         forward = best_forward(model.module, crew)
-        own = ModelDevice(model, config, forward, shared=shared, link_bytes_s=link_bytes_s, crew=crew, hbm=workers.hbm)
+        own = ModelDevice(model, config, forward, shared=shared, crew=crew)
     except BaseException:
         workers.close()
         raise
     return Divided(own, workers, crew)
 
 
-def _crew(share: Share, stage: int, whole: int, vocabularies: tuple[int, ...]) -> WorkerGroup:
+def _crew(
+    share: Share,
+    stage: _core.SharedArena,
+    whole: _core.SharedArena,
+    vocabularies: tuple[int, ...],
+    hbm: _core.SharedArena | None,
+) -> WorkerGroup:
     return WorkerGroup(
         share,
-        _kernels.Collective(stage, share.part, share.parts, SLOT_BYTES, STEP_S),
-        _kernels.Collective(whole, share.rank, share.ranks, SLOT_BYTES, STEP_S),
+        _kernels.Collective(stage.address, share.part, share.parts, SLOT_BYTES, STEP_S),
+        _kernels.Collective(whole.address, share.rank, share.ranks, SLOT_BYTES, STEP_S),
         vocabularies,
+        hbm,
     )
 
 
@@ -348,10 +352,10 @@ def _load(order: _Order, line: Connection) -> ModelDevice:
     hbm = _core.SharedArena.attach(*order.hbm)
     check(hbm.nbytes == order.config.pool.hbm_blocks * model.geometry.block_bytes, "the arena has another size")
     line.send("")
-    crew = _crew(share, stage.address, whole.address, vocabularies)
+    crew = _crew(share, stage, whole, vocabularies, hbm)
     forward = best_forward(model.module, crew)
     config = replace(order.config, pool=replace(order.config.pool, dram_blocks=0))
-    device = ModelDevice(model, config, forward, crew=crew, hbm=hbm)
+    device = ModelDevice(model, config, forward, crew=crew)
     _kept.append((stage, whole, hbm))
     return device
 

@@ -19,6 +19,7 @@ With several routers the owner has the queue and the ledger: requests of followe
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,30 +56,113 @@ class Rejection(NamedTuple):
         return self.cause in ("wait", "pressure")
 
 
-class AdmissionController:
-    """Counts active requests and keeps waiting ones. Sends nothing: its answers say what is to be done."""
+class RequestAdmission(ABC):
+    """Which requests wait and which are active. Sends nothing: its answers say what is to be done. The owner decides
+    (:class:`AdmissionController`), a follower asks it (:class:`~memserve.router.admission.follower.RemoteAdmission`).
+    """
 
-    __slots__ = (
-        "_active", "_active_most", "_config", "_queue", "_returning", "_times", "_waits_since", "is_closed", "memory",
-        "stats",
-    )  # fmt: skip
+    __slots__ = ("_active", "_config", "_wait_ns", "_waits_since", "is_closed", "memory", "stats")
 
-    def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
+    def __init__(self, config: AdmissionConfig, memory: MemoryBudget) -> None:
         self._config = config
-        self._queue: FairQueue[RequestState] = FairQueue(dict(config.weights))
-        #: since when, of all and only those in the queue
+        #: how long a request may wait
+        self._wait_ns = config.wait_ns
+        #: since when, of all and only those that wait
         self._waits_since: dict[str, int] = {}
         #: since when, of all and only admitted requests that have not ended
         self._active: dict[str, int] = {}
+        #: nothing is admitted: what an earlier router has admitted is not known yet
+        self.is_closed = False
+        self.stats = AdmissionStats()
+        self.memory = memory
+
+    @abstractmethod
+    def enqueue(self, req: RequestState, now_ns: int) -> Rejection | None:
+        """``req`` waits from now on, unless it could never run."""
+
+    @abstractmethod
+    def admit(self, now_ns: int) -> RequestState | None:
+        """The next request, which is active from now on. ``None``: there is no room, or nothing waits."""
+
+    @abstractmethod
+    def release(self, req: RequestState, now_ns: int) -> None:
+        """``req`` has ended in whatever way: it was active, waited, or was rejected on arrival."""
+
+    @abstractmethod
+    def overflow(self, newcomer: RequestState) -> Rejection | None:
+        """Whether too many wait with ``newcomer``, which does."""
+
+    @abstractmethod
+    def waited(self, req: RequestState, now_ns: int) -> Rejection | None:
+        """The timer of a request that waits: rejected if it does so still."""
+
+    @abstractmethod
+    def waiting(self) -> dict[str, int]:
+        """Requests that wait, by tenant."""
+
+    @abstractmethod
+    def check_invariants(self, requests: Mapping[str, RequestState]) -> None:
+        """Raise :class:`InvariantError` unless every live request waits or is active. ``requests``: all that are live,
+        by name, remote requests included."""
+
+    def is_idle(self, now_ns: int) -> bool:
+        """Whether no request waits, as most events find it: nothing is to be admitted or rejected."""
+        return not self._waits_since
+
+    def is_waiting(self, req: RequestState) -> bool:
+        """Whether ``req`` was not admitted yet."""
+        return req.request_id in self._waits_since
+
+    def may_place(self, req: RequestState, now_ns: int) -> bool:
+        """Whether ``req``, which was admitted, may be dispatched now."""
+        return True
+
+    def excess(self) -> Rejection | None:
+        """More wait than may, since admission was closed for a while."""
+        return None
+
+    def hopeless(self, now_ns: int) -> Rejection | None:
+        """The next request has no room although none is active: only time will make room for it."""
+        return None
+
+    def wait_until_ns(self, req: RequestState) -> int | None:
+        """When ``req`` has waited too long; ``None``: it does not wait."""
+        since_ns = self._waits_since.get(req.request_id)
+        return None if since_ns is None else since_ns + self._wait_ns
+
+    def snapshot(self) -> AdmissionStats:
+        """Totals and gauges."""
+        stats = self.stats
+        return replace(
+            stats,
+            rejected=dict(stats.rejected),
+            active=len(self._active),
+            waiting=self.waiting(),
+            evictions=self.memory.ledger.evictions,
+        )
+
+    def _activate(self, req: RequestState, now_ns: int) -> None:
+        self._active[req.request_id] = now_ns
+        self.stats.admitted += 1
+
+    def _reject(self, req: RequestState, cause: str, reason: str, retry_after_s: float | None) -> Rejection:
+        self.stats.rejected[cause] = self.stats.rejected.get(cause, 0) + 1
+        return Rejection(req, cause, reason, retry_after_s)
+
+
+class AdmissionController(RequestAdmission):
+    """The owner's: has the queue, and counts what instances have room for."""
+
+    __slots__ = ("_active_most", "_queue", "_returning", "_times")
+
+    def __init__(self, config: AdmissionConfig, policy: str, registry: Registry, loads: LoadTable) -> None:
+        super().__init__(config, MemoryBudget(config, policy, registry, loads))
+        self._queue: FairQueue[RequestState] = FairQueue(dict(config.weights))
         #: what an earlier router had admitted counts, however much it is
         self._active_most = config.active_max or 0
         #: requests that were admitted before their follower was expelled: they go before the queue
         self._returning: deque[RequestState] = deque()
-        #: nothing is admitted: what an earlier router has admitted is not known yet
-        self.is_closed = False
         self._times = ServiceTimes()
-        self.stats = AdmissionStats()
-        self.memory = MemoryBudget(config, policy, registry, loads)
 
     def enqueue(self, req: RequestState, now_ns: int) -> Rejection | None:
         """``req`` joins the queue, unless it could never run."""
@@ -122,10 +206,6 @@ class AdmissionController:
         self.stats.waited_ns += now_ns - self._waits_since.pop(req.request_id)
         return req
 
-    def may_place(self, req: RequestState, now_ns: int) -> bool:
-        """Whether ``req``, which was admitted, may be dispatched now."""
-        return True
-
     def _readmit(self, now_ns: int) -> RequestState | None:
         """The next one that returns. Where nothing runs it need not fit: it goes on somewhere, as after a failure."""
         if self._active and not self.memory.fits(self._returning[0], gives_up_held=True):
@@ -134,10 +214,6 @@ class AdmissionController:
         req = self._returning.popleft()
         self._activate(req, now_ns)
         return req
-
-    def _activate(self, req: RequestState, now_ns: int) -> None:
-        self._active[req.request_id] = now_ns
-        self.stats.admitted += 1
 
     def recover(self, req: RequestState, now_ns: int) -> None:
         """``req`` is active, as an earlier router has decided, be there room or not."""
@@ -212,11 +288,6 @@ class AdmissionController:
         retry_after_s = bounded_retry_s(self.memory.room_in_ns(req, now_ns) / NS_PER_S)
         return self._reject(req, "pressure", f"{self._no_room()}, and no request is running", retry_after_s)
 
-    def wait_until_ns(self, req: RequestState) -> int | None:
-        """When ``req`` has waited too long; ``None``: it is not in the queue."""
-        since_ns = self._waits_since.get(req.request_id)
-        return None if since_ns is None else since_ns + self._config.wait_ns
-
     def waited(self, req: RequestState, now_ns: int) -> Rejection | None:
         """The timer of a queued request: rejected if it is still in the queue."""
         until_ns = self.wait_until_ns(req)
@@ -225,10 +296,6 @@ class AdmissionController:
         waited_s = self._config.wait_ns / 1e9
         reason = f"not admitted within {waited_s:g} s: {self._crowd().reason(self._no_room())}"
         return self._reject(req, "wait", reason, self._retry_after_s())
-
-    def _reject(self, req: RequestState, cause: str, reason: str, retry_after_s: float | None) -> Rejection:
-        self.stats.rejected[cause] = self.stats.rejected.get(cause, 0) + 1
-        return Rejection(req, cause, reason, retry_after_s)
 
     def _no_room(self) -> str:
         """Why the head of the queue waits although fewer than ``active_max`` are active."""
@@ -246,24 +313,9 @@ class AdmissionController:
 
     # -- looking
 
-    def is_waiting(self, req: RequestState) -> bool:
-        """Whether ``req`` is in the queue."""
-        return req.request_id in self._queue
-
     def waiting(self) -> dict[str, int]:
         """Requests in the queue, by tenant."""
         return self._queue.waiting()
-
-    def snapshot(self) -> AdmissionStats:
-        """Totals and gauges."""
-        stats = self.stats
-        return replace(
-            stats,
-            rejected=dict(stats.rejected),
-            active=len(self._active),
-            waiting=self.waiting(),
-            evictions=self.memory.ledger.evictions,
-        )
 
     def _crowd(self) -> Crowd:
         config = self._config

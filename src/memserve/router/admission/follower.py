@@ -23,7 +23,7 @@ from memserve.base.errors import check
 from memserve.base.types import Admission, Role
 from memserve.protocol.admission import AdmissionGrants, AdmissionRequest, AdmissionRequests, AttemptPlacement
 from memserve.protocol.peers import Peer
-from memserve.router.admission.controller import FOLLOWERS_MAX, AdmissionController, Rejection
+from memserve.router.admission.controller import FOLLOWERS_MAX, Rejection, RequestAdmission
 from memserve.router.admission.memory_budget import MemoryBudget
 from memserve.router.admission.needs import RETRY_MIN_S
 from memserve.router.members.loads import Ints, LoadTable
@@ -56,21 +56,20 @@ class _Asked:
         return AdmissionRequest(self.number, request, emitted, self.is_granted, self.returns)
 
 
-class RemoteAdmission(AdmissionController):
-    """Has no queue of its own: requests are admitted in the order of the owner's grants."""
+class RemoteAdmission(RequestAdmission):
+    """A follower's: requests are admitted in the order of the owner's grants."""
 
     __slots__ = (
-        "_by_number", "_by_request", "_granted", "_lease_until_ns", "_news", "_numbers", "_over", "_owner",
-        "_patience_ns", "_places", "_sent_ns", "_serial", "_tells_places", "_whole",
+        "_by_number", "_by_request", "_granted", "_lease_until_ns", "_news", "_numbers", "_over", "_owner", "_places",
+        "_sent_ns", "_serial", "_tells_places", "_whole",
     )  # fmt: skip
 
     def __init__(self, config: ClusterConfig, registry: Registry, loads: LoadTable) -> None:
         admission = config.admission
-        super().__init__(admission, config.policy, registry, loads)
-        self.memory: MemoryBudget = GrantedMemory(self, config.policy, registry, loads)
+        super().__init__(admission, GrantedMemory(self, config.policy, registry, loads))
         self._tells_places = admission.mode in (Admission.MEMORY, Admission.CACHE)
         #: the owner decides first, then what it says may be lost
-        self._patience_ns = admission.wait_ns + config.dead_after_ns
+        self._wait_ns = admission.wait_ns + config.dead_after_ns
         self._owner: Peer | None = None
         self._lease_until_ns = 0
         self._numbers = self._serial = 0
@@ -123,30 +122,13 @@ class RemoteAdmission(AdmissionController):
         reason = f"{len(self._waits_since)} requests wait for the owner, which decides on admission; at most {most} may"
         return self._reject(newcomer, "queue", reason, RETRY_MIN_S)
 
-    def excess(self) -> Rejection | None:
-        """None: the owner knows."""
-        return None
-
-    def hopeless(self, now_ns: int) -> Rejection | None:
-        """None: the owner knows."""
-        return None
-
-    def wait_until_ns(self, req: RequestState) -> int | None:
-        """When the owner has not answered for too long."""
-        since_ns = self._waits_since.get(req.request_id)
-        return None if since_ns is None else since_ns + self._patience_ns
-
     def waited(self, req: RequestState, now_ns: int) -> Rejection | None:
         """The timer of a request that waits."""
         until_ns = self.wait_until_ns(req)
         if until_ns is None or now_ns < until_ns:
             return None
-        reason = f"not admitted within {self._patience_ns / 1e9:g} s: the owner, which decides that, does not answer"
+        reason = f"not admitted within {self._wait_ns / 1e9:g} s: the owner, which decides that, does not answer"
         return self._reject(req, "wait", reason, RETRY_MIN_S)
-
-    def is_waiting(self, req: RequestState) -> bool:
-        """Whether ``req`` was not admitted yet."""
-        return req.request_id in self._waits_since
 
     def waiting(self) -> dict[str, int]:
         """Requests that wait, by tenant."""

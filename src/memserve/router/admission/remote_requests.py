@@ -28,7 +28,7 @@ from memserve.protocol.admission import (
     AttemptPlacement,
 )
 from memserve.protocol.peers import Holder, Peer
-from memserve.router.admission.controller import Rejection
+from memserve.router.admission.controller import AdmissionController, Rejection
 from memserve.router.admission.needs import on_terms
 from memserve.router.members.registry import Member, MemberState
 from memserve.router.parts import RequestFlow, RouterParts
@@ -68,7 +68,7 @@ class RemoteRequests:
     """All and only the remote requests that have not ended."""
 
     def __init__(self, parts: RouterParts, requests: RequestTable, flow: RequestFlow) -> None:
-        self._config, self._registry, self._requests = parts.config, parts.registry, requests
+        self._config, self._registry, self._requests = parts.config, parts.tables.registry, requests
         self._admission, self._placer, self._flow = parts.admission, parts.placer, flow
         self._sessions, self._handles = parts.sessions, parts.handles
         self._timers, self._outbox = parts.timers, parts.outbox
@@ -146,11 +146,13 @@ class RemoteRequests:
         req = RequestState(on_terms(request, self._config.admission), now_ns, is_remote=True)
         req.emitted[0] = [0] * ask.emitted
         remote = self._by_id[name] = follower.remote_requests[ask.number] = _RemoteRequest(peer, ask.number, req)
+        admission = self._admission
+        assert isinstance(admission, AdmissionController)  # the owner's: no follower has remote requests
         if ask.is_admitted:
             req.move(RequestCause.ADMITTED)
-            self._admission.recover(remote.req, now_ns)
+            admission.recover(remote.req, now_ns)
         elif ask.returns:
-            self._admission.let_return(req)
+            admission.let_return(req)
         else:
             self._flow.enqueue(req, now_ns)
 

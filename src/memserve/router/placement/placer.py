@@ -17,15 +17,14 @@ from memserve import _core
 from memserve.base.config import ClusterConfig
 from memserve.base.types import Caching, Role, Tier, TransferMode
 from memserve.protocol.peers import Holder
-from memserve.router.admission.memory_budget import MemoryBudget
 from memserve.router.admission.needs import Team
-from memserve.router.members.loads import ROLE_CODE, Ints, LoadTable, Work, sides_of
-from memserve.router.members.registry import Member, Registry
+from memserve.router.members.loads import ROLE_CODE, Ints, Work, sides_of
+from memserve.router.members.registry import Member
 from memserve.router.placement.candidates import OVERLOAD_FACTOR, OVERLOAD_TOKENS, Ask, Candidate, Holding, Route
-from memserve.router.placement.prefix_directory import Matches, Trees, tiers_of
+from memserve.router.placement.prefix_directory import Matches, tiers_of
 from memserve.router.placement.routing import DECODE_WINDOW, policy_named
 from memserve.router.requests.requests import Parts, RequestState
-from memserve.router.requests.sessions import NamedPrefixes, Sessions
+from memserve.router.requests.sessions import MemberTables, NamedPrefixes, Sessions
 
 ALL_OF = 6
 """Up to N instances of a role are all looked at; of more, the best in each respect."""
@@ -84,19 +83,10 @@ class Placer:
 
     __slots__ = ("_config", "_decide", "_handles", "_loads", "_memory", "_registry", "_sessions", "_trees")
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        registry: Registry,
-        trees: Trees,
-        loads: LoadTable,
-        sessions: Sessions,
-        handles: NamedPrefixes,
-        memory: MemoryBudget,
-    ) -> None:
-        self._config, self._memory = config, memory
+    def __init__(self, config: ClusterConfig, tables: MemberTables, sessions: Sessions, handles: NamedPrefixes) -> None:
+        self._config, self._memory = config, tables.memory
         self._decide = policy_named(config.policy)
-        self._registry, self._trees, self._loads = registry, trees, loads
+        self._registry, self._trees, self._loads = tables.registry, tables.trees, tables.loads
         self._sessions, self._handles = sessions, handles
 
     def place(self, req: RequestState) -> Placement | None:

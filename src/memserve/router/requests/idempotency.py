@@ -139,7 +139,7 @@ class ReplayLog:
     )  # fmt: skip
 
     def __init__(self, parts: RouterParts, flow: RequestFlow) -> None:
-        self._config, self._registry, self._counters = parts.config, parts.registry, parts.counters
+        self._config, self._registry, self._counters = parts.config, parts.tables.registry, parts.counters
         self._timers, self._outbox, self._flow = parts.timers, parts.outbox, flow
         self._by_key: dict[str, Answer] = {}
         self._by_request: dict[str, Answer] = {}  # of live requests

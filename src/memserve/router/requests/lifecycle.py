@@ -187,14 +187,15 @@ class Lifecycle:
 
     def __init__(self, parts: RouterParts) -> None:
         self._config, self._counters = parts.config, parts.counters
-        self._registry, self._trees, self._loads = parts.registry, parts.trees, parts.loads
+        tables = parts.tables
+        self._registry, self._trees, self._loads = tables.registry, tables.trees, tables.loads
         self._placer, self._sessions, self._handles = parts.placer, parts.sessions, parts.handles
         self._timers, self._outbox = parts.timers, parts.outbox
         self._stalls_looked_ns = sys.maxsize  # when the next look is; the greatest: there is none
         self.admission = parts.admission
         follower = parts.follower
         self.requests = RequestTable(f"{follower.name}.{follower.generation}-" if follower is not None else "")
-        self._spans = SpanPlacer(parts.config, parts.registry, parts.loads, self.requests)
+        self._spans = SpanPlacer(parts.config, tables.registry, tables.loads, self.requests)
         self.answers = ReplayLog(parts, self)
         self.tallies = RequestCounters(parts.config, parts.placer, parts.outbox, parts.counters)
         self.remote_requests = RemoteRequests(parts, self.requests, self)

@@ -124,16 +124,28 @@ class Handle:
         return HandleView(self.name, self.tenant, len(self.tokens), self.pinned_tokens, peer, self.expires_ns)
 
 
+@dataclass(frozen=True, slots=True)
+class MemberTables:
+    """What a router knows of its members, each in columns by a member's number."""
+
+    registry: Registry
+    """Names, incarnations, states."""
+    trees: Trees
+    """What they have cached."""
+    loads: LoadTable
+    """How busy they are."""
+    memory: MemoryBudget
+    """What room requests hold there."""
+
+
 class NamedPrefixes:
     """All live handles. They have room for so many tokens; a tenant with more than others loses its oldest."""
 
     __slots__ = ("_by_wire", "_caches", "_loads", "_memory", "_named", "_outbox", "_registry", "_timers", "_trees")
 
-    def __init__(
-        self, registry: Registry, trees: Trees, loads: LoadTable, memory: MemoryBudget, timers: Timers, outbox: Outbox,
-        config: ClusterConfig,
-    ) -> None:  # fmt: skip
-        self._registry, self._trees, self._loads, self._memory = registry, trees, loads, memory
+    def __init__(self, config: ClusterConfig, tables: MemberTables, timers: Timers, outbox: Outbox) -> None:
+        self._registry, self._trees, self._loads = tables.registry, tables.trees, tables.loads
+        self._memory = tables.memory
         self._timers, self._outbox = timers, outbox
         self._named: TenantStore[Handle] = TenantStore(config.handle_tokens_max)
         self._caches = config.caching is not Caching.OFF

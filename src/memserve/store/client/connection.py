@@ -40,6 +40,7 @@ from memserve.system.secrets import Secret
 from memserve.transport.links.shared_memory import this_host
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.probe import ProbeResult, knock
+from memserve.transport.request_server import ListenAddress
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class StoreConnection:
         self._tick = threading.Event()
         self._maps = True
         self.staging = Staging(staging_bytes, self._me.generation)
-        self._mailbox = ZmqMailbox(self._me, secret, listen, 0, self._message_arrived)
+        self._mailbox = ZmqMailbox(self._me, ListenAddress(secret, listen), self._message_arrived)
         self._mailbox.connect(STORE, f"tcp://{address}")
         self._hello = StoreHello(
             address=self._mailbox.address,

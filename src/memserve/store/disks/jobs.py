@@ -127,11 +127,6 @@ class WriteBudget:
         self._fill(now_ns)
         self._level -= nbytes * DAY_NS
 
-    def bytes_left(self, now_ns: int) -> int:
-        """What may be written now; below 0: owed."""
-        self._fill(now_ns)
-        return self._level // DAY_NS
-
     def _fill(self, now_ns: int) -> None:
         if self._at_ns is not None and now_ns > self._at_ns:
             gained = (now_ns - self._at_ns) * (self.bytes_per_day - self.burst_bytes)

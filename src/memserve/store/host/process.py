@@ -194,14 +194,12 @@ class StoreRun:
         self._values = ValueJobs(arena, self._post, self._send, lambda: self._loop.has_waiting)
         self._opened.append(self._values.close)
         link = place.link if model.namespace else "shm"  # until there is KV to be read, no other host needs a way
-        where = ListenAddress(place.secret, place.host, place.advertise)
+        where = ListenAddress(place.secret, place.host, place.advertise, place.port)
         self._port = open_data_port(link, geometry, {Tier.DRAM: arena}, self._post, where)
         self._opened.append(self._port.close)
         self._lock = threading.Lock()
         with self._lock:  # messages may arrive as soon as there is a mailbox
-            self._mailbox = ZmqMailbox(
-                me, place.secret, place.host, place.port, self._heard, advertise=place.advertise, alias=STORE.name
-            )
+            self._mailbox = ZmqMailbox(me, where, self._heard, alias=STORE.name)
             self._opened.append(self._mailbox.close)
             info = self._port.describe(_info(tier, model, me, self._mailbox.address, costs))
             member = MemberMachine(info, place.join, MemberConfig())

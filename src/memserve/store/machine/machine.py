@@ -62,7 +62,7 @@ from memserve.store.disks.events import (
     Written,
 )
 from memserve.store.machine.block_pool import StorePool
-from memserve.store.machine.clients import Clients
+from memserve.store.machine.clients import Clients, StoreIdentity
 from memserve.store.machine.events import (
     Ended,
     ExtentsSealed,
@@ -107,10 +107,8 @@ class StoreMachine:
         check(pool.block_bytes == tier.block_bytes, "the memory has blocks of another size than the geometry")
         exchange = Exchange(pool, info.geometry, config.exchange, info.peer, info.namespace)
         self.kv = KvBlocks(pool, exchange, self.values, self.loads, self.jobs, config)
-        model = KvModel(info.namespace, info.geometry)
-        self.clients = Clients(
-            self.values, self.loads, self.jobs, config, key, info.host_id, model, self._hear_of_model
-        )
+        identity = StoreIdentity(key, info.host_id, KvModel(info.namespace, info.geometry))
+        self.clients = Clients(self.values, self.loads, self.jobs, config, identity, self._hear_of_model)
         self._feed = KvFeed(self.values.log, config.exchange.event_capacity)
         self.info = info
         self._fits_a_model = False  # a member with this namespace and geometry was seen

@@ -14,6 +14,7 @@ from memserve import _core, _kernels
 from memserve.base.kv_layout import Parallel, shares
 from memserve.base.types import KVGeometry
 from memserve.model.attention.backends import KernelAttention, LentHeads, choose_attention
+from memserve.model.attention.context import StepRows
 from memserve.model.workers.group import WorkerGroup
 
 SLOT_BYTES, BLOCKS = 4096, 24
@@ -27,7 +28,7 @@ def attention_of(arena: torch.Tensor, geometry: KVGeometry, crew: WorkerGroup | 
 
     def of(counts: list[int], contexts: list[int]) -> Any:
         starts = np.cumsum([0, *counts]).astype(np.int32)
-        return factory(tables, np.arange(2, dtype=np.int32), starts, np.array(contexts, np.int32))
+        return factory(StepRows(tables, np.arange(2, dtype=np.int32), starts, np.array(contexts, np.int32)))
 
     return of
 

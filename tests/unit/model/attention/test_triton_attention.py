@@ -55,6 +55,7 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
     import torch
 
     from memserve.base.types import KVGeometry
+    from memserve.model.attention.context import StepRows
     from memserve.model.attention.triton_attention import TritonBatch, attend
 
     dtype_name, layers, heads, kv_heads, dk, dv, block, counts, contexts, options = CASES[name]
@@ -86,10 +87,8 @@ def run_case(name: str, device: str = "cpu", scale: float = 0.3) -> float:
         """Compute tokens ``[start, stop)`` of each ``(row, start, stop)``."""
         rows = [r for r, _, _ in pieces]
         starts = np.cumsum([0] + [stop - start for _, start, stop in pieces]).astype(np.int32)
-        batch = TritonBatch(
-            arena, geometry, tables, table_rows[rows], starts,
-            np.array([stop for _, _, stop in pieces], np.int32), options.get("splits"),
-        )  # fmt: skip
+        ends = np.array([stop for _, _, stop in pieces], np.int32)
+        batch = TritonBatch(arena, geometry, StepRows(tables, table_rows[rows], starts, ends), options.get("splits"))
         # Storage is [H, T, D], handed over as [T, H, D]: the strides that a model's attention layer gives.
         k = torch.cat([context_kv[r][0][a:b] for r, a, b in pieces]).transpose(0, 1).contiguous().to(device)
         v = torch.cat([context_kv[r][1][a:b] for r, a, b in pieces]).transpose(0, 1).contiguous().to(device)

@@ -12,7 +12,7 @@ import torch
 from captured_families import FAMILIES, VOCAB, tiny
 from memserve.base.types import KVGeometry
 from memserve.model.attention.backends import choose_attention
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import StepRows, attending
 from memserve.model.capture import forward as capture
 from memserve.model.capture import operations as fused
 from memserve.model.capture.forward import capture_forward, release_weights
@@ -43,7 +43,7 @@ class Steps:
             starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
             positions = np.concatenate([np.arange(e - n, e) for e, n in zip(contexts, counts, strict=True)])
             ids = torch.arange(len(positions)) * 37 % VOCAB + step
-            with attending(attention(self.tables, np.arange(3, dtype=np.int32), starts, contexts)):
+            with attending(attention(StepRows(self.tables, np.arange(3, dtype=np.int32), starts, contexts))):
                 results.append(forward(ids, torch.as_tensor(positions), torch.as_tensor(starts[1:] - 1).long()))
         return results
 

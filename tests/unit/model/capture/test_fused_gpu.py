@@ -21,8 +21,8 @@ def operations() -> None:
     """Print each operation's largest difference, relative to the largest result."""
     import torch
 
-    from memserve.model.capture import fused_gpu
     from memserve.model.capture import operations as fused
+    from memserve.model.gpu import linears as fused_gpu
 
     for name in TOLERANCE:
         torch.manual_seed(len(name))
@@ -64,8 +64,8 @@ def forwards() -> None:
 
     from memserve.model.attention.context import attending
     from memserve.model.capture import forward as capture
-    from memserve.model.capture import fused_gpu
     from memserve.model.forward import EagerForward
+    from memserve.model.gpu import linears as fused_gpu
     from memserve.model.linears import JoinedLinear
     from memserve.model.loading.probe import DenseAttention
     from tiny_models import loaded, tiny_module

@@ -25,6 +25,7 @@ from memserve.protocol.store import (
 )
 from memserve.store.client import connection
 from memserve.transport.mailbox import ZmqMailbox
+from memserve.transport.request_server import ListenAddress
 from scripted_store import SECRET, ScriptedStore
 from waiting import eventually
 
@@ -245,7 +246,7 @@ def test_another_secret_is_said(store: ScriptedStore, tmp_path: Path) -> None:
 
 
 def test_server_that_is_no_store_is_reported(secret_file: Path) -> None:
-    mailbox = ZmqMailbox(Peer("router", 1), SECRET, "127.0.0.1", 0, lambda sender, message: None)
+    mailbox = ZmqMailbox(Peer("router", 1), ListenAddress(SECRET), lambda sender, message: None)
     try:
         with pytest.raises(StoreUnavailable, match="does not answer as a store"):
             StoreClient(mailbox.address, secret_file=secret_file, timeout_s=0.3)
