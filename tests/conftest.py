@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import ssl
-import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ import certifi
 import pytest
 from hypothesis import settings
 
+from lean_imports import leave_compiler_out
+
 # Before torch, here and in all children. Tests that need several threads set their number.
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny, and workers share the cores: more would wait for others
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # models are tiny, and test processes share the cores
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that spins takes a core from another test
 
 settings.register_profile("memserve", deadline=None)  # speed is measured in bench/, never in tests: machines are busy
@@ -83,25 +84,11 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     """What is imported and made here stays. Torch's compiler is left out as in all processes of ours: 2 s of CPU."""
     gc.disable()
     if not session.config.getoption("numprocesses", None):  # this process collects
-        _leave_compiler_out()
+        leave_compiler_out()
     try:
         return (yield)
     finally:
         gc.enable()
-
-
-def _leave_compiler_out() -> None:
-    import torch
-
-    from memserve.system.imports import leave_compiler_out
-
-    is_distributed = torch.distributed.is_available
-    leave_compiler_out("cpu")
-    import transformers.modeling_utils  # noqa: F401  # reads what there is
-
-    torch.distributed.is_available = is_distributed
-    if sys.modules["triton"] is None:  # tests ask for it
-        del sys.modules["triton"]
 
 
 @pytest.fixture(scope="module", autouse=True)

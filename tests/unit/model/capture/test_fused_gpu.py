@@ -62,6 +62,10 @@ def forwards() -> None:
     """Print how far the logits of forwards captured as on a GPU are from the modules'."""
     import torch
 
+    from lean_imports import interpret_quickly, leave_compiler_out
+
+    leave_compiler_out()
+    interpret_quickly()
     from memserve.model.attention.context import attending
     from memserve.model.capture import forward as capture
     from memserve.model.capture import fused_gpu
