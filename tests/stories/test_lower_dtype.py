@@ -74,14 +74,16 @@ def test_sequences_are_swapped_out_and_in(model: str, lower: str) -> None:
 
 @pytest.mark.parametrize("lower", ["auto", *LOWER])
 def test_layerwise_transfers_use_the_dram_dtype(model: str, lower: str) -> None:
-    by_layer = {"layerwise": "auto", "max_step_tokens": 16, "link_gbps": 1.0, "enable_prefix_caching": False}
+    # Of each prompt without room one layer stays, however fast the machine is; `auto` goes by what it measures.
+    by_layer = {"layerwise": "static-1", "max_step_tokens": 16, "enable_prefix_caching": False}
     with engine(model, 64, lower, **by_layer) as llm:
         answers = llm.generate([prompt(150 + 7 * at, at).tolist() for at in range(10)], **{**GREEDY, "max_tokens": 30})
         layers = stats_of(llm).layers
     assert all(len(answer.outputs[0].tokens) == 30 for answer in answers)
     assert layers.begun and layers.sequences == layers.parked == layers.dram_pages == 0
     page_bytes = (BLOCK_BYTES if lower == "auto" else LOWER_BLOCK_BYTES) // 3
-    assert layers.link.down_bytes > 0 and layers.link.down_bytes % page_bytes == layers.link.up_bytes % page_bytes == 0
+    crossed = layers.link.down_bytes, layers.link.up_bytes
+    assert min(crossed) > 0 and [nbytes % page_bytes for nbytes in crossed] == [0, 0]
 
 
 def test_exact_is_refused_where_kv_may_be_rounded(model: str) -> None:

@@ -88,7 +88,7 @@ def test_workers_share_three_kv_heads_and_answer_as_one(tmp_path: Path, by_layer
     model = str(save_folder(tiny_module("llama", **sizes), tmp_path / "odd"))
     options = {**SMALL, "kv_memory": "600KiB"}
     if by_layer:
-        options |= {"kv_memory": "300KiB", "layerwise": "auto", "link_gbps": 1.0, "enable_prefix_caching": False}
+        options |= {"kv_memory": "300KiB", "layerwise": "static-1", "enable_prefix_caching": False}
     with LLM(model, **SMALL) as llm:
         expected = answers(llm)
     with LLM(model, **options, tensor_parallel=2) as llm:
@@ -138,7 +138,7 @@ def test_kv_by_layer_lies_in_the_pages_of_all_workers(model: Path) -> None:
 
     with LLM(str(model), **options) as llm:
         expected = tokens(llm)
-    by_layer = {**options, "kv_memory": "200KiB", "dram_memory": "4MiB", "layerwise": "auto", "link_gbps": 1.0}
+    by_layer = {**options, "kv_memory": "200KiB", "dram_memory": "4MiB", "layerwise": "static-1"}
     with LLM(str(model), **by_layer, tensor_parallel=2) as llm:
         assert tokens(llm) == expected
         assert llm._engine.stats().instance.layers.begun

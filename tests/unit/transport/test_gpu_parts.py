@@ -366,9 +366,11 @@ def main(names: list[str]) -> None:
     import time
     import traceback
 
+    from lean_imports import interpret_quickly
     from memserve.system import gpu_kernels
 
-    gpu_kernels._STRIPES, gpu_kernels._TURNS = 16, 2  # each turn takes the interpreter a millisecond, however small
+    interpret_quickly()
+    gpu_kernels._STRIPES, gpu_kernels._TURNS = 32, 1  # each turn takes the interpreter a millisecond, however small
     found = {}
     for name in names or SCENARIOS:
         began = time.monotonic()
