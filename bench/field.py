@@ -53,7 +53,7 @@ NOT_HERE = {
     "MLPerf Storage, KV cache": "no package installs it (pip knows no mlperf-kv-cache and no mlpstorage), and its "
     "backends are memory of its own and files in a folder: it measures a disk, not a store that is spoken to"
 }
-Args = argparse.Namespace
+Args = Namespace
 Command = Callable[[Args, str, Path], list[str]]
 
 

@@ -36,7 +36,7 @@ TOKENS_MAX = 4096
 
 
 @contextmanager
-def way(name: str, servers: list[EventServer], args: argparse.Namespace, folder: Path) -> Iterator[Where]:
+def way(name: str, servers: list[EventServer], args: Namespace, folder: Path) -> Iterator[Where]:
     """The servers behind this router, or none."""
     log = folder / f"{name.replace(':', '-').replace(' ', '-')}.log"
     if name in ("round robin", "least load"):
@@ -49,9 +49,7 @@ def way(name: str, servers: list[EventServer], args: argparse.Namespace, folder:
             yield Where([url])
 
 
-def compare(
-    title: str, load: Load, servers: list[EventServer], args: argparse.Namespace, folder: Path
-) -> dict[str, Tally]:
+def compare(title: str, load: Load, servers: list[EventServer], args: Namespace, folder: Path) -> dict[str, Tally]:
     """Every pass of ``load`` with every way, and one row for each."""
     names = ["round robin", "least load", "memserve", *(RIVALS if args.routers else ())]
     tallies = {name: Tally() for name in names}
@@ -75,7 +73,7 @@ def compare(
     return tallies
 
 
-def compare_trace(servers: list[EventServer], args: argparse.Namespace, folder: Path) -> None:
+def compare_trace(servers: list[EventServer], args: Namespace, folder: Path) -> None:
     """On a trace."""
     passes = [
         trace(args.trace, args.requests, args.rate, TOKENS_MAX, args.seed + number) for number in range(args.passes)
@@ -91,7 +89,7 @@ def compare_trace(servers: list[EventServer], args: argparse.Namespace, folder: 
     print(f"\nAt best: {both:.1%} with one cache of {args.blocks * len(servers)} blocks, {unlimited:.1%} with any.")
 
 
-def compare_chats(servers: list[EventServer], args: argparse.Namespace, folder: Path) -> None:
+def compare_chats(servers: list[EventServer], args: Namespace, folder: Path) -> None:
     """On chats."""
 
     async def load(where: Where, seed: int, tally: Tally) -> None:
@@ -103,7 +101,7 @@ def compare_chats(servers: list[EventServer], args: argparse.Namespace, folder: 
     print(f"\nAt best: {best:.1%}, with all earlier turns cached.")
 
 
-def arguments() -> argparse.Namespace:
+def arguments() -> Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, help="a Python that can import vllm")

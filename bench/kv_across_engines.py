@@ -121,7 +121,7 @@ def blocks_of(prompts: list[list[int]]) -> int:
     return len({tuple(one[: end * BLOCK]) for one in prompts for end in range(1, len(one) // BLOCK + 1)})
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(options: Namespace, folder: Path) -> dict[str, Any]:
     prompts = opening_ids(options.data, options.model, options.prompts, 2 * BLOCK + 1, 900)
     mine, theirs = prompts[::2], prompts[1::2]
     log, tokens, record = folder / "memserve.log", options.tokens, {}

@@ -9,15 +9,15 @@ server's few microseconds for *first*. Rates take turns inside each round; figur
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import time
-from pathlib import Path
-from statistics import median
+
+from harness.options import Commas, options, save
+from harness.rounds import medians, turns
+from harness.tables import show
 
 from memserve_lab.bench.load.client import Target
 from memserve_lab.bench.load.driver import Driver, drive
@@ -95,29 +95,21 @@ def measure(url: str, rate: float, seconds: float) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="500,1000,2000")
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    rates = [float(rate) for rate in options.rates.split(",")]
+    given = options(__doc__, rates=Commas(500.0, 1000.0, 2000.0), seconds=5.0, rounds=3)
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, cores[-1]), daemon=True)
     server.start()
     url = f"http://127.0.0.1:{ours.recv()}"
     os.sched_setaffinity(0, {cores[0]})
-    taken: dict[float, list[dict[str, float]]] = {rate: [] for rate in rates}
-    for _ in range(options.rounds):
-        for rate in rates:
-            taken[rate].append(measure(url, rate, options.seconds))
+    rows: dict[float, list[dict[str, float]]] = {rate: [] for rate in given.rates}
+    for _, rate in turns(given.rounds, given.rates):
+        rows[rate].append(measure(url, rate, given.seconds))
     server.terminate()
-    medians = {rate: {name: median(one[name] for one in runs) for name in runs[0]} for rate, runs in taken.items()}
-    for rate, found in medians.items():
-        print(f"{rate:>6.0f}/s  " + "  ".join(f"{name} {value:.2f}" for name, value in found.items()))
-    if options.json:
-        options.json.write_text(json.dumps({"load_average": os.getloadavg(), "medians": medians}, indent=1))
+    found = {rate: medians(mine) for rate, mine in rows.items()}
+    names = {name: f"{{{name}:.2f}}" for name in next(iter(found.values()))}
+    show(({"rate": rate} | row for rate, row in found.items()), {"rate, 1/s": "{rate:.0f}"} | names)
+    save(given, {"load_average": os.getloadavg(), "medians": found})
 
 
 if __name__ == "__main__":

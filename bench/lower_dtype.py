@@ -155,7 +155,7 @@ def answered(options: dict[str, Any], prompts: list[list[int]], block_bytes: int
         to.dram_tokens = stats.dram_tokens_reused if stats is not None else 0
 
 
-def measure(options: dict[str, Any], args: argparse.Namespace, documents: list[str]) -> Outcome:
+def measure(options: dict[str, Any], args: Namespace, documents: list[str]) -> Outcome:
     """All of it with one dtype."""
     parts = build_parts(EngineOptions(**options, kv_memory_bytes=800 * MIB, dram_memory_bytes=800 * MIB))
     tokenizer, block_bytes = parts.model.tokenizer, parts.model.geometry.block_bytes

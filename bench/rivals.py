@@ -125,7 +125,7 @@ def bundled_model(dtype: str) -> str:
     return str(resolve_source(DEFAULT_MODEL, dtype).path)
 
 
-def engines(args: argparse.Namespace) -> tuple[list[Engine], list[str]]:
+def engines(args: Namespace) -> tuple[list[Engine], list[str]]:
     """The requested engines, and why others are missing."""
     same = {"model": args.model, "dtype": args.dtype}
     found = [Engine("memserve", "memserve", sys.executable, {**same, **json.loads(args.options)})]

@@ -216,7 +216,7 @@ def bench_clear(world: World) -> Iterator[Record]:
     yield timer.record("clear(holder)", blocks_median=float(np.median(blocks)), blocks_max=max(blocks), us_a_block=each)
 
 
-def bench_directory(options: argparse.Namespace) -> Iterator[Record]:
+def bench_directory(options: Namespace) -> Iterator[Record]:
     """All measurements of the directory."""
     begin = time.perf_counter()
     world = build(options.holders, options.conversations)
@@ -241,7 +241,7 @@ def bench_directory(options: argparse.Namespace) -> Iterator[Record]:
     yield from bench_clear(world)
 
 
-def busy_cluster(options: argparse.Namespace, policy: str) -> tuple[Cluster, World]:
+def busy_cluster(options: Namespace, policy: str) -> tuple[Cluster, World]:
     """A router whose instances hold the contents described above, each with its own work."""
     cluster = Cluster(ClusterConfig(policy=policy))
     geometry = KVGeometry(30, 3, 64, 64, "bfloat16", BLOCK_TOKENS)
@@ -258,7 +258,7 @@ def busy_cluster(options: argparse.Namespace, policy: str) -> tuple[Cluster, Wor
     return cluster, build(options.holders, options.conversations, cluster._trees.directory)
 
 
-def bench_decision(options: argparse.Namespace) -> Iterator[Record]:
+def bench_decision(options: Namespace) -> Iterator[Record]:
     """Time a request's way through the router's machine."""
     for policy in POLICIES:
         cluster, world = busy_cluster(options, policy)
@@ -284,7 +284,7 @@ def bench_policy(cluster: Cluster, world: World, policy: str, reps: int) -> Iter
         yield arrive.record(f"arrive: {policy}", prompt=kind)
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
+SECTIONS: dict[str, Callable[[Namespace], Iterator[Record]]] = {
     "directory": bench_directory,
     "decision": bench_decision,
 }

@@ -73,7 +73,7 @@ def load(case: Case, data: Path) -> Workload:
     return dataclasses.replace(made, sessions=sessions)
 
 
-def run(options: argparse.Namespace, routers: int, seed: int) -> dict[str, Any]:
+def run(options: Namespace, routers: int, seed: int) -> dict[str, Any]:
     """Run one case in this process."""
     name = options.case
     case = CASES[name]
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, routers: int, seed: int) -> dict[str, Any]:
     return {**summary(done), "answered": answered, "requests": len(done.records), "peak_mb": peak_mb}
 
 
-def run_apart(options: argparse.Namespace, name: str, routers: int, seed: int) -> dict[str, Any]:
+def run_apart(options: Namespace, name: str, routers: int, seed: int) -> dict[str, Any]:
     """Run one case in another process."""
     command = [sys.executable, __file__, "--data", str(options.data), "--policy", options.policy, "--case", name]
     for flag in ("beat_ms", "requests"):

@@ -17,22 +17,22 @@ the exit status is 1 if any is missed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import random
-import re
 import signal
 import time
+from argparse import Namespace
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import aiohttp
-from served import Served, serving
+from harness.options import options, save
+from harness.processes import resident_bytes
+from harness.rounds import median
+from harness.served import Served, serving
+from harness.tables import show
 from soak_attacks import Attacked, Attacker
 from soak_load import Client, Fixed, Tally, Target
 
@@ -73,26 +73,15 @@ class Check:
 
 def processes(served: Served) -> dict[str, int]:
     """The router and the instances: name -> pid."""
-    found = {"router": served.process.pid}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode(errors="replace").split("\0")
-            child = re.search(rf"^PPid:\s+{served.process.pid}$", path.with_name("status").read_text(), re.MULTILINE)
-        except OSError:
-            continue
-        if child and "--name" in words:
-            found[words[words.index("--name") + 1]] = int(path.parent.name)
-    return found
+    return {"router": served.process.pid, **served.children()}
 
 
-def read_memory(pid: int) -> dict[str, int] | None:
-    """Memory from ``/proc/PID/status``. None: the process has ended."""
+def read_memory(pid: int) -> dict[str, int]:
+    """Memory of a process by field; nothing: it has ended."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        return {name: resident_bytes(pid, name) for name in FIELDS}
     except OSError:
-        return None
-    found = {name: re.search(rf"{name}:\s+(\d+) kB", status) for name in FIELDS}
-    return {name: int(match.group(1)) * 1024 for name, match in found.items() if match} or None
+        return {}
 
 
 def sample(served: Served, started: float) -> list[Sample]:
@@ -159,7 +148,7 @@ def open_files(served: Served) -> dict[str, int]:
     return {name: len(list(Path(f"/proc/{pid}/fd").iterdir())) for name, pid in processes(served).items()}
 
 
-async def soak(served: Served, args: argparse.Namespace) -> Run:
+async def soak(served: Served, args: Namespace) -> Run:
     """Load, attacks and samples at once; then the drain."""
     tally, attacked, killed, samples = Tally(), Attacked(), list[str](), list[Sample]()
     blocks = served.metrics()['memserve_instance_blocks{instance="p1",role="prefill",state="free",tier="hbm"}']
@@ -292,43 +281,28 @@ def report(run: Run, checks: list[Check]) -> None:
         print(f"attacks: {dict(run.attacked.attacks)}, answered {dict(sorted(run.attacked.statuses.items()))}")
     for text in [*run.tally.misses[:20], *run.attacked.failures[:10]]:
         print(f"MISS  {text}")
-    for check in checks:
-        print(f"{'ok  ' if check.ok else 'MISS'}  {check.name:<44} {check.figure:<40} target {check.target}")
+    show(({**vars(check), "verdict": "ok" if check.ok else "MISS"} for check in checks),
+         ("verdict", "name", "figure", "target"))  # fmt: skip
 
 
 def main() -> None:
     """One soak."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--clients", type=int, default=12)
-    parser.add_argument("--attacks", action="store_true")
-    parser.add_argument("--attackers", type=int, default=2)
-    parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write figures and samples here")
-    parser.add_argument("--plot", type=Path, help="write a PNG of memory over time here")
-    parser.add_argument("rest", nargs="*", help="further arguments of memserve serve")
-    args = parser.parse_args()
+    given = options(
+        __doc__, rest="serve", minutes=60.0, clients=12, attacks=False, attackers=2, kills=0, seed=1,
+        plot=(Path, "write a PNG of memory over time here"),
+    )  # fmt: skip
     keys = [word for name, key in KEYS.items() for word in ("--api-key", f"{name}={key}")]
-    with serving(*SERVE, *keys, *args.rest) as served:
-        run = asyncio.run(soak(served, args))
+    with serving(*SERVE, *keys, *given.serve) as served:
+        run = asyncio.run(soak(served, given))
         served.stop()
         errors = served.errors.read_text(errors="replace")
     checks = checks_of(run, errors)
     report(run, checks)
     for text in tracebacks(errors)[:10]:
         print(f"\n{text}")
-    if args.plot:
-        plot(run.samples, args.plot)
-    if args.json:
-        found: dict[str, Any] = {
-            "options": vars(args), "checks": [vars(check) for check in checks], "ended": run.tally.ended,
-            "turned_away": run.tally.turned_away, "ties": run.tally.ties, "compared": run.tally.compared,
-            "misses": run.tally.misses, "attacks": run.attacked.attacks, "statuses": run.attacked.statuses,
-            "failures": run.attacked.failures, "tracebacks": tracebacks(errors), "killed": run.killed,
-            "load_s": run.load_s, "samples": [vars(one) for one in run.samples],
-        }  # fmt: skip
-        args.json.write_text(json.dumps(found, default=str, indent=1))
+    if given.plot:
+        plot(run.samples, given.plot)
+    save(given, {"options": vars(given), "checks": checks, "run": run, "tracebacks": tracebacks(errors)})
     raise SystemExit(0 if all(check.ok for check in checks) else 1)
 
 

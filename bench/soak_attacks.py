@@ -6,18 +6,15 @@ import asyncio
 import contextlib
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from soak_load import Target
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from hostile_requests import HostileCase, hostile_cases
 
 BODY_BYTES_MAX = 2_000_000  # larger bodies of the table are skipped, because this machine also runs the clients

@@ -84,7 +84,7 @@ def chat_prompt(llm: LLM, messages: chats.Messages) -> list[int]:
     return list(llm.chat(messages, GREEDY, max_tokens=1).prompt_tokens)
 
 
-def gather(args: argparse.Namespace) -> dict[str, Prompts]:
+def gather(args: Namespace) -> dict[str, Prompts]:
     """The prompts of both kinds, as many of one as of the other; kept in ``--requests`` for the next call."""
     if args.requests is not None and args.requests.exists():
         return json.loads(args.requests.read_text())
@@ -130,7 +130,7 @@ def taken(answers: list[Completion]) -> tuple[int, float]:
 class Bench:
     """Both engines, and llama.cpp beside them."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Namespace) -> None:
         options = {"dtype": args.dtype, "kv_memory": "1GiB", "threads": args.threads}
         if args.running is not None:
             options["max_running"] = args.running

@@ -67,7 +67,7 @@ def timed(call: Callable[[], object], calls: int = 1) -> float:
     return (time.perf_counter_ns() - start) / calls / 1e3
 
 
-def client(paths: tuple[str, str, str], arguments: argparse.Namespace, pipe: Connection) -> None:
+def client(paths: tuple[str, str, str], arguments: Namespace, pipe: Connection) -> None:
     """Measures; sends medians in microseconds."""
     reader = _core.TierReader(*paths)
     block_bytes = arguments.block_bytes
@@ -139,7 +139,7 @@ def owner_figures(tier: _core.MemoryTier, block_bytes: int) -> dict[str, float]:
     return figures
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: Namespace) -> dict[str, Any]:
     """All figures, and the ratios that they are for."""
     room = 2 * (BLOCKS + 2) * arguments.block_bytes + 64 * arguments.entries + (8 << 20)
     start = time.perf_counter()

@@ -39,7 +39,7 @@ ALONE: Any = SimpleNamespace(all_reduce=lambda x: x.clone())
 class Part:
     """One worker's part of the model, with KV of its own."""
 
-    def __init__(self, args: argparse.Namespace, part: int, workers: int, *, lends: bool) -> None:
+    def __init__(self, args: Namespace, part: int, workers: int, *, lends: bool) -> None:
         model = load_model(args.model, args.dtype, "cpu", threads=1)
         geometry, crew = model.geometry, None
         if workers > 1:

@@ -279,12 +279,12 @@ def main() -> None:
     return None
 
 
-def has_nixl(options: argparse.Namespace) -> bool:
+def has_nixl(options: Namespace) -> bool:
     """Whether NIXL takes part."""
     return nixl_is_installed() and not options.without_nixl
 
 
-def contenders(owner: Child, nbytes: int, options: argparse.Namespace, stack: ExitStack) -> dict[str, Contender]:
+def contenders(owner: Child, nbytes: int, options: Namespace, stack: ExitStack) -> dict[str, Contender]:
     """Contenders that work on this machine."""
     join = wire.decode(bytes.fromhex(owner.hello))
     assert isinstance(join, Join)

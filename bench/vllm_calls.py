@@ -142,7 +142,7 @@ def _request(name: str) -> Any:
     return SimpleNamespace(request_id=name, block_hashes=hashes, num_tokens=BLOCKS * 32 + 5, num_computed_tokens=0)
 
 
-def calls(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+def calls(options: Namespace, folder: Path) -> dict[str, float]:
     """Seconds of CPU time, by call."""
     with ServedStore(folder, dram="4GiB") as store:
         it = Calls(store)

@@ -50,7 +50,7 @@ SMALL = ("--num-gpu-blocks-override", "44", "--max-model-len", "1024", "--max-nu
 """1,376 tokens of KV, where the four requests that run at once need more: some are preempted."""
 
 
-def prompts_of(options: argparse.Namespace) -> list[list[int]]:
+def prompts_of(options: Namespace) -> list[list[int]]:
     """Openings of real chats. Without ``--data`` random tokens: each prompt shares 64 to 512 with some others."""
     count = options.prompts
     if options.data:
@@ -130,7 +130,7 @@ def store_bytes_used(store: ServedStore) -> int:
         return max(1, client.statistics()["dram_bytes_used"])
 
 
-def reference(options: argparse.Namespace, folder: Path, prompts: list[list[int]]) -> list[Answer]:
+def reference(options: Namespace, folder: Path, prompts: list[list[int]]) -> list[Answer]:
     """The answers of a server without a connector and with room for all; kept in ``folder``."""
     kept = folder / f"reference-{len(prompts)}.json"
     if kept.exists():
@@ -149,7 +149,7 @@ def die_and_live(after_s: float, die: Callable[[], object], live: Callable[[], o
     live()
 
 
-def answers(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def answers(options: Namespace, folder: Path) -> dict[str, Any]:
     prompts, rng = prompts_of(options), random.Random(2)
     print(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, 32 new ones each")
     right = reference(options, folder, prompts)
@@ -190,7 +190,7 @@ def answers(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 # -- failures
 
 
-def failures(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def failures(options: Namespace, folder: Path) -> dict[str, Any]:
     prompts = prompts_of(options)
     right = reference(options, folder, prompts)
     record: dict[str, Any] = {}
@@ -218,7 +218,7 @@ def failures(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 # -- restart
 
 
-def restart(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def restart(options: Namespace, folder: Path) -> dict[str, Any]:
     spent: dict[str, list[float]] = {"cold": [], "vLLM's own": [], "store, after kill -9": []}
     hits = list[int]()
     with ServedStore(folder, dram="2GiB") as store:
@@ -254,7 +254,7 @@ def restart(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 # -- cost
 
 
-def cost(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def cost(options: Namespace, folder: Path) -> dict[str, Any]:
     names = ("none", "connector", "dead store")
     rng = random.Random(4)
     ratios: dict[str, list[float]] = {}

@@ -178,7 +178,7 @@ def killed(chats: Chats, url: str, first: Vllm, second: Vllm) -> dict[str, Any]:
     return {**counts, "decode": show("prompt tokens, the second", second, before)}
 
 
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(options: Namespace, folder: Path) -> dict[str, Any]:
     found = chat_sessions(options.data, 2 * options.chats, options.turns, options.system_chars)
     passes = [Chats(found[at::2], options.tokens) for at in (0, 1)]
     alone = Vllm(options.vllm, options.model, cpus="0-3", log=folder / "alone.log")

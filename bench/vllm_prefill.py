@@ -49,7 +49,7 @@ class Spent:
         return timed
 
 
-def engine_of(options: argparse.Namespace, store: ServedStore) -> Any:
+def engine_of(options: Namespace, store: ServedStore) -> Any:
     """vLLM in this process."""
     for name, value in (
         ("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
@@ -70,7 +70,7 @@ def engine_of(options: argparse.Namespace, store: ServedStore) -> Any:
     )  # fmt: skip
 
 
-def measured(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measured(options: Namespace, folder: Path) -> dict[str, Any]:
     """Ratios, and shares of the prefill, by setting."""
     import vllm
     from vllm.distributed.kv_transfer import kv_transfer_state as state
