@@ -12,12 +12,12 @@ token behind right ones.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from harness.options import need, options, save
 
 from memserve.instance.scheduler.drafts import EXPECTED, Chances, Pace, Price, following, length
 from memserve.instance.scheduler.speculation import FADE_SEEN
@@ -90,17 +90,16 @@ def chances(answers: list[Answer]) -> dict[int, tuple[int, float, float]]:
 
 def main() -> None:
     """Print a line for each kind."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=Path, required=True, help="what bench/speculation.py --requests wrote")
-    parser.add_argument("--drafts", type=int, default=8)
-    parser.add_argument("--cost", type=float, default=0.04, help="of a drafted token, in steps of one sequence")
-    args = parser.parse_args()
-    if not args.requests.exists():
-        raise SystemExit(f"skipped: no requests at {args.requests}")
-    prompts = json.loads(args.requests.read_text())
+    given = options(
+        __doc__, required="requests", requests=(Path, "what bench/speculation.py --requests wrote"), drafts=8,
+        cost=(0.04, "of a drafted token, in steps of one sequence"),
+    )  # fmt: skip
+    prompts, rows = json.loads(need(given.requests, "requests").read_text()), []
     for kind, answers in (("chats", chat_answers(prompts["chats"])), ("agents", agent_answers(prompts["agents"]))):
-        row = {"kind": kind, "answers": len(answers), **decode(answers, args.drafts, Price(1.0, args.cost))}
-        print(json.dumps({**row, "chances": chances(answers)}), flush=True)
+        row = {"kind": kind, "answers": len(answers), **decode(answers, given.drafts, Price(1.0, given.cost))}
+        rows.append({**row, "chances": chances(answers)})
+        print(json.dumps(rows[-1]), flush=True)
+    save(given, rows)
 
 
 if __name__ == "__main__":

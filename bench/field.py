@@ -22,26 +22,29 @@ between tool and server (``recorder.py``), for all servers alike: what was cache
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import math
 import os
 import subprocess
-import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chats import load_tokenizer
+from harness.chats import load_tokenizer
+from harness.engines import ServedStore, Vllm, running
+from harness.options import Commas, options, parts_of, save, working_folder
+from harness.processes import end_in_order
+from harness.rounds import turns
+from harness.served import BLOCK as BLOCK_TOKENS
+from harness.served import bundled_model, serving
+from harness.tables import show
 from recorder import Ceiling, Recorder, recording
-from rivals import bundled_model
-from served import end_in_order, serving
-from vllm_servers import ServedStore, Vllm, running
-from vllm_shared import BLOCK_TOKENS, block_bytes
+from vllm_shared import kv_bytes
 
 TOOL_S = 900.0
 TRACE = "traces/mooncake_toolagent_fragment.jsonl.gz"
@@ -53,8 +56,8 @@ NOT_HERE = {
     "MLPerf Storage, KV cache": "no package installs it (pip knows no mlperf-kv-cache and no mlpstorage), and its "
     "backends are memory of its own and files in a folder: it measures a disk, not a store that is spoken to"
 }
-Args = Namespace
-Command = Callable[[Args, str, Path], list[str]]
+
+Command = Callable[[Namespace, str, Path], list[str]]
 
 
 @dataclass(frozen=True)
@@ -85,18 +88,18 @@ SGLANG = (  # not by `-m`, which loads the whole engine first
 )
 
 
-def vllm_bench(args: Args, url: str, folder: Path, *more: str) -> list[str]:
+def vllm_bench(given: Namespace, url: str, folder: Path, *more: str) -> list[str]:
     words = ["--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions"]
-    words += ["--model", args.model, "--ready-check-timeout-sec", "0", "--ignore-eos", "--disable-tqdm"]
+    words += ["--model", given.model, "--ready-check-timeout-sec", "0", "--ignore-eos", "--disable-tqdm"]
     words += ["--save-result", "--result-dir", str(folder), "--result-filename", "answer.json"]
-    return [*words, "--seed", str(args.seed), "--temperature", "0", *more]
+    return [*words, "--seed", str(given.seed), "--temperature", "0", *more]
 
 
-def trace(args: Args, url: str, folder: Path) -> list[str]:
+def trace(given: Namespace, url: str, folder: Path) -> list[str]:
     """The first requests of the trace that fit, at ``--trace-rate`` a second on average."""
-    with gzip.open(args.data / TRACE, "rt", encoding="utf-8") as lines:
+    with gzip.open(given.data / TRACE, "rt", encoding="utf-8") as lines:
         every = [json.loads(line) for line in lines]
-    kept = [one for one in every if one["input_length"] <= LONGEST_TOKENS * SCALE][: args.requests]
+    kept = [one for one in every if one["input_length"] <= LONGEST_TOKENS * SCALE][: given.requests]
     first_ms = kept[0]["timestamp"]
     seconds = (kept[-1]["timestamp"] - first_ms) / 1000 or 1.0
     for one in kept:
@@ -104,50 +107,50 @@ def trace(args: Args, url: str, folder: Path) -> list[str]:
         for key in ("input_length", "output_length"):
             one[key] = max(2, math.ceil(one[key] / SCALE))
     (folder / "trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept))
-    stretched = len(kept) / args.trace_rate / seconds / 1000
+    stretched = len(kept) / given.trace_rate / seconds / 1000
     labels = {"timestamp": "timestamp", "input-length": "input_length", "output-length": "output_length",
               "hash-ids": "hash_ids"}  # fmt: skip
     words = ["--dataset-name", "timed_trace", "--dataset-path", str(folder / "trace.jsonl"), "--self-timed"]
     words += ["--timed-trace-chunk-hash-size", str(512 // SCALE), "--timed-trace-sec-multiplier", f"{stretched:.6f}"]
     words += [word for name, key in labels.items() for word in (f"--timed-trace-label-{name}", key)]
-    return vllm_bench(args, url, folder, *words, "--num-prompts", str(len(kept)))
+    return vllm_bench(given, url, folder, *words, "--num-prompts", str(len(kept)))
 
 
-def random(args: Args, url: str, folder: Path) -> list[str]:
+def random(given: Namespace, url: str, folder: Path) -> list[str]:
     words = ["--dataset-name", "random", "--random-prefix-len", "256", "--random-input-len", "256"]
-    words += ["--random-output-len", "16", "--num-prompts", str(args.requests), "--max-concurrency", "4"]
-    return vllm_bench(args, url, folder, *words)
+    words += ["--random-output-len", "16", "--num-prompts", str(given.requests), "--max-concurrency", "4"]
+    return vllm_bench(given, url, folder, *words)
 
 
-def lmcache(args: Args, url: str, folder: Path, workload: str, *more: str) -> list[str]:
-    words = ["--engine-url", url, "--model", args.model]
+def lmcache(given: Namespace, url: str, folder: Path, workload: str, *more: str) -> list[str]:
+    words = ["--engine-url", url, "--model", given.model]
     words += ["--workload", workload, "--output-dir", str(folder), "--json", "--no-csv", "--quiet", "--ignore-eos"]
-    return [*words, "--no-interactive", "--seed", str(args.seed), "--kv-cache-volume", "1", *more]
+    return [*words, "--no-interactive", "--seed", str(given.seed), "--kv-cache-volume", "1", *more]
 
 
-def long_doc(args: Args, url: str, folder: Path) -> list[str]:
+def long_doc(given: Namespace, url: str, folder: Path) -> list[str]:
     """Documents of 768 tokens, a half more than fit in the engine's memory; two questions about each."""
-    documents = math.ceil(1.5 * args.kv_tokens / 768)
+    documents = math.ceil(1.5 * given.kv_tokens / 768)
     words = ["--tokens-per-gb-kvcache", str(documents * 768), "--ldqa-document-length", "768"]
     words += ["--ldqa-query-per-document", "2", "--ldqa-num-inflight-requests", "2", "--ldqa-max-output-length", "16"]
-    return lmcache(args, url, folder, "long-doc-qa", *words)
+    return lmcache(given, url, folder, "long-doc-qa", *words)
 
 
-def chat(args: Args, url: str, folder: Path) -> list[str]:
+def chat(given: Namespace, url: str, folder: Path) -> list[str]:
     """Users with a history of 768 tokens, a half more than fit; one request a second altogether."""
-    users = math.ceil(1.5 * args.kv_tokens / 768)
+    users = math.ceil(1.5 * given.kv_tokens / 768)
     words = ["--tokens-per-gb-kvcache", str(users * 768), "--mrc-shared-prompt-length", "256"]
     words += ["--mrc-chat-history-length", "512", "--mrc-user-input-length", "32", "--mrc-output-length", "16"]
-    words += ["--mrc-qps", str(args.chat_rate), "--mrc-duration", str(args.requests / args.chat_rate)]
-    return lmcache(args, url, folder, "multi-round-chat", *words)
+    words += ["--mrc-qps", str(given.chat_rate), "--mrc-duration", str(given.requests / given.chat_rate)]
+    return lmcache(given, url, folder, "multi-round-chat", *words)
 
 
-def multi_turn(args: Args, url: str, folder: Path) -> list[str]:
-    words = ["--backend", "vllm-chat", "--base-url", url, "--model", args.model]
-    words += ["--tokenizer", args.model, "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2"]
-    words += ["--gsp-prompts-per-group", str(max(1, args.requests // 8)), "--gsp-system-prompt-len", "512"]
+def multi_turn(given: Namespace, url: str, folder: Path) -> list[str]:
+    words = ["--backend", "vllm-chat", "--base-url", url, "--model", given.model]
+    words += ["--tokenizer", given.model, "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2"]
+    words += ["--gsp-prompts-per-group", str(max(1, given.requests // 8)), "--gsp-system-prompt-len", "512"]
     words += ["--gsp-question-len", "64", "--gsp-output-len", "16", "--gsp-num-turns", "4", "--max-concurrency", "4"]
-    words += ["--num-prompts", str(args.requests), "--seed", str(args.seed), "--warmup-requests", "0"]
+    words += ["--num-prompts", str(given.requests), "--seed", str(given.seed), "--warmup-requests", "0"]
     return [*words, "--disable-tqdm", "--output-file", str(folder / "answer.json")]
 
 
@@ -178,12 +181,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **quiet}
 
 
-def absent(bench: Bench, args: Args) -> str | None:
+def absent(bench: Bench, given: Namespace) -> str | None:
     """Why it cannot run; None: it can."""
-    python = getattr(args, bench.python)
+    python = getattr(given, bench.python)
     if not python:
         return f"--{bench.python} PYTHON was not given"
-    if bench.name == "trace" and (args.data is None or not (args.data / TRACE).is_file()):
+    if bench.name == "trace" and (given.data is None or not (given.data / TRACE).is_file()):
         return f"--data DIR with {TRACE} was not given"
     tried = subprocess.run(
         [python, *bench.tool, "--help"], env=environment(), capture_output=True, text=True, timeout=TOOL_S
@@ -191,9 +194,9 @@ def absent(bench: Bench, args: Args) -> str | None:
     return None if tried.returncode == 0 else f"{python}: {(tried.stderr.strip().splitlines() or ['no word'])[-1]}"
 
 
-def run_tool(bench: Bench, args: Args, url: str) -> dict[str, float]:
+def run_tool(bench: Bench, given: Namespace, url: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [getattr(args, bench.python), *bench.tool, *bench.command(args, url, Path(folder))]
+        command = [getattr(given, bench.python), *bench.tool, *bench.command(given, url, Path(folder))]
         run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TOOL_S)
         if run.returncode:
             print(f"{bench.name}: the tool ended with {run.returncode}\n{(run.stdout + run.stderr)[-2000:]}")
@@ -205,34 +208,34 @@ def run_tool(bench: Bench, args: Args, url: str) -> dict[str, float]:
 
 
 @contextmanager
-def memserve(args: Args, folder: Path) -> Iterator[str]:
-    nbytes = block_bytes(args.model, args.dtype) // BLOCK_TOKENS
-    words = ["--in-process", "--threads", "2", "--model", args.model, "--served-model-name", args.model]
-    words += ["--dtype", args.dtype, "--max-model-len", str(CONTEXT), "--max-running", "8"]
-    words += ["--kv-memory", f"{args.kv_tokens * nbytes >> 10}KiB"]
-    with serving(*words, "--dram-memory", f"{args.more_tokens * nbytes >> 10}KiB") as server:
+def memserve(given: Namespace, folder: Path) -> Iterator[str]:
+    """With its own second tier."""
+    token_bytes = kv_bytes(given.model, given.dtype) // BLOCK_TOKENS
+    flags = ["--in-process", "--threads", "2", "--served-model-name", given.model, "--dtype", given.dtype]
+    flags += ["--max-model-len", str(CONTEXT), "--max-running", "8"]
+    flags += ["--kv-memory", f"{given.kv_tokens * token_bytes >> 10}KiB"]
+    flags += ["--dram-memory", f"{given.more_tokens * token_bytes >> 10}KiB"]
+    with serving(*flags, model=given.model) as server:
         yield server.url
 
 
 @contextmanager
-def vllm(args: Args, folder: Path, *store: str) -> Iterator[str]:
-    flags = ("--num-gpu-blocks-override", str(args.kv_tokens // BLOCK_TOKENS), "--max-model-len", str(CONTEXT))
-    log = folder / f"vllm{len(store)}.log"
+def vllm(given: Namespace, folder: Path, store: ServedStore | None = None) -> Iterator[str]:
+    """Alone, or on a store."""
+    flags = ("--num-gpu-blocks-override", str(given.kv_tokens // BLOCK_TOKENS), "--max-model-len", str(CONTEXT))
+    log = folder / f"vllm-{'alone' if store is None else 'store'}.log"
     server = Vllm(
-        args.vllm, args.model, *store, cpus=args.cpus, flags=(*flags, "--max-num-seqs", "8"), log=log,
-        name=args.model, dtype=args.dtype,
-    )  # fmt: skip
+        given.vllm, given.model, store, log, given.cpus, (*flags, "--max-num-seqs", "8"), given.model, given.dtype
+    )
     with running(server):
         yield server.url
 
 
 @contextmanager
-def pool(args: Args, folder: Path) -> Iterator[str]:
-    kib = args.more_tokens * block_bytes(args.model, args.dtype) // BLOCK_TOKENS >> 10
-    with (
-        ServedStore(folder, dram=f"{kib}KiB") as store,
-        vllm(args, folder, store.address, str(store.secret_file)) as url,
-    ):
+def pool(given: Namespace, folder: Path) -> Iterator[str]:
+    """On a store."""
+    kib = given.more_tokens * kv_bytes(given.model, given.dtype) // BLOCK_TOKENS >> 10
+    with ServedStore(folder, dram=f"{kib}KiB") as store, vllm(given, folder, store) as url:
         yield url
 
 
@@ -243,75 +246,59 @@ NAMES = {"memserve": "memserve", "pool": "vLLM with memserve", "vllm": "vLLM alo
 # -- the run
 
 
-def measure(benches: list[Bench], args: Args, folder: Path) -> list[dict[str, Any]]:
+def measure(benches: list[Bench], given: Namespace, folder: Path) -> list[dict[str, Any]]:
     """One row for each benchmark and server."""
-    names = [name for name in args.servers.split(",") if args.vllm or name == "memserve"]
-    tokenizer, rows = load_tokenizer(args.model), []
+    names = [name for name in given.servers if given.vllm or name == "memserve"]
+    tokenizer, rows = load_tokenizer(given.model), []
     with ExitStack() as stack:
         recorders: dict[str, Recorder] = {}
         for name in names:
-            url = stack.enter_context(SERVERS[name](args, folder))
+            url = stack.enter_context(SERVERS[name](given, folder))
             recorders[name] = stack.enter_context(recording(url))
         ceilings = {name: Ceiling(tokenizer, BLOCK_TOKENS) for name in names}
-        for turn, bench in enumerate(benches):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                told = run_tool(bench, args, recorders[name].url)
-                shares = ceilings[name].shares(recorders[name].take())
-                seen = {"requests": shares.requests, "hits": shares.hits, "ceiling": shares.ceiling}
-                rows.append({"bench": bench.name, "server": NAMES[name], **told, **seen})
-                print(rows[-1], flush=True)
+        for number, name in turns(len(benches), names):
+            figures = run_tool(benches[number], given, recorders[name].url)
+            shares = ceilings[name].shares(recorders[name].take())
+            figures |= {"requests": shares.requests, "hits": shares.hits, "ceiling": shares.ceiling}
+            rows.append({"bench": benches[number].name, "server": NAMES[name], **figures})
+            print(rows[-1], flush=True)
     order = list(NAMES.values())
-    return sorted(rows, key=lambda row: ([one.name for one in benches].index(row["bench"]), order.index(row["server"])))
+    return sorted(
+        rows, key=lambda row: ([bench.name for bench in benches].index(row["bench"]), order.index(row["server"]))
+    )
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    print("| benchmark | server | requests | requests/s | TTFT, mean | hits | attainable |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        print(
-            f"| {row['bench']} | {row['server']} | {row['requests']} | {row['requests_per_s']:.2f} | "
-            f"{row['ttft_ms']:,.0f} ms | {row['hits']:.1%} | {row['ceiling']:.1%} |"
-        )
+COLUMNS = {
+    "benchmark": "{bench}", "server": "{server}", "requests": "{requests}", "requests/s": "{requests_per_s:.2f}",
+    "TTFT, mean": "{ttft_ms:,.0f} ms", "hits": "{hits:.1%}", "attainable": "{ceiling:.1%}",
+}  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", default="", help="a Python that can import vllm (its CPU build)")
-    parser.add_argument("--lmcache", default="", help="a Python that can import lmcache and openai")
-    parser.add_argument("--sglang", default="", help="a Python with sglang and what its bench_serving imports")
-    parser.add_argument("--only", default=",".join(bench.name for bench in BENCHES))
-    parser.add_argument("--servers", default=",".join(SERVERS))
-    parser.add_argument("--data", type=Path, help="the folder of data sets (docs/guides/BENCH.md)")
-    parser.add_argument("--model", default="")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--requests", type=int, default=32, help="of a benchmark, about")
-    parser.add_argument("--trace-rate", type=float, default=1.0, help="requests a second")
-    parser.add_argument("--chat-rate", type=float, default=1.0, help="requests a second")
-    parser.add_argument("--kv-tokens", type=int, default=4096)
-    parser.add_argument("--more-tokens", type=int, default=32768)
-    parser.add_argument("--cpus", default="0-1", help="cores of vLLM")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="for logs; default: a temporary one")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    args.model = args.model or bundled_model(args.dtype)
+    """Every benchmark that can run here."""
+    given = options(
+        __doc__, vllm="", lmcache=("", "a Python that can import lmcache and openai"),
+        sglang=("", "a Python with sglang and what its bench_serving imports"),
+        only=Commas(*(bench.name for bench in BENCHES)), servers=Commas(*SERVERS), data=Path, model="",
+        dtype="bfloat16", requests=(32, "of a benchmark, about"), trace_rate=(1.0, "requests a second"),
+        chat_rate=(1.0, "requests a second"), kv_tokens=4096, more_tokens=32768, cpus=("0-1", "cores of vLLM"), seed=1,
+        folder=Path,
+    )  # fmt: skip
+    given.model = given.model or bundled_model(given.dtype)
     end_in_order()
-    wanted, skipped = [], dict(NOT_HERE)
-    for bench in (one for one in BENCHES if one.name in args.only.split(",")):
-        if reason := absent(bench, args):
+    skipped, benches = dict(NOT_HERE), []
+    for bench in parts_of(given.only, {bench.name: bench for bench in BENCHES}).values():
+        if reason := absent(bench, given):
             skipped[bench.name] = reason
         else:
-            wanted.append(bench)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = args.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = measure(wanted, args, folder) if wanted else []
-    show(rows)
+            benches.append(bench)
+    with working_folder(given.folder) as folder:
+        rows = measure(benches, given, folder) if benches else []
+    show(rows, COLUMNS)
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}")
-    if args.json is not None:
-        args.json.write_text(json.dumps({"rows": rows, "skipped": skipped}, indent=1) + "\n")
+    save(given, {"rows": rows, "skipped": skipped})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

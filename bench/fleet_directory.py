@@ -11,11 +11,9 @@ which those are is told by a subscriber that loses nothing.
 from __future__ import annotations
 
 import random
-import sys
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,19 +21,23 @@ from typing import Any
 import httpx
 import msgspec
 import zmq
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from fleet_servers import MODEL, EventServer, free_port, responds, running
+from fleet_load import MODEL
+from harness.clients import ask_all
+from harness.engines import EventServer, running
+from harness.processes import is_ready
+from harness.prompts import random_tokens
+from harness.rounds import median
+from harness.tables import show
 
 from fleet_server import FleetServer, fleet_server
 from memserve.base.config import ClusterConfig
 from memserve.fleet.messages import read_engine
+from ports import free_port
 
 SETTLE_S = 40.0
 """How long the directory has, after the last answer, to become what the server holds."""
-SMALL = ("--num-gpu-blocks-override", "96", "--max-model-len", "1024", "--max-num-seqs", "8", "--dtype", "bfloat16")
+SMALL = ("--num-gpu-blocks-override", "96", "--max-model-len", "1024", "--max-num-seqs", "8")
 LOSSES = (0.0, 0.1, 0.5, 1.0)
-VOCAB = 49_000
 
 
 class Relay:
@@ -108,7 +110,7 @@ class Run:
     def ask(self, seed: int) -> None:
         """One request of the load; broken answers are counted, and no matter here."""
         draw = random.Random(seed)
-        tokens = draw.choice(self.documents) + [draw.randrange(5, VOCAB) for _ in range(draw.randrange(1, 120))]
+        tokens = draw.choice(self.documents) + random_tokens(draw.randrange(1, 120), draw)
         body: dict[str, Any] = {"model": MODEL, "prompt": tokens, "max_tokens": draw.randrange(1, 48)}
         body |= {"temperature": 1.0, "n": draw.choice((1, 1, 1, 2)), "stream": draw.random() < 0.5}
         if draw.random() < 0.1:
@@ -119,8 +121,7 @@ class Run:
 
     def load(self, requests: int) -> None:
         """So many requests, eight at a time."""
-        with ThreadPoolExecutor(8) as asking:
-            list(asking.map(self.ask, [self.draw.randrange(1 << 40) for _ in range(requests)]))
+        ask_all(self.ask, [self.draw.randrange(1 << 40) for _ in range(requests)], 8)
 
     def restart(self, at: int) -> None:
         """Kill a server under load, and start it again."""
@@ -162,7 +163,7 @@ class Run:
     def probe(self) -> None:
         """Prompts one by one: does the server find as much as the fleet said that it would?"""
         for document in self.draw.sample(self.documents, 4):
-            tokens = [*document, self.draw.randrange(5, VOCAB)]
+            tokens = [*document, *random_tokens(1, self.draw)]
             body = {"model": MODEL, "prompt": tokens, "max_tokens": 1}
             headers = {"x-memserve-explain": "1"}
             answer = httpx.post(f"{self.fleet.url}/v1/completions", json=body, headers=headers, timeout=120)
@@ -204,16 +205,23 @@ def rounds(run: Run, count: int, restarts: int) -> int:
     return wrong_rounds
 
 
+def event_server(python: str, model: str, folder: Path, number: int, *flags: str) -> EventServer:
+    """One that shows what its cache holds."""
+    return EventServer(
+        python, model, flags=flags, name=MODEL, dtype="bfloat16", folder=folder, number=number
+    )  # fmt: skip
+
+
 def check(python: str, model: str, folder: Path, count: int, restarts: int, seed: int) -> None:
     """Run it and print what was seen. Raises :class:`SystemExit` when the directory was wrong."""
-    servers = [EventServer(python, model, folder, number, SMALL) for number in range(2)]
-    with running(servers):
+    servers = [event_server(python, model, folder, number, *SMALL) for number in range(2)]
+    with running(*servers):
         relays = [Relay(server, seed + number) for number, server in enumerate(servers)]
         draw = random.Random(seed)
-        documents = [[draw.randrange(5, VOCAB) for _ in range(draw.choice((40, 64, 200, 320, 512)))] for _ in range(24)]
+        documents = [random_tokens(draw.choice((40, 64, 200, 320, 512)), draw) for _ in range(24)]
         try:
             with fleet_server([read_engine(relay.option) for relay in relays], ClusterConfig()) as fleet:
-                assert all(responds(f"{server.url}/health") for server in servers)
+                assert all(is_ready(server.url) for server in servers)
                 run = Run(servers, relays, fleet, draw, documents)
                 wrong = rounds(run, count, restarts)
                 views = fleet.host.machine.engines()
@@ -221,13 +229,13 @@ def check(python: str, model: str, folder: Path, count: int, restarts: int, seed
             for relay in relays:
                 relay.close()
     lost, passed = sum(relay.lost for relay in relays), sum(relay.passed for relay in relays)
-    settle = sorted(run.settle_s)
-    print(f"| rounds | {count} |\n| --- | --- |\n| rounds with a wrong directory | {wrong} |")
-    for name, value in sorted(run.counts.items()):
-        print(f"| {name} | {value} |")
-    print(f"| batches of KV events lost | {lost} of {lost + passed} |")
-    print(f"| gaps, times forgotten | {sum(v.kv_gaps for v in views)}, {sum(v.kv_forgotten for v in views)} |")
-    print(f"| batches that the check itself missed | {sum(relay.gaps_of_truth for relay in relays)} |")
-    print(f"| seconds until right: median, worst | {settle[len(settle) // 2]:.1f}, {settle[-1]:.1f} |")
+    report = {
+        "rounds": count, "rounds with a wrong directory": wrong, **dict(sorted(run.counts.items())),
+        "batches of KV events lost": f"{lost} of {lost + passed}",
+        "gaps, times forgotten": f"{sum(v.kv_gaps for v in views)}, {sum(v.kv_forgotten for v in views)}",
+        "batches that the check itself missed": sum(relay.gaps_of_truth for relay in relays),
+        "seconds until right: median, worst": f"{median(run.settle_s):.1f}, {max(run.settle_s):.1f}",
+    }  # fmt: skip
+    show(({"what": name, "count": value} for name, value in report.items()), ("what", "count"))
     if wrong:
         raise SystemExit(1)

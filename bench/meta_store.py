@@ -17,19 +17,20 @@ and counts acknowledged records that were lost.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sqlite3
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness.options import Commas, options, save
+from harness.rounds import median, seconds
+from harness.tables import Table
 
 from memserve.base.config import ClusterConfig
 from memserve.base.types import KVGeometry, Request, Role, SamplingParams, StopParams, Tier
@@ -230,24 +231,18 @@ def measure(make: Callable[[Path], Journal | Sqlite], world: World, folder: Path
     """All figures of one store at one size."""
     folder.mkdir()
     store, batches = make(folder), world.records()
-    started = time.perf_counter()
-    store.write(batches)
-    write_s = time.perf_counter() - started
-    times = []
-    for number in range(50):
-        started = time.perf_counter()
-        store.one_more(number)
-        times.append(time.perf_counter() - started)
+    write_s = seconds(lambda: store.write(batches))
+    times = [seconds(partial(store.one_more, number)) for number in range(50)]
     store.close()
     restarts = []
     for _ in range(5 if len(world.prompts) < 1000 else 1):
-        router, seconds = restart(store, world)
-        restarts.append(seconds)
+        router, spent_s = restart(store, world)
+        restarts.append(spent_s)
         store.close()
     kept = share_kept(router, world, store.read())
     figures = {
         "entries": sum(world.prompts), "store": store.name, "write_ms": write_s * 1e3,
-        "one_more_ms": statistics.median(times) * 1e3, "restart_ms": statistics.median(restarts) * 1e3,
+        "one_more_ms": median(times) * 1e3, "restart_ms": median(restarts) * 1e3,
         "kept": kept, "disk_mb": store.disk_bytes() / 1e6,
     }  # fmt: skip
     store.close()
@@ -273,30 +268,25 @@ def lost_at_kill_points(points: int) -> int:
     return lost
 
 
+COLUMNS = {
+    "entries": "{entries:,}", "store": "{store}", "write": "{write_ms:.1f} ms", "one more": "{one_more_ms:.2f} ms",
+    "restart": "{restart_ms:.1f} ms", "kept": "{kept:.1%}", "disk": "{disk_mb:.2f} MB",
+}  # fmt: skip
+
+
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--entries", default=",".join(map(str, SIZES)))
-    parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured; default: a temporary one")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rows = []
-    head = f"{'entries':>9} {'store':<8} {'write':>10} {'one more':>10} {'restart':>10} {'kept':>7} {'disk':>9}"
-    print(head)
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for entries in map(int, options.entries.split(",")):
+    given = options(__doc__, entries=Commas(*SIZES), folder=(Path, "a folder on the disk to be measured"))
+    rows, table = [], Table(COLUMNS)
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        for entries in given.entries:
             world = World(entries)
             for make in (Journal, Sqlite):
-                row = measure(make, world, Path(folder) / f"{make.name}-{entries}")
-                rows.append(row)
-                print(
-                    f"{row['entries']:>9,} {row['store']:<8} {row['write_ms']:>7.1f} ms {row['one_more_ms']:>7.2f} ms "
-                    f"{row['restart_ms']:>7.1f} ms {row['kept']:>7.1%} {row['disk_mb']:>6.2f} MB"
-                )
+                rows.append(measure(make, world, Path(folder) / f"{make.name}-{entries}"))
+                table.show(rows[-1])
     lost = lost_at_kill_points(500)
     print(f"500 kill points, torn last writes: {lost} acknowledged records lost; the source's recovery: 9 ms at 5,000")
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows, "lost": lost}, indent=1))
+    save(given, {"rows": rows, "lost": lost})
     sys.exit(lost > 0)
 
 

@@ -16,15 +16,16 @@ identities, match of all trees, policy. ``arrive`` is all of the machine's work 
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from harness.options import options, parts_of, save
+from harness.rounds import Timer
+from harness.tables import Table
 from numpy.typing import NDArray
 
 from memserve import _core
@@ -52,37 +53,6 @@ class World(NamedTuple):
     twin: dict[bytes, set[int]]
     holders: int
     conversations: int
-
-
-class Timer:
-    """Times single calls: by the clock, and this thread's CPU time, which other processes disturb less."""
-
-    def __init__(self) -> None:
-        self.us: list[float] = []
-        self.cpu_us: list[float] = []
-
-    def __call__(self, call: Callable[..., Any], *args: Any) -> Any:
-        """``call(*args)``, timed."""
-        cpu_begin = time.thread_time_ns()
-        begin = time.perf_counter_ns()
-        result = call(*args)
-        end = time.perf_counter_ns()
-        self.cpu_us.append((time.thread_time_ns() - cpu_begin) / 1e3)
-        self.us.append((end - begin) / 1e3)
-        return result
-
-    def record(self, op: str, **extra: Any) -> Record:
-        """Median, p99 and maximum by the clock, and p99 of the thread's own time."""
-        median, p99 = np.percentile(self.us, [50, 99])
-        return {
-            "op": op,
-            "median_us": round(median, 2),
-            "p99_us": round(p99, 2),
-            "max_us": round(max(self.us), 2),
-            "cpu_p99_us": round(float(np.percentile(self.cpu_us, 99)), 2),
-            "n": len(self.us),
-            **extra,
-        }
 
 
 def run_of(blocks: int, *seed: int) -> Tokens:
@@ -290,37 +260,28 @@ SECTIONS: dict[str, Callable[[Namespace], Iterator[Record]]] = {
 }
 
 
-def show(record: Record) -> None:
-    """One line a record."""
-    head = f"{record['op']:40s} {record.get('prompt', ''):20s}"
-    if "median_us" not in record:
-        print(head, *(f"{name}={value}" for name, value in record.items() if name != "op"), flush=True)
-        return
-    times = f"{record['median_us']:9.2f} us median {record['p99_us']:9.2f} p99 {record['max_us']:9.2f} max"
-    times += f" {record['cpu_p99_us']:9.2f} cpu p99"
-    shown = ("op", "prompt", "median_us", "p99_us", "max_us", "cpu_p99_us", "n")
-    rest = {name: value for name, value in record.items() if name not in shown}
-    print(head, times, *(f"{name}={value:.4g}" for name, value in rest.items()), flush=True)
+COLUMNS = {
+    "what": "{op}", "prompt": "{prompt}", "median, us": "{median_us:.2f}", "p99": "{p99_us:.2f}", "max": "{max_us:.2f}",
+    "CPU p99": "{cpu_p99_us:.2f}", "more": "{more}",
+}  # fmt: skip
+
+
+def row_of(record: Record) -> Record:
+    """Beside what the table shows: the other fields."""
+    shown = ("op", "prompt", "median_us", "p99_us", "max_us", "cpu_p99_us", "n", "section")
+    more = ", ".join(f"{name} {value:.4g}" for name, value in record.items() if name not in shown)
+    return {"prompt": "", **record, "more": more}
 
 
 def main() -> None:
     """Run, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("section", nargs="*", help=f"of {', '.join(SECTIONS)}; all by default")
-    parser.add_argument("--conversations", type=int, default=7000)
-    parser.add_argument("--holders", type=int, default=1000)
-    parser.add_argument("--reps", type=int, default=2000)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    records: list[Record] = []
-    if unknown := set(options.section) - set(SECTIONS):
-        parser.error(f"no section {', '.join(sorted(unknown))}")
-    for section in options.section or SECTIONS:
-        for record in SECTIONS[section](options):
-            show(record)
+    given = options(__doc__, rest="section", conversations=7000, holders=1000, reps=2000)
+    table, records = Table(COLUMNS), list[Record]()
+    for section, bench in parts_of(given.section or list(SECTIONS), SECTIONS).items():
+        for record in bench(given):
             records.append({"section": section, **record})
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1))
+            table.show(row_of(record))
+    save(given, records)
     gc.unfreeze()  # the clusters may be collected
 
 

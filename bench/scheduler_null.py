@@ -11,14 +11,14 @@ running to the most.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
 import time
 from collections import deque
 from typing import Any
 
 import numpy as np
+from harness.options import options, save
+from harness.rounds import mean, median, percentile
+from harness.tables import show
 
 from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.base.types import Request, SamplingParams, StopParams
@@ -86,17 +86,17 @@ class Bench:
         for _ in range(self.running + 20 if not self.mixed else 2 * self.running + 50):
             self.step()
         samples = [self.step() for _ in range(steps)]
-        spent = sorted(sample[0] * 1e6 for sample in samples)
+        spent = [sample[0] * 1e6 for sample in samples]
         cpu = [sample[1] * 1e6 for sample in samples]
         return {
             "running": self.running,
             "load": self.load,
-            "rows_mean": round(statistics.fmean(rows for _, _, rows in samples), 1),
-            "us_median": round(statistics.median(spent), 1),
-            "us_mean": round(statistics.fmean(spent), 1),
-            "cpu_us_mean": round(statistics.fmean(cpu), 1),
-            "us_p99": round(spent[int(len(spent) * 0.99) - 1], 1),
-            "share_of_40ms_step_percent": round(statistics.median(spent) / 400, 3),
+            "rows_mean": round(mean(rows for _, _, rows in samples), 1),
+            "us_median": round(median(spent), 1),
+            "us_mean": round(mean(spent), 1),
+            "cpu_us_mean": round(mean(cpu), 1),
+            "us_p99": round(percentile(spent, 0.99), 1),
+            "share_of_40ms_step_percent": round(median(spent) / 400, 3),
         }
 
 
@@ -110,21 +110,14 @@ def add_slope(found: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON list on stdout")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--running", type=int, nargs="+", default=[1, 32, 128, 256])
-    options = parser.parse_args()
-    results = []
+    given = options(__doc__, steps=300, running=[1, 32, 128, 256])
+    rows = []
     for load in LOADS:
-        found = [Bench(running, load).measure(options.steps) for running in sorted(options.running)]
+        found = [Bench(running, load).measure(given.steps) for running in sorted(given.running)]
         add_slope(found)
-        results += found
-    if options.json:
-        print(json.dumps(results))
-        return
-    for result in results:
-        print("  ".join(f"{name}={value}" for name, value in result.items()))
+        rows += found
+    show(rows, [*rows[0], "us_per_row"])
+    save(given, rows)
 
 
 if __name__ == "__main__":

@@ -259,7 +259,7 @@ def walk(schemas: list[Json], seed: int) -> None:
         grammars.close(0)
         grammars.forget(at)
         text = tokenizer.decode(said, skip_special_tokens=True)
-        why = fault(Answer(text, len(said), "stop" if said[-1] == eos else "length", 0.0, []), schema)
+        why = fault(text, "stop" if said[-1] == eos else "length", schema)
         valid, tokens = valid + (not why), tokens + len(said)
         if why:
             print(f"schema {at}: {why}\n  {json.dumps(schema)[:400]}")

@@ -22,11 +22,10 @@ the machine. ``--cpu-time --threads 1``: CPU seconds in the place of seconds thr
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, product
@@ -34,8 +33,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import chats
 import rivals
+from harness import chats
+from harness.options import Commas, need, options, save
+from harness.rounds import median
 from msgspec.structs import replace
 
 from memserve import LLM
@@ -189,7 +190,7 @@ class Bench:
             **{name: round(pace.rate, 1) for name, pace in paces.items()},
             "ratio": round(paces["on"].rate / paces["off"].rate, 3),
             "cpu": round(paces["on"].tokens / paces["on"].cpu_s * paces["off"].cpu_s / paces["off"].tokens, 3),
-            "median": round(statistics.median(ratios), 3), "least": round(min(ratios), 3),
+            "median": round(median(ratios), 3), "least": round(min(ratios), 3),
             "drafts": after.drafts_computed - before.drafts_computed, "kept": after.drafts_kept - before.drafts_kept,
         }  # fmt: skip
 
@@ -200,48 +201,33 @@ def batches(prompts: Prompts, size: int) -> list[Prompts]:
     return [prompts[at : at + size] for at in range(0, min(whole, len(prompts)), size)]
 
 
-def main() -> int:
+def main() -> None:
     """Ask everything, and print a line for each kind."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with conversations/ and agents/")
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--drafts", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--running", type=int, help="of a batch, how many run at a time; all by default")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--prompts", type=int, default=20, help="chats of three turns, and as many agents' calls")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--kinds", default="chats,agents,again,drawn")
-    parser.add_argument("--requests", type=Path, help="keep the prompts here for the next call")
-    parser.add_argument("--llamacpp", default="", help="a Python that can import llama_cpp")
-    parser.add_argument("--gguf", type=Path, help="what llama.cpp loads")
-    parser.add_argument("--cpu-time", action="store_true", help="tokens by CPU second: for a busy machine, one thread")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if not args.data.exists():
-        print(f"skipped: no data at {args.data}")
-        return 0
-    prompts = gather(args)
-    if args.cpu_time:
-        if args.threads != 1:
+    given = options(
+        __doc__, required="data", data=(Path, "folder with conversations/ and agents/"), model="smollm2-135m-instruct",
+        dtype="bfloat16", drafts=8, threads=2, batch=1, running=(int, "of a batch, how many run at a time"), rounds=1,
+        prompts=(20, "chats of three turns, and as many agents' calls"), new_tokens=128, limit=int,
+        kinds=Commas("chats", "agents", "again", "drawn"), requests=(Path, "keep the prompts here for the next call"),
+        llamacpp=("", "a Python that can import llama_cpp"), gguf=(Path, "what llama.cpp loads"),
+        cpu_time=(False, "tokens by CPU second: for a busy machine, one thread"),
+    )  # fmt: skip
+    need(given.data)
+    prompts = gather(given)
+    if given.cpu_time:
+        if given.threads != 1:
             raise SystemExit("--cpu-time is for --threads 1: threads that wait for each other take CPU time as well")
         device.time = SimpleNamespace(perf_counter_ns=time.thread_time_ns)  # what steps take, as the policy learns it
-    bench = Bench(args)
-    rows = []
+    bench, rows = Bench(given), []
     sources = {"chats": "chats", "agents": "agents", "again": "chats", "drawn": "chats"}
-    for kind in args.kinds.split(","):
-        groups = batches(prompts[sources[kind]][: args.limit], args.batch)
-        samplings = [replace(DRAWN, seed=seed) if kind == "drawn" else GREEDY for seed in range(7, 7 + args.rounds)]
+    for kind in given.kinds:
+        groups = batches(prompts[sources[kind]][: given.limit], given.batch)
+        samplings = [replace(DRAWN, seed=seed) if kind == "drawn" else GREEDY for seed in range(7, 7 + given.rounds)]
         rows.append(bench.row(kind, groups, samplings))
         print(json.dumps(rows[-1]), flush=True)
     if bench.rival is not None:
         bench.rival.end()
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
-    return int(args.dtype == "float32" and any(row["differ"] for row in rows))
+    save(given, rows)
+    sys.exit(given.dtype == "float32" and any(row["differ"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_servers import ServedStore, cpu_s
+from harness.engines import ServedStore
+from harness.processes import cpu_s
+from harness.rounds import median
 
 from memserve.integrations.block_cache import BlockCache
 from memserve.integrations.store_cache import PoolOptions

@@ -1,8 +1,8 @@
 """Flags and records of the scripts: :func:`options` reads the command line, :func:`save` writes ``--json``.
 
 A flag is declared by its default, whose type is the flag's: ``rounds=3``, ``quick=False``, ``levels=[1, 2]`` (words
-behind it), ``depths=Commas(1, 8)`` (one word, cut at commas), ``trace=Path`` (a type: none by default). With a help
-text it is ``(default, help)``, with choices ``(default, help, choices)``.
+behind it; ``[]``: it may be repeated), ``depths=Commas(1, 8)`` (one word, cut at commas), ``trace=Path`` (a type: none
+by default). With a help text it is ``(default, help)``, with choices ``(default, help, choices)``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def options(
     if quick is not None:
         parser.add_argument("--quick", action="store_true", help=HELP["quick"])
     names = ["--json"] if "out" in flags else ["--json", "--out"]
-    parser.add_argument(*names, type=Path, metavar="FILE", help="write the figures there", dest="json")
+    words = {"nargs": "?", "const": Path("-"), "metavar": "FILE", "help": "write the figures there, or print them"}
+    parser.add_argument(*names, type=Path, dest="json", **words)
     if rest:
         parser.add_argument(rest, nargs="*", help=f"{HELP.get(rest, '')}, after --")
     given = parser.parse_args()
@@ -74,9 +75,9 @@ def _add(parser: argparse.ArgumentParser, name: str, flag: Any, *, required: boo
         more |= {"type": lambda word: [kind(part) for part in word.split(",") if part], "default": list(default)}
         more["metavar"] = ",".join(map(str, default))
     else:
-        kind = default[0] if isinstance(default, list) else default
+        kind = (default or [""])[0] if isinstance(default, list) else default
         more |= {"type": kind if isinstance(kind, type) else type(kind), "choices": choices}
-        more |= {"nargs": "+"} if isinstance(default, list) else {}
+        more |= {"nargs": "+", "action": "store" if default else "extend"} if isinstance(default, list) else {}
         more |= {"default": None if isinstance(default, type) else default}
     parser.add_argument(f"--{name.replace('_', '-')}", **more)
 
@@ -84,7 +85,8 @@ def _add(parser: argparse.ArgumentParser, name: str, flag: Any, *, required: boo
 def save(given: argparse.Namespace, record: Any) -> None:
     """Write ``record``, where ``--json`` was given."""
     if given.json is not None:
-        given.json.write_text(json.dumps(record, indent=1, default=_plain) + "\n")
+        text = json.dumps(record, indent=1, default=_plain)
+        print(text) if given.json == Path("-") else given.json.write_text(text + "\n")
 
 
 def _plain(value: Any) -> Any:

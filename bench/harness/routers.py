@@ -61,13 +61,21 @@ def memserve_router(model: str, folder: Path, *flags: str, core: int | None = No
 
 
 @contextmanager
+def fleet_router(engines: Sequence[str], log: Path, *flags: str) -> Iterator[str]:
+    """``memserve serve --engine`` in front of servers of others; its address."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    words = [word for engine in engines for word in ("--engine", engine)]
+    with process([sys.executable, "-m", "memserve", "serve", "--port", str(port), *words, *flags], url, log):
+        yield url
+
+
+@contextmanager
 def rival_router(
     name: str, python: str, workers: Sequence[str], log: Path, *flags: str, core: int | None = None
 ) -> Iterator[Router]:
     """``sglang-router`` or ``vllm-router``, with its policy behind a colon, from the environment of ``python``."""
     module, _, policy = name.partition(":")
-    port, url = free_port(), ""
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{(port := free_port())}"
     command = [*on_core(core), python, "-m", f"{module.replace('-', '_')}.launch_router", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--prometheus-port", str(free_port()), "--worker-urls", *workers]
     command += [*(("--policy", policy) if policy else ()), *flags]
