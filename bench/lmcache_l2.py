@@ -21,21 +21,23 @@ Its test of eviction is left out: it asserts the example's order and a capacity 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+from harness import ROOT
+from harness.options import Commas, options, parts_of, save
+from harness.rounds import medians, turns
+from harness.tables import show
+
 from served_store import ServedStore
 
-SOURCES = Path(__file__).resolve().parent.parent / "src"
+SOURCES = ROOT / "src"
 TIMEOUT_S = 900
 SIZES = ((256, 64), (1024, 32), (4096, 16))
 """KiB of an object, objects a task."""
@@ -64,31 +66,27 @@ class InMemoryL2Adapter(MemserveL2):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", default=sys.executable, help="interpreter with LMCache")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None, help="where the adapters of LMCache keep their files")
-    parser.add_argument("--quick", action="store_true", help="one round, small objects alone")
-    parser.add_argument("--adapters", default=",".join(ADAPTERS), help="default: %(default)s")
-    parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--tests", type=Path, default=None, help="folder with LMCache's tests of plugin adapters")
-    given = parser.parse_args()
+    """Measure, or run LMCache's tests."""
+    given = options(
+        __doc__, python=(sys.executable, "interpreter with LMCache"), rounds=5, adapters=Commas(*ADAPTERS),
+        folder=(Path, "where the adapters of LMCache keep their files"), quick={"rounds": 1},
+        tests=(Path, "folder with LMCache's tests of plugin adapters"),
+    )  # fmt: skip
     if missing := absent(given.python):
         print(f"skipped: {missing}")
         return 0
     if given.tests is not None:
         return run_tests(given.python, given.tests)
-    sizes, rounds = (SIZES[:1], 1) if given.quick else (SIZES, given.rounds)
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=given.folder) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        names = [name for name in ADAPTERS if name in given.adapters.split(",")]
-        found = {size: measure(given.python, size, names, rounds, Path(disk), Path(memory)) for size in sizes}
-    for (kib, count), table in found.items():
-        print(f"\n{count} objects of {kib} KiB a task; {rounds} rounds; MB/s, look-ups: thousand keys/s")
-        print(f"{'':14}" + "".join(f"{name:>12}" for name in OPERATIONS))
-        for adapter, figures in table.items():
-            print(f"{adapter:14}" + "".join(f"{figures[name]:12,.0f}" for name in OPERATIONS))
-    if given.json is not None:
-        given.json.write_text(json.dumps({f"{kib} KiB": table for (kib, _), table in found.items()}, indent=1))
+        for size in SIZES[:1] if given.quick else SIZES:
+            names = list(parts_of(given.adapters, dict.fromkeys(ADAPTERS)))
+            for name, figures in measure(given.python, size, names, given.rounds, Path(disk), Path(memory)).items():
+                rows.append({"adapter": name, "kib": size[0], "count": size[1], **figures})
+    print(f"{given.rounds} rounds; MB/s, look-ups: thousand keys/s")
+    show(rows, {"adapter": "{adapter}", "objects a task": "{count} of {kib} KiB"}
+         | {name: f"{{{name}:,.0f}}" for name in OPERATIONS})  # fmt: skip
+    save(given, rows)
     return 0
 
 
@@ -109,13 +107,10 @@ def measure(
     python: str, size: tuple[int, int], names: list[str], rounds: int, disk: Path, memory: Path
 ) -> dict[str, dict[str, float]]:
     """Each adapter's figures. Every run of the tool starts with nothing stored."""
-    taken: dict[str, dict[str, list[float]]] = {}
-    for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            for operation, figure in once(python, name, size, disk, memory).items():
-                taken.setdefault(name, {}).setdefault(operation, []).append(figure)
-    order = sorted(taken, key=lambda name: name != "memserve")
-    return {name: {what: statistics.median(figures) for what, figures in taken[name].items()} for name in order}
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for _, name in turns(rounds, names):
+        rows[name].append(once(python, name, size, disk, memory))
+    return {name: medians(mine) for name, mine in rows.items()}
 
 
 def once(python: str, name: str, size: tuple[int, int], disk: Path, memory: Path) -> dict[str, float]:

@@ -14,7 +14,6 @@ sampled every 5 ms; ``VmHWM`` is the kernel's own.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -28,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from harness.options import options, save
+from harness.tables import Table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -212,33 +213,35 @@ def _random_model(work: Path, dtype: str, *, gguf: bool) -> str:
     return str(path if path.exists() else write_gguf(folder, SIZES, path))
 
 
+COLUMNS = {
+    "start": "{start}", "ready [s]": "{ready_s:.1f}", "peak resident (VmHWM)": "{VmHWM:.2f} GB",
+    **{name: f"{{{name}:.2f}} GB" for name in FIELDS[1:]}, "children": "{children:.2f} GB",
+    "steady": "{steady:.2f} GB", "of the bound": "{share:.0%}",
+}  # fmt: skip
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model folder or a .gguf file; else a random one is made")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--weights-gb", type=float, help="of the model as it is computed, where its files are others")
-    parser.add_argument("--kv-memory", default="64MiB")
-    parser.add_argument("--gguf", action="store_true", help="the random model as a GGUF file")
-    parser.add_argument("--source-dtype", default="bfloat16", help="of the random model's files")
-    parser.add_argument("--work", type=Path, help="where the random model is made and kept; else it is temporary")
-    arguments = parser.parse_args()
+    """Two starts."""
+    given = options(
+        __doc__, model=(str, "a model folder or a .gguf file; else a random one is made"), dtype="bfloat16",
+        weights_gb=(float, "of the model as it is computed, where its files are others"), kv_memory="64MiB",
+        gguf=(False, "the random model as a GGUF file"), source_dtype=("bfloat16", "of the random model's files"),
+        work=(Path, "where the random model is made and kept; else it is temporary"),
+    )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="load-memory-") as temporary:
-        work = arguments.work or Path(temporary)
-        model = arguments.model or _random_model(work, arguments.source_dtype, gguf=arguments.gguf)
-        weights = weights_bytes(model) if arguments.model else 2 * sum(math.prod(shape) for _, shape in _shapes(SIZES))
-        weights = int(arguments.weights_gb * 1e9) if arguments.weights_gb else weights
+        model = given.model or _random_model(given.work or Path(temporary), given.source_dtype, gguf=given.gguf)
+        weights = weights_bytes(model) if given.model else 2 * sum(math.prod(shape) for _, shape in _shapes(SIZES))
+        weights = int(given.weights_gb * 1e9) if given.weights_gb else weights
         bound = bound_bytes(weights)
         print(f"{model}: weights {weights / 1e9:.2f} GB, bound {bound / 1e9:.2f} GB")
-        columns = ("start", "ready [s]", "peak resident (VmHWM)", *FIELDS[1:], "children", "steady", "of the bound")
-        print("| " + " | ".join(columns) + " |")
-        print("| " + " | ".join("---" for _ in columns) + " |")
+        table, rows = Table(COLUMNS), []
         for name in ("first", "second"):
-            start = measure_start(
-                model, Path(temporary) / "cache", dtype=arguments.dtype, kv_memory=arguments.kv_memory
-            )
-            figures = [start.peak[field] for field in FIELDS] + [start.children_bytes, start.steady_bytes]
-            shown = " | ".join(f"{size / 1e9:.2f} GB" for size in figures)
-            print(f"| {name} | {start.ready_s:.1f} | {shown} | {start.peak_bytes / bound:.0%} |", flush=True)
+            start = measure_start(model, Path(temporary) / "cache", dtype=given.dtype, kv_memory=given.kv_memory)
+            sizes = {**start.peak, "children": start.children_bytes, "steady": start.steady_bytes}
+            gb = {key: size / 1e9 for key, size in sizes.items()}
+            rows.append({"start": name, "ready_s": start.ready_s, "share": start.peak_bytes / bound, **gb})
+            table.show(rows[-1])
+    save(given, rows)
 
 
 if __name__ == "__main__":

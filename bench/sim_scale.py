@@ -9,15 +9,19 @@ of Dynamo's replay on the same shapes, measured on the same kind of machine (2 c
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import resource
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+
+from harness.options import Commas, options, parts_of
+from harness.rounds import mean
+from harness.tables import Table
 
 from memserve.base.config import ClusterConfig, SchedulerConfig
 from memserve.base.types import Caching
@@ -146,42 +150,33 @@ def run_case(name: str, data: Path, fast_forwards: bool) -> dict[str, object]:
     }
 
 
-def speed(data: Path, out: Path, only: str, fast_forwards: bool) -> None:
+def speed(given: Namespace) -> None:
     """Run all cases, each in its own process."""
-    rows = []
+    file, table = given.out / "speed.json", Table(COLUMNS)
+    rows = {row["case"]: row for row in json.loads(file.read_text())} if file.exists() else {}
     for name in CASES:
-        if only and only not in name:
-            continue
-        command = [sys.executable, __file__, "case", "--data", str(data), "--only", name]
-        told = subprocess.run(
-            [*command, *([] if fast_forwards else ["--walk"])], stdout=subprocess.PIPE, check=True
-        ).stdout
-        rows.append(json.loads(told))
-        print(json.dumps(rows[-1]), flush=True)
-    file = out / "speed.json"
-    known = json.loads(file.read_text()) if file.exists() else []
-    names = {row["case"] for row in rows}
-    file.write_text(json.dumps([*(row for row in known if row["case"] not in names), *rows], indent=1))
+        if given.only in name:
+            command = [sys.executable, __file__, "case", "--data", str(given.data), "--only", name]
+            command += ["--walk"] if given.walk else []
+            rows[name] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+            table.show(rows[name])
+    file.write_text(json.dumps(list(rows.values()), indent=1))
 
 
 # -- policies
 
 
-def policies(data: Path, out: Path, instances: str, requests: int | None, names: str, dram: str) -> None:
+def policies(given: Namespace) -> None:
     """Run the same trace under each policy, and plot TTFT, hit rate and balance."""
-    workload = build(Recipe(kind="trace", data=data, sessions=requests))
-    found = {}
-    for policy in names.split(","):
-        done = simulate(cluster(instances, policy=policy, dram=dram), workload, policy, workload.kind)
+    workload = build(Recipe(kind="trace", data=given.data, sessions=given.requests))
+    found, table = {}, Table(POLICY_COLUMNS)
+    for policy in given.policies:
+        done = simulate(cluster(given.instances, policy=policy, dram=given.dram), workload, policy, workload.kind)
         found[policy] = summary(done)
-        print(policy, json.dumps(found[policy]), flush=True)
-    (out / "policies.json").write_text(json.dumps(found, indent=1))
-    sent = f"{workload.request_count} requests of Mooncake's conversations"
-    draw(
-        found,
-        out / "policies.png",
-        f"{sent}, {instances} instances of Llama-3-8B on H100, {dram} of DRAM each (simulated)",
-    )
+        table.show({"policy": policy, **found[policy]})
+    (given.out / "policies.json").write_text(json.dumps(found, indent=1))
+    title = f"{workload.request_count} requests of Mooncake's conversations, {given.instances} instances of Llama-3-8B "
+    draw(found, given.out / "policies.png", f"{title}on H100, {given.dram} of DRAM each (simulated)")
 
 
 def summary(done: Simulated) -> dict[str, float]:
@@ -202,7 +197,7 @@ def summary(done: Simulated) -> dict[str, float]:
 
 def mean_of(values: list[float]) -> float:
     """Arithmetic mean; 0 for no values."""
-    return sum(values) / len(values) if values else 0.0
+    return mean(values) if values else 0.0
 
 
 def draw(found: dict[str, dict[str, float]], file: Path, title: str) -> None:
@@ -230,27 +225,39 @@ def draw(found: dict[str, dict[str, float]], file: Path, title: str) -> None:
     figure.savefig(file, dpi=110)
 
 
+COLUMNS = {
+    "case": "{case}", "requests": "{requests}", "failed": "{failed}", "virtual": "{virtual_s} s", "wall": "{wall_s} s",
+    "CPU": "{cpu_s} s", "requests/s": "{requests_per_wall_s}", "tokens/s": "{tokens_per_wall_s:,}",
+    "peak": "{peak_mb} MB", "TTFT mean": "{ttft_mean_ms} ms", "P99": "{ttft_p99_ms} ms", "TPOT": "{tpot_mean_ms} ms",
+    "cached": "{cached_share:.1%}", "beside": "{beside}",
+}  # fmt: skip
+POLICY_COLUMNS = {
+    "policy": "{policy}", "TTFT mean": "{ttft_mean_ms:.0f} ms", "P99": "{ttft_p99_ms:.0f} ms",
+    "TPOT": "{tpot_mean_ms:.1f} ms", "JCT": "{jct_mean_ms:.0f} ms", "hit rate": "{hit_rate:.3f}",
+    "busiest / mean": "{imbalance:.2f}", "wall": "{wall_s:.0f} s",
+}  # fmt: skip
+PARTS = ("speed", "case", "policies")
+
+
 def main() -> None:
     """See the top of this file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("speed", "case", "policies"))
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path())
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--walk", action="store_true", help="run every step by itself: equal results, but slower")
-    parser.add_argument("--instances", default="16", help="for policies")
-    parser.add_argument("--policies", default="least-load,session,prompt-tree,cost", help="for policies")
-    parser.add_argument("--dram", default="0", help="for policies: second tier of each instance")
-    parser.add_argument("--requests", type=int, help="for policies: the beginning of the trace")
-    given = parser.parse_args()
+    given = options(
+        __doc__, rest="part", required="data", data=Path, out=Path(), only=("", "cases whose name contains this"),
+        walk=(False, "run every step by itself: equal results, but slower"), instances=("16", "for policies"),
+        policies=(Commas("least-load", "session", "prompt-tree", "cost"), "for policies"),
+        dram=("0", "for policies: second tier of each instance"),
+        requests=(int, "for policies: the beginning of the trace"),
+    )  # fmt: skip
     given.out.mkdir(parents=True, exist_ok=True)
-    match given.part:
-        case "case":
+    match list(parts_of(given.part, dict.fromkeys(PARTS))):
+        case ["case"]:
             print(json.dumps(run_case(given.only, given.data, not given.walk)))
-        case "speed":
-            speed(given.data, given.out, given.only, not given.walk)
+        case ["speed"]:
+            speed(given)
+        case ["policies"]:
+            policies(given)
         case _:
-            policies(given.data, given.out, given.instances, given.requests, given.policies, given.dram)
+            raise SystemExit(f"one of {', '.join(PARTS)}")
 
 
 if __name__ == "__main__":

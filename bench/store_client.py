@@ -22,11 +22,7 @@ What is not installed is skipped and said: pip install lmdb redis mooncake-trans
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -34,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+from harness.options import Commas, options, save
+from harness.rounds import Samples, median, ratio, seconds, turns
+from harness.tables import show
 from store_rivals import (
     CHAINS,
     MATCHED,
@@ -52,7 +49,6 @@ from store_rivals import (
     key_of,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 import geometries
 from served_store import ServedStore
 
@@ -135,70 +131,48 @@ def opened(buffers: Buffers, folder: Path, without: Iterable[str]) -> list[Conte
     return here
 
 
-def measured(contenders: list[Contender], kinds: list[str], rounds: int) -> dict[tuple[str, str, str], list[float]]:
+def measure(contenders: list[Contender], kinds: list[str], rounds: int) -> Samples:
     """Microseconds an operation, by kind, contender and variant, one figure a round."""
-    lines = [
-        (kind, one.name, variant, operation)
-        for one in contenders
-        for kind, variants in one.operations().items()
-        if kind in kinds
-        for variant, operation in variants.items()
-    ]
-    times: dict[tuple[str, str, str], list[float]] = {}
-    for number in range(rounds + 1):
-        for kind in kinds:
-            mine = [line for line in lines if line[0] == kind]
-            turn = number % max(1, len(mine))
-            for _, name, variant, operation in mine[turn:] + mine[:turn]:
-                began = time.perf_counter_ns()
-                operation()
-                spent_us = (time.perf_counter_ns() - began) / 1e3 / DIVISORS[kind]
-                if number:  # the first round warms
-                    times.setdefault((kind, name, variant), []).append(spent_us)
+    lines: dict[str, list[tuple[tuple[str, str, str], Operation]]] = {kind: [] for kind in kinds}
+    for contender in contenders:
+        for kind, variants in contender.operations().items():
+            for variant, operation in variants.items() if kind in kinds else ():
+                lines[kind].append(((kind, contender.name, variant), operation))
+    times = Samples()
+    for kind in kinds:
+        for number, (key, operation) in turns(rounds, lines[kind], warm=1):
+            spent_us = 1e6 * seconds(operation) / DIVISORS[kind]
+            times[key] += [spent_us] if number >= 0 else []
     return times
 
 
-def paired(mine: list[float], others: list[float]) -> float:
-    """``mine`` in times of ``others``: the median of the rounds' ratios: a machine's speed changes between them."""
-    return round(statistics.median(one / other for one, other in zip(mine, others, strict=True)), 3)
-
-
-def rows_of(times: dict[tuple[str, str, str], list[float]], block_bytes: int) -> list[dict[str, Any]]:
+def rows_of(times: Samples, block_bytes: int) -> list[dict[str, Any]]:
     """A row for each contender and variant, with its ratio to memcpy and to each rival that does the same."""
     rows, moved = [], {"put": MIB, "get": MIB, "blocks": VALUES * block_bytes}
-    for (kind, name, variant), spent in times.items():
-        median, base = statistics.median(spent), times.get((kind, "memcpy", ""))
+    for kind, name, variant in list(times):
+        spent, base = times[kind, name, variant], (kind, "memcpy", "")
         rivals = {
-            f"{rival} {its_variant}".strip(): paired(spent, its_spent)
-            for (its_kind, rival, its_variant), its_spent in times.items()
+            f"{rival} {its_variant}".strip(): round(times.ratio((kind, name, variant), (kind, rival, its_variant)), 3)
+            for its_kind, rival, its_variant in list(times)
             if name == Memserve.name and its_kind == kind and rival not in (name, "memcpy")
             # the same variant; of a rival that does not have it, the plain one
             if its_variant in ((variant,) if (kind, rival, variant) in times else ("copied", "1 thread"))
         }
-        rows.append(
-            {
-                "kind": kind,
-                "contender": name,
-                "variant": variant,
-                "median_us": round(median, 2),
-                "least_us": round(min(spent), 2),
-                "most_us": round(max(spent), 2),
-                "gb_per_s": round(moved[kind] / median / 1e3, 2) if kind in moved else None,
-                "times_memcpy": paired(spent, base) if base else None,
-                "times_rivals": rivals,
-            }
-        )
+        rows.append({
+            "kind": kind, "contender": name, "variant": variant, "median_us": round(median(spent), 2),
+            "least_us": round(min(spent), 2), "most_us": round(max(spent), 2), "times_rivals": rivals,
+            "gb_per_s": round(moved[kind] / median(spent) / 1e3, 2) if kind in moved else None,
+            "times_memcpy": round(ratio(spent, times[base]), 3) if base in times else None,
+            "rivals": "; ".join(f"{rival} {times_it:.2f}" for rival, times_it in rivals.items()),
+        })  # fmt: skip
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    print("| what | contender | | us, median (least to most) | GB/s | time / memcpy | time / rivals |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    for row in rows:
-        ends = f"{row['median_us']:,} ({row['least_us']:,} to {row['most_us']:,})"
-        speed, ratio = row["gb_per_s"] or "", row["times_memcpy"] or ""
-        rivals = "; ".join(f"{name} {times:.2f}" for name, times in row["times_rivals"].items())
-        print(f"| {row['kind']} | {row['contender']} | {row['variant']} | {ends} | {speed} | {ratio} | {rivals} |")
+COLUMNS = {
+    "what": "{kind}", "contender": "{contender}", "variant": "{variant}",
+    "us, median (least to most)": "{median_us:,} ({least_us:,} to {most_us:,})", "GB/s": "{gb_per_s}",
+    "time / memcpy": "{times_memcpy}", "time / rivals": "{rivals}",
+}  # fmt: skip
 
 
 def fill(contenders: list[Contender], keys: int) -> None:
@@ -210,33 +184,26 @@ def fill(contenders: list[Contender], keys: int) -> None:
 
 
 def main() -> None:
-    reader = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    reader.add_argument("--rounds", type=int, default=7)
-    reader.add_argument("--keys", type=int, default=1_000_000)
-    reader.add_argument("--only", default="put,get,blocks,match")
-    reader.add_argument("--without", default="", help="contenders to leave out, by name")
-    reader.add_argument("--quick", action="store_true", help="3 rounds, 50,000 keys: does everything work")
-    reader.add_argument("--json", type=Path)
-    geometries.add_option(reader)
-    given = reader.parse_args()
-    if given.quick:
-        given.rounds, given.keys = 3, 50_000
+    """All contenders that are here."""
+    given = options(
+        __doc__, rounds=7, keys=1_000_000, only=Commas("put", "get", "blocks", "match"), geometry="smollm2",
+        without=("", "contenders to leave out, by name"), quick={"rounds": 3, "keys": 50_000},
+    )  # fmt: skip
     block_bytes = geometries.SHAPES[given.geometry].kv.block_bytes
-    kinds, buffers = given.only.split(","), Buffers(block_bytes)
+    kinds, buffers = given.only, Buffers(block_bytes)
     wanted = ["put", *kinds] if "get" in kinds and "put" not in kinds else kinds
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         contenders = opened(buffers, Path(folder), given.without.lower().split(","))
         try:
             if "match" in kinds:
                 fill(contenders, given.keys)
-            times = measured(contenders, wanted, given.rounds)
+            times = measure(contenders, wanted, given.rounds)
         finally:
-            for one in contenders:
-                one.close()
+            for contender in contenders:
+                contender.close()
     rows = rows_of(times, block_bytes)
-    show(rows)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1))
+    show(rows, COLUMNS)
+    save(given, rows)
 
 
 if __name__ == "__main__":

@@ -23,4 +23,4 @@ BENCH = Path(__file__).resolve().parents[1]
 ROOT = BENCH.parent
 SUPPORT = ROOT / "tests" / "support"
 if str(SUPPORT) not in sys.path:
-    sys.path.append(str(SUPPORT))
+    sys.path.insert(0, str(SUPPORT))
