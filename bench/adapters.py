@@ -17,10 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
-from harness.options import options, save
-from harness.prompts import token_prompts
-from harness.rounds import Samples, turns
-from harness.tables import Table
+from harness import Samples, Table, options, save, token_prompts, turns
 
 from lora_files import save_adapter
 from memserve import LLM
@@ -71,7 +68,6 @@ CASES = {
 
 
 def main() -> None:
-    """Measure each way in turn."""
     given = options(__doc__, model=DEFAULT_MODEL, dtype="auto", rank=16, rounds=5)
     rng, found = random.Random(time.time_ns()), {case: Samples() for case in CASES}
     with tempfile.TemporaryDirectory() as folder:

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from harness.options import options, save
-from harness.rounds import measured, median
-from harness.tables import Table
+from harness import Table, measured, median, options, save
 
 from memserve import _kernels
 

@@ -19,13 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from harness import TIMEOUT_S, Answer, ask_all, mean, metric_sum, need, options, percentile, save, show, stream
 from harness.chats import Session, chat_sessions, document_sessions, load_tokenizer
-from harness.clients import TIMEOUT_S, Answer, ask_all, stream
-from harness.options import need, options, save
-from harness.processes import metric_sum
-from harness.rounds import mean, percentile
 from harness.served import BLOCK, serving
-from harness.tables import show
 
 SETTINGS = {
     "1 colocated, off": ("--prefill", "0", "--decode", "0", "--colocated", "1", "--caching", "off"),
@@ -46,7 +42,6 @@ class Turn:
 
     @property
     def prompt_tokens(self) -> int:
-        """The history's."""
         return int(self.answer.usage["prompt_tokens"])
 
 
@@ -111,7 +106,6 @@ def show_all(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run every setting, print the tables."""
     given = options(
         __doc__, required="data", data=Path, model=("", "for the tokenizer of long documents"),
         sessions=8, turns=6, documents=0, new_tokens=64, clients=2, kv_memory="1GiB",

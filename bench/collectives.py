@@ -16,9 +16,7 @@ import sys
 from argparse import Namespace
 from itertools import product
 
-from harness.options import options, save
-from harness.rounds import Samples, seconds, turns
-from harness.tables import show
+from harness import Samples, options, save, seconds, show, turns
 
 from ports import free_port
 

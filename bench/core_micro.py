@@ -21,10 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.options import Commas, options, save
-from harness.processes import resident_bytes
-from harness.rounds import Timer
-from harness.tables import Table
+from harness import Commas, Table, Timer, options, resident_bytes, save
 from numpy.typing import NDArray
 
 from memserve import _core
@@ -212,7 +209,6 @@ def rivals(path: Path) -> list[Record]:
 
 
 def main() -> None:
-    """Run, print, save."""
     given = options(__doc__, trees=Commas(1, 1000, 20000), blocks=Commas(32, 16), reps=200, rivals=Path)
     table, records = Table(COLUMNS), list[Record]()
 

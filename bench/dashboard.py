@@ -35,12 +35,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness.clients import meanwhile
-from harness.options import need, options, parts_of, save
-from harness.processes import process_cpu_s
-from harness.rounds import median, quartiles, ratios, turns
+from harness import meanwhile, median, need, options, parts_of, process_cpu_s, quartiles, ratios, save, show, turns
 from harness.routers import need_wrk, run_wrk, vocabulary_of, write_load
-from harness.tables import show
 from router_overhead import LOAD_CORE, null_router
 
 VIEWS = ("cluster", "cache", "requests", "trees")
@@ -163,7 +159,6 @@ KINDS = {"router": measure_router, "ceiling": measure_ceiling, "leak": measure_l
 
 
 def main() -> None:
-    """Measure one of the three."""
     given = options(
         __doc__, rest="kind", model=(Path, "a model's folder, for its vocabulary"), rounds=20, seconds=4.0,
         trace=Path, url="http://127.0.0.1:8000", minutes=5.0, key="",

@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from harness.options import need, options, save
+from harness import need, options, save
 
 from memserve.instance.scheduler.drafts import EXPECTED, Chances, Pace, Price, following, length
 from memserve.instance.scheduler.speculation import FADE_SEEN
@@ -89,7 +89,6 @@ def chances(answers: list[Answer]) -> dict[int, tuple[int, float, float]]:
 
 
 def main() -> None:
-    """Print a line for each kind."""
     given = options(
         __doc__, required="requests", requests=(Path, "what bench/speculation.py --requests wrote"), drafts=8,
         cost=(0.04, "of a drafted token, in steps of one sequence"),

@@ -23,9 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.options import options, parts_of
-from harness.rounds import median
-from harness.tables import show
+from harness import median, options, parts_of, show
 
 from memserve.base.config import ClusterConfig, EngineOptions
 from memserve.base.types import Caching, Role, TransferMode
@@ -295,7 +293,6 @@ def _row(real: Figures, foretold: Figures) -> dict[str, Any]:
 
 
 def main() -> None:
-    """See the top of this file."""
     parts = {"calibrate", "real", "table"}
     given = options(
         __doc__, rest="part", required="out", out=Path, data=(Path, "folder of data sets; default: made from the seed"),

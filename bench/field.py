@@ -35,14 +35,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness import Commas, end_in_order, options, parts_of, save, show, turns, working_folder
 from harness.chats import load_tokenizer
 from harness.engines import ServedStore, Vllm, running
-from harness.options import Commas, options, parts_of, save, working_folder
-from harness.processes import end_in_order
-from harness.rounds import turns
 from harness.served import BLOCK as BLOCK_TOKENS
 from harness.served import bundled_model, serving
-from harness.tables import show
 from recorder import Ceiling, Recorder, recording
 from vllm_shared import kv_bytes
 
@@ -233,7 +230,6 @@ def vllm(given: Namespace, folder: Path, store: ServedStore | None = None) -> It
 
 @contextmanager
 def pool(given: Namespace, folder: Path) -> Iterator[str]:
-    """On a store."""
     kib = given.more_tokens * kv_bytes(given.model, given.dtype) // BLOCK_TOKENS >> 10
     with ServedStore(folder, dram=f"{kib}KiB") as store, vllm(given, folder, store) as url:
         yield url
@@ -275,7 +271,6 @@ COLUMNS = {
 
 
 def main() -> None:
-    """Every benchmark that can run here."""
     given = options(
         __doc__, vllm="", lmcache=("", "a Python that can import lmcache and openai"),
         sglang=("", "a Python with sglang and what its bench_serving imports"),

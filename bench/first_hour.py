@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import openai
-from harness.options import options, save
-from harness.rounds import medians, turns
+from harness import medians, options, save, show, turns
 from harness.served import Served, serving
-from harness.tables import show
 
 QUESTION = {"role": "user", "content": "What is the capital of France?"}
 SHAPES: dict[str, tuple[str, ...]] = {
@@ -77,7 +75,6 @@ def compare_shapes(rounds: int, serve: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Parse, run."""
     given = options(
         __doc__, rest="serve", times=(30, "how often the question is asked"), rounds=3,
         shapes=(False, "measure the load on every shape instead"),

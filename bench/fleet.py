@@ -25,12 +25,10 @@ from pathlib import Path
 
 from fleet_directory import check, event_server
 from fleet_load import MODEL, Load, Tally, Where, ceilings, questions, run_chats, run_trace, trace
+from harness import Commas, Table, mean, options, turns, working_folder
 from harness.engines import EventServer, running
-from harness.options import Commas, options, working_folder
-from harness.rounds import mean, turns
 from harness.routers import fleet_router, rival_router
 from harness.served import BLOCK, bundled_model
-from harness.tables import Table
 
 from memserve_lab.workloads.statistics import spread_of
 
@@ -82,7 +80,6 @@ def compare(title: str, load: Load, servers: list[EventServer], given: Namespace
 
 
 def compare_trace(servers: list[EventServer], given: Namespace, folder: Path) -> None:
-    """On a trace."""
     passes = [
         trace(given.trace, given.requests, given.rate, TOKENS_MAX, given.seed + number)
         for number in range(given.passes)
@@ -99,8 +96,6 @@ def compare_trace(servers: list[EventServer], given: Namespace, folder: Path) ->
 
 
 def compare_chats(servers: list[EventServer], given: Namespace, folder: Path) -> None:
-    """On chats."""
-
     async def load(where: Where, seed: int, tally: Tally) -> None:
         await run_chats(where, questions(seed, given.chats, given.turns, given.words), given.clients, tally)
 
@@ -111,7 +106,6 @@ def compare_chats(servers: list[EventServer], given: Namespace, folder: Path) ->
 
 
 def main() -> None:
-    """Measure, and print one table for each part."""
     given = options(
         __doc__, required="vllm", vllm=str, routers=(str, "a Python that can import sglang_router and vllm_router"),
         only=Commas("trace", "chats", "directory"), trace=Path, policy="cost", folder=Path,

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from harness.clients import Answer, astream
-from harness.prompts import WORDS, words
+from harness import WORDS, Answer, astream, words
 from harness.served import BLOCK
 
 MODEL = "fleet"

@@ -14,9 +14,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from harness.options import Commas, options, save
-from harness.rounds import Samples, seconds
-from harness.tables import show
+from harness import Commas, Samples, options, save, seconds, show
 from torch import Tensor
 
 from memserve.model.attention.backends import choose_attention
@@ -99,7 +97,6 @@ def measure(given: Namespace, models: dict[str, LoadedModel]) -> tuple[Samples, 
 
 
 def main() -> None:
-    """Measure and print one table."""
     given = options(
         __doc__, rest="model", dtype="bfloat16", rounds=9, forwards=Commas("eager", "packed", "captured")
     )  # fmt: skip

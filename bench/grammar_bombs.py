@@ -208,7 +208,6 @@ def measure(served: Served, names: list[str], settle_s: float) -> list[Json]:
 
 
 def main() -> None:
-    """Start the server, and measure."""
     end_in_order()
     given = options(__doc__, rest="serve", only=(list(BOMBS), "names of bombs"), settle_s=60.0)
     with tempfile.TemporaryDirectory() as folder:

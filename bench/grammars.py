@@ -23,9 +23,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.options import options, save
-from harness.rounds import median
-from harness.tables import show
+from harness import median, options, save, show
 
 BUILD_S_MAX = 20.0
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
@@ -250,7 +248,6 @@ COLUMNS = {
 
 
 def row_of(engine: Any, figures: Figures) -> dict[str, Any]:
-    """Its figures."""
     row = {"engine": engine.package, "right": len(CASES) - len(figures.wrong), "mib": size_mib(engine.package)}
     row["brings_mib"] = sum(map(size_mib, engine.brings))
     for name in ("build_ms", "mask_us"):
@@ -260,7 +257,6 @@ def row_of(engine: Any, figures: Figures) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Judge the engines that are here."""
     given = options(__doc__, path=(Path, "a folder with packages that are not installed"), rounds=3)
     if given.path:
         sys.path.append(str(given.path))

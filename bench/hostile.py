@@ -28,8 +28,7 @@ from functools import partial
 from typing import Any
 
 import httpx
-from harness.clients import Answer, greedy, stream
-from harness.options import options, save
+from harness import Answer, greedy, options, save, stream
 from harness.served import Served, serving
 from hostile_random import KEYS, Honest, ask, attack_with, give_up_names, target_of, verdicts
 
@@ -267,7 +266,6 @@ def attack_all(report: Report, given: Namespace) -> None:
 
 
 def main() -> None:
-    """Run everything against one server."""
     given = options(
         __doc__, rest="serve", kv_memory="16MiB", clients=300, 
         requests=(0, "number of random requests to send instead"),

@@ -15,8 +15,7 @@ from multiprocessing import get_context
 from urllib.parse import quote
 
 import httpx
-from harness.clients import Answer, meanwhile, post
-from harness.rounds import percentile
+from harness import Answer, meanwhile, percentile, post
 from harness.served import Served
 
 from hostile_grammar import Target
@@ -154,7 +153,6 @@ def attack_with(served: Served, honest: Honest, target: Target, seed: int, reque
 
 
 def p99(times: list[float]) -> float:
-    """The 99th percentile."""
     return percentile(times, 0.99)
 
 

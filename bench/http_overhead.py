@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from harness.clients import post
-from harness.options import options, save
-from harness.rounds import median, medians
+from harness import median, medians, options, post, save, show
 from harness.served import Served, serving
-from harness.tables import show
 
 PROMPT = "It was a bright cold day in April, and the clocks were striking thirteen. " * 8
 SMALL_REQUESTS = 100
@@ -110,7 +107,6 @@ def measure(served: Served, streams: int, tokens: int, rounds: int) -> dict[str,
 
 
 def main() -> None:
-    """Measure and print."""
     given = options(__doc__, rest="serve", streams=32, tokens=128, rounds=3)
     with serving(*given.serve) as served:
         figures = measure(served, given.streams, given.tokens, given.rounds)

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from harness import TIMEOUT_S, Answer, ask_all, greedy, wait_until
 from harness.chats import opening_ids
-from harness.clients import TIMEOUT_S, Answer, ask_all, greedy
 from harness.engines import ServedStore, Vllm, judge, recorded, running
-from harness.processes import wait_until
 from harness.served import BLOCK, serving
 
 SETTLE_S = 30.0
@@ -105,7 +104,6 @@ def measure(given: Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure."""
     data = (Path, "a folder of prompts, as lossless.py has it")
     recorded(__doc__, measure, required="data", data=data, prompts=40, tokens=32)
 

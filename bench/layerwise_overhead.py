@@ -17,11 +17,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT
-from harness.options import options, save
-from harness.processes import LineChild
-from harness.rounds import Samples
-from harness.tables import show
+from harness import ROOT, LineChild, Samples, options, save, show
 
 CASES = {"decode, 1": (1, 32, 65), "decode, 8": (8, 32, 65), "decode, 32": (32, 32, 33), "prefill, 1,000": (1, 1000, 1)}
 """Sequences, tokens of each prompt, and tokens of each answer."""
@@ -56,7 +52,6 @@ class Side(LineChild):
 
 
 def main() -> None:
-    """Measure and print."""
     given = options(
         __doc__, old=(Path, "a checkout to compare with"), rounds=15,
         model=("smollm2-135m-instruct", "folder, file or name"),

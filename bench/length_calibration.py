@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness.options import Commas, options, save
-from harness.tables import show
+from harness import Commas, options, save, show
 from numpy.typing import NDArray
 
 from memserve.base.errors import UserError
@@ -172,7 +171,6 @@ class Score:
         self.count, self.log_loss, self.pinball = 0, 0.0, [0.0] * len(QUANTILES)
 
     def add(self, tokens: int, guess: Guess, edges: list[int]) -> None:
-        """An answer has ended."""
         self.count += 1
         self.log_loss -= math.log(max(1e-6, guess.ranges[int(np.searchsorted(edges, tokens, side="left"))]))
         for place, share in enumerate(QUANTILES):
@@ -267,7 +265,6 @@ def rows_of(name: str, answers: list[Answer]) -> tuple[dict[str, Any], dict[str,
 
 
 def main() -> None:
-    """Replay the traces, and print two tables."""
     given = options(
         __doc__, required="data", data=Path,
         traces=Commas("azure-conv", "azure-code", "mooncake", "synthetic", "agentic")

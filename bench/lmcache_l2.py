@@ -30,10 +30,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT
-from harness.options import Commas, options, parts_of, save
-from harness.rounds import medians, turns
-from harness.tables import show
+from harness import ROOT, Commas, medians, options, parts_of, save, show, turns
 
 from served_store import ServedStore
 
@@ -66,7 +63,6 @@ class InMemoryL2Adapter(MemserveL2):
 
 
 def main() -> int:
-    """Measure, or run LMCache's tests."""
     given = options(
         __doc__, python=(sys.executable, "interpreter with LMCache"), rounds=5, adapters=Commas(*ADAPTERS),
         folder=(Path, "where the adapters of LMCache keep their files"), quick={"rounds": 1},

@@ -12,9 +12,8 @@ from __future__ import annotations
 import os
 import sys
 
-from harness.options import options, save
+from harness import options, save, show
 from harness.served import serving
-from harness.tables import show
 
 from memserve.base.units import NS_PER_S
 from memserve_lab.bench.load.client import Target
@@ -65,7 +64,6 @@ def theirs(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 
 def main() -> int:
-    """Measure, compare, print."""
     given = options(__doc__, requests=60, rate=1.0, prompt_tokens=512, output_tokens=32, percent=1.0)
     uniform = uniform_workload(
         given.requests, prompt_tokens=given.prompt_tokens, shared_tokens=given.prompt_tokens // 2,

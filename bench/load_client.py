@@ -15,9 +15,7 @@ import multiprocessing.connection
 import os
 import time
 
-from harness.options import Commas, options, save
-from harness.rounds import medians, turns
-from harness.tables import show
+from harness import Commas, medians, options, save, show, turns
 
 from memserve_lab.bench.load.client import Target
 from memserve_lab.bench.load.driver import Driver, drive
@@ -61,8 +59,6 @@ class Instant(asyncio.Protocol):
 
 
 def serve(port: multiprocessing.connection.Connection, core: int) -> None:
-    """The server's process."""
-
     async def main() -> None:
         server = await asyncio.get_running_loop().create_server(Instant, "127.0.0.1", 0, backlog=4096)
         port.send(server.sockets[0].getsockname()[1])
@@ -94,7 +90,6 @@ def measure(url: str, rate: float, seconds: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
     given = options(__doc__, rates=Commas(500.0, 1000.0, 2000.0), seconds=5.0, rounds=3)
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = multiprocessing.Pipe()

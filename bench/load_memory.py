@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from harness.options import options, save
-from harness.tables import Table
+from harness import Table, options, save
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from gguf_files import write_tensors
 from memserve.model.loading.conversion import SafetensorsWriter
 
 SAMPLE_S = 0.005
@@ -42,12 +42,6 @@ SIZES = {
     "intermediate_size": 8192, "vocab_size": 128256,
 }  # fmt: skip
 """Of the random model: Llama 3.2's 1B."""
-GGUF_NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "model.layers.": "blk.", "model.embed_tokens": "token_embd", "model.norm": "output_norm",
-}  # fmt: skip
 FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
 
 START = """
@@ -101,39 +95,21 @@ def write_random_model(folder: Path, sizes: dict[str, int], dtype: torch.dtype =
 
 
 def write_gguf(folder: Path, sizes: dict[str, int], path: Path) -> Path:
-    """The weights of :func:`write_random_model` as a GGUF file in bfloat16, with a vocabulary of as many words."""
-    from gguf import GGMLQuantizationType, GGUFWriter
+    """The weights of :func:`write_random_model` as a GGUF file in bfloat16."""
+    from gguf import GGMLQuantizationType
     from safetensors import safe_open
+    from transformers import LlamaConfig
 
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(sizes["num_hidden_layers"])
-    writer.add_context_length(8192)
-    writer.add_embedding_length(sizes["hidden_size"])
-    writer.add_feed_forward_length(sizes["intermediate_size"])
-    writer.add_head_count(sizes["num_attention_heads"])
-    writer.add_head_count_kv(sizes["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(sizes["vocab_size"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["w", "1", *(f"w{index}" for index in range(2, sizes["vocab_size"] - 1)), "w1"])
-    writer.add_token_merges(["w 1"])
-    writer.add_eos_token_id(2)
-    opened = safe_open(folder / "model.safetensors", "pt")
-    for name in opened.keys():  # noqa: SIM118  # no mapping
-        value = opened.get_tensor(name)
-        for ours, theirs in GGUF_NAMES.items():
-            name = name.replace(ours, theirs)
-        if value.dim() == 1:
-            writer.add_tensor(name, value.float().numpy())
-        else:
-            raw, kind = value.view(torch.uint8).numpy(), GGMLQuantizationType.BF16
-            writer.add_tensor(name, raw, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    def tensors() -> Iterator[tuple[str, object, object]]:
+        weights = safe_open(folder / "model.safetensors", "pt")
+        for name in weights.keys():  # noqa: SIM118  # no mapping
+            value = weights.get_tensor(name)
+            if value.dim() == 1:
+                yield name, value.float().numpy(), None
+            else:
+                yield name, value.view(torch.uint8).numpy(), GGMLQuantizationType.BF16
+
+    return write_tensors(LlamaConfig(**sizes, max_position_embeddings=8192), tensors(), path)
 
 
 def _shapes(sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -221,7 +197,6 @@ COLUMNS = {
 
 
 def main() -> None:
-    """Two starts."""
     given = options(
         __doc__, model=(str, "a model folder or a .gguf file; else a random one is made"), dtype="bfloat16",
         weights_gb=(float, "of the model as it is computed, where its files are others"), kv_memory="64MiB",

@@ -25,10 +25,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from harness import Table, mean, options, save
 from harness.chats import read
-from harness.options import options, save
-from harness.rounds import mean
-from harness.tables import Table
 
 from memserve import LLM
 from memserve.base.config import EngineOptions
@@ -103,7 +101,6 @@ class Document:
         self._run(copies=[CopyBlocks(Tier.DRAM, Tier.HBM, blocks, blocks)])
 
     def close(self) -> None:
-        """Free the slot."""
         self._run(close=[0])
 
 
@@ -172,7 +169,6 @@ def common(one: list[int], other: list[int]) -> int:
 
 
 def main() -> None:
-    """Measure and print."""
     given = options(
         __doc__, data=(Path, "folder with longdocs/; default: made from a seed"), documents=20,
         tokens=(1024, "of each document"), answer=(64, "tokens of each greedy answer"),

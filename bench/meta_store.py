@@ -28,9 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.options import Commas, options, save
-from harness.rounds import median, seconds
-from harness.tables import Table
+from harness import Commas, Table, median, options, save, seconds
 
 from memserve.base.config import ClusterConfig
 from memserve.base.types import KVGeometry, Request, Role, SamplingParams, StopParams, Tier
@@ -75,7 +73,6 @@ class World:
         return Peer(f"i{prompt % self.instances}", 7)
 
     def infos(self) -> list[PeerInfo]:
-        """All instances."""
         names = [Peer(f"i{number}", 7) for number in range(self.instances)]
         return [PeerInfo(p, Role.COLOCATED, "tcp://h:1", "weights", GEOMETRY, 4096, 0, 8192, True) for p in names]
 
@@ -113,7 +110,6 @@ class Journal:
         self.store.sync()
 
     def close(self) -> None:
-        """Close the store."""
         self.store.close()
 
     def read(self) -> RecoveredState:
@@ -122,7 +118,6 @@ class Journal:
         return self.store.state.recovered(0)
 
     def disk_bytes(self) -> int:
-        """Bytes on disk."""
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
 
@@ -168,7 +163,6 @@ class Sqlite:
         self.base.execute("INSERT OR REPLACE INTO sessions VALUES (?, ?)", (f"s{number}", "router"))
 
     def close(self) -> None:
-        """Close the store."""
         self.base.close()
 
     def read(self) -> RecoveredState:
@@ -186,7 +180,6 @@ class Sqlite:
         return RecoveredState(ROUTER, "tcp://h:2", tuple(members))
 
     def disk_bytes(self) -> int:
-        """Bytes on disk."""
         return sum(path.stat().st_size for path in self.path.parent.iterdir())
 
 
@@ -275,7 +268,6 @@ COLUMNS = {
 
 
 def main() -> None:
-    """Print the table."""
     given = options(__doc__, entries=Commas(*SIZES), folder=(Path, "a folder on the disk to be measured"))
     rows, table = [], Table(COLUMNS)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:

@@ -23,10 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.options import Commas, options, save
-from harness.processes import LineChild
-from harness.rounds import median, turns
-from harness.tables import show
+from harness import Commas, LineChild, median, options, save, show, turns
 
 import geometries
 from memserve import _core
@@ -145,7 +142,6 @@ def measure(given: Namespace, nbytes: int) -> dict[str, list[tuple[float, float]
 
 
 def main() -> None:
-    """See above."""
     given = options(
         __doc__, hidden="own read bytes owner", mib=64, rounds=5, delay_ms=(1.0, "each way"),
         loss=(0.01, "share of frames, each way"), gbit=1.0, links=Commas("curve", "nixl"), readers=4,

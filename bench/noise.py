@@ -54,11 +54,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.options import options, save
-from harness.prompts import words
-from harness.rounds import percentile, turns
+from harness import Table, options, percentile, save, turns, words
 from harness.served import Served, serving
-from harness.tables import Table
 
 KEYS = {"victim": "sk-noise-victim", "neighbour": "sk-noise-neighbour"}
 DRAW = random.Random()

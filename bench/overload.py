@@ -23,12 +23,8 @@ from random import Random
 from typing import Any
 
 import httpx
-from harness.clients import Json, astream, greedy
-from harness.options import options, save
-from harness.prompts import random_tokens
-from harness.rounds import percentile
+from harness import Json, Table, astream, greedy, options, percentile, random_tokens, save
 from harness.served import serving
-from harness.tables import Table
 
 KEYS = {"steady": "sk-steady", "burst": "sk-burst"}
 
@@ -71,7 +67,6 @@ async def ask(client: httpx.AsyncClient, start: float, due_s: float, tenant: str
 
 
 async def run(url: str, model: str, requests: Plan, new_tokens: int) -> list[Outcome]:
-    """Send all requests."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         start = time.perf_counter() + 0.2

@@ -19,10 +19,8 @@ from itertools import product
 from random import Random
 from typing import NamedTuple
 
-from harness.clients import Json
-from harness.options import Commas, options, parts_of, save
-from harness.rounds import mean as fmean
-from harness.tables import Table
+from harness import Commas, Json, Table, options, parts_of, save
+from harness import mean as fmean
 
 from memserve.base.config import AdmissionConfig, ClusterConfig, SchedulerConfig
 from memserve.base.types import Caching, Role
@@ -54,7 +52,6 @@ class Outcome(NamedTuple):
 
 
 def outcome(setup: Setup, workload: Workload) -> Outcome:
-    """Run ``workload`` on ``setup``."""
     world = ReplayWorld(setup, workload)
     world.run()
     served = [one for one in world.clients.served if one.answered]
@@ -72,7 +69,6 @@ def outcome(setup: Setup, workload: Workload) -> Outcome:
 
 
 def mean(outcomes: list[Outcome]) -> Outcome:
-    """Of several seeds."""
     return Outcome(*(fmean(values) for values in zip(*outcomes, strict=True)))
 
 
@@ -148,7 +144,6 @@ TABLES = {
 
 
 def main() -> None:
-    """See the module."""
     given, record = options(__doc__, tables=Commas(*TABLES), seeds=3), {}
     for name, (rows, columns) in parts_of(given.tables, TABLES).items():
         print(f"\n{name}\n")

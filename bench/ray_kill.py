@@ -16,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.options import options, save
-from harness.processes import wait_until
+from harness import options, save, wait_until
 
 from asking_clients import QUESTIONS, Load, truth_of
 from on_ray import CLIENTS, COUNT, PAUSE_S, OnRay
@@ -52,7 +51,6 @@ def told(load: Load) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run both parts."""
     given = options(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         model = save_folder(tiny_module("llama"), Path(folder) / "tiny")

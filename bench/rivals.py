@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from harness import BENCH as HERE
-from harness.options import options, save
-from harness.rounds import median
+from harness import line_of, median, options, save
 from harness.served import bundled_model
-from harness.tables import line_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "prefill 512": {"op": "prefill", "batch": 1, "tokens": 512},
@@ -183,7 +181,6 @@ def table(ready: list[Engine]) -> str:
 
 
 def main() -> int:
-    """Measure, print the table, write the samples."""
     given = options(
         __doc__, model="", dtype=("bfloat16", "", ["float32", "bfloat16", "float16"]), rounds=3, vllm=str,
         llamacpp=(str, "Python of a llama-cpp-python environment"), gguf=(str, "model file for llama.cpp"),

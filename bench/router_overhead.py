@@ -34,9 +34,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from harness.options import Commas, options, save
-from harness.processes import process, resident_bytes
-from harness.rounds import medians, turns
+from harness import Commas, Table, medians, options, process, resident_bytes, save, turns
 from harness.routers import (
     Router,
     memserve_router,
@@ -48,7 +46,6 @@ from harness.routers import (
     wait_until_ready,
     write_load,
 )
-from harness.tables import Table
 
 from ports import free_port
 
@@ -203,7 +200,6 @@ def null_rival(name: str, python: str, servers: int, folder: Path) -> Iterator[R
 
 
 def main() -> None:
-    """Start both processes, run all cases."""
     given = options(
         __doc__, required="model", hidden="be_instances be_servers",
         model=(Path, "a model's folder, for its tokenizer and vocabulary"), instances=8, seconds=5.0, rounds=3,

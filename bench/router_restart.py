@@ -58,11 +58,9 @@ class Processes:
         self._stack, self._environment = stack, {**os.environ, "XDG_STATE_HOME": str(folder)}
 
     def start(self, *command: str) -> subprocess.Popen[bytes]:
-        """Run ``command``."""
         return self._stack.enter_context(process(command, environment=self._environment))
 
     def memserve(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Run a memserve command."""
         return self.start(sys.executable, "-m", "memserve", *arguments)
 
 
@@ -173,12 +171,10 @@ def restart_etcd(given: Namespace, folder: Path, processes: Processes) -> dict[s
 
 
 def model_of(given: Namespace) -> list[str]:
-    """As a flag."""
     return ["--model", given.model] if given.model else []
 
 
 def main() -> None:
-    """Run both."""
     given = options(
         __doc__, model="", clients=4, only=(str, "", ("file", "etcd")), etcd=shutil.which("etcd") or ""
     )  # fmt: skip

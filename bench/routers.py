@@ -27,11 +27,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.options import Commas, options, save
-from harness.processes import process
-from harness.rounds import medians, turns
+from harness import Commas, Table, medians, options, process, save, show, turns
 from harness.routers import memserve_router, need_wrk, run_wrk, vocabulary_of, wait_until_ready, write_load
-from harness.tables import Table, show
 
 from memserve.base.config import ExchangeConfig, InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.base.types import KVGeometry, Role
@@ -64,12 +61,10 @@ class NullDevice:
     on_layer: Callable[[int, int], None] | None = None
 
     def execute(self, plan: StepPlan) -> StepFinished:
-        """See :class:`memserve.transport.ports.Device`."""
         draws = sum(map(len, plan.sample_slots))
         return StepFinished(plan.step_id, [TOKEN] * draws, device_ns=1000)
 
     def build_grammar(self, grammar: str, on_built: Callable[[str], None]) -> None:
-        """See :class:`memserve.transport.ports.Device`."""
         on_built("there are no grammars here")
 
     def forget_grammar(self, grammar: str) -> None:

@@ -23,9 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness.options import options, parts_of, save
-from harness.rounds import Timer
-from harness.tables import Table
+from harness import Table, Timer, options, parts_of, save
 from numpy.typing import NDArray
 
 from memserve import _core
@@ -81,7 +79,6 @@ def store(world: World, path: bytes, holders: NDArray[np.int64], dram_from: int)
 
 
 def build(holders: int, conversations: int, directory: _core.PrefixDirectory | None = None) -> World:
-    """The cluster described above."""
     world = World(directory or _core.PrefixDirectory(), {}, holders, conversations)
     rng, everybody = np.random.default_rng(5), np.arange(holders)
     store(world, identities(run_of(SYSTEM, 0)), everybody, SYSTEM)
@@ -274,7 +271,6 @@ def row_of(record: Record) -> Record:
 
 
 def main() -> None:
-    """Run, print, save."""
     given = options(__doc__, rest="section", conversations=7000, holders=1000, reps=2000)
     table, records = Table(COLUMNS), list[Record]()
     for section, bench in parts_of(given.section or list(SECTIONS), SECTIONS).items():

@@ -16,9 +16,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-from harness.options import options, save
-from harness.rounds import mean, median, percentile
-from harness.tables import show
+from harness import mean, median, options, percentile, save, show
 
 from memserve.base.config import InstanceConfig, PoolConfig, SchedulerConfig
 from memserve.base.types import Request, SamplingParams, StopParams
@@ -61,7 +59,6 @@ class Bench:
         return spent
 
     def arrive(self) -> None:
-        """A new request."""
         own = self.random.integers(0, 49_000, 512 if self.mixed else 40, dtype=np.int32)
         prompt = np.concatenate((self.shared, own)) if self.mixed else own
         tokens = 64 + self.arrivals % 256 if self.mixed else 1900  # spread lengths, so that endings are spread
@@ -109,7 +106,6 @@ def add_slope(found: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
     given = options(__doc__, steps=300, running=[1, 32, 128, 256])
     rows = []
     for load in LOADS:

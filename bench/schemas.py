@@ -30,12 +30,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from harness.clients import Answer, Json, meanwhile, stream
+from harness import Answer, Json, Samples, meanwhile, median, options, percentile, save, show, stream
 from harness.engines import Vllm, running
-from harness.options import options, save
-from harness.rounds import Samples, median, percentile
 from harness.served import bundled_model, serving
-from harness.tables import show
 
 WORDS = ["name", "city", "size", "color", "count", "kind", "note", "start", "end", "price", "owner", "state", "code"]
 PATTERNS = ("^[A-Z]{2}-[0-9]{3}$", "^(red|green|blue)$", "^[a-z]{3,8}$", "^v[0-9]+\\.[0-9]$")
@@ -270,7 +267,6 @@ def walk(schemas: list[Json], seed: int) -> None:
 
 @contextmanager
 def memserve(threads: int) -> Iterator[Server]:
-    """The bundled model."""
     with serving("--dtype", "float32", "--metadata", "none", "--threads", str(threads)) as served:
         yield Server("memserve", served.url, served.model)
 
@@ -310,7 +306,6 @@ def compare(server: Server, schemas: list[Json], pairs: int) -> Json:
 
 
 def main() -> None:
-    """One of the three."""
     given = options(
         __doc__, vllm=str, path=(Path, "a folder with packages that are not installed"), count=200,
         pairs=(60, "schemas whose time is compared with plain answers"), seed=1, threads=2,

@@ -139,7 +139,6 @@ COLUMNS = {"": "{name}", "first token": "{first_s:.2f} s", "a token": "{token_ms
 
 
 def main() -> None:
-    """One instance, then several."""
     given = options(
         __doc__, instances=3, blocks=(20, "KV blocks of 32 tokens of each instance"), prompts=4, threads=1,
         kill=(False, "kill holders"), round_trips=(False, "only what a layer waits for a holder"),

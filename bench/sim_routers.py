@@ -25,10 +25,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from harness.options import Commas, options, save
-from harness.processes import resident_bytes
-from harness.rounds import mean
-from harness.tables import Table
+from harness import Commas, Table, mean, options, resident_bytes, save
 from sim_scale import cluster, summary
 
 from memserve_lab.bench.catalogue import Recipe, build
@@ -122,7 +119,6 @@ def row_of(name: str, routers: int, runs: list[dict[str, Any]], first: dict[str,
 
 
 def main() -> None:
-    """See the top of this file."""
     given = options(
         __doc__, required="data", hidden="case", data=Path, only=("", "cases whose name contains this"),
         routers=Commas(1, 2, 4), seeds=(3, "of the balancer, where there is one"), policy="cost",

@@ -19,9 +19,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.options import Commas, options, parts_of
-from harness.rounds import mean
-from harness.tables import Table
+from harness import Commas, Table, mean, options, parts_of
 
 from memserve.base.config import ClusterConfig, SchedulerConfig
 from memserve.base.types import Caching
@@ -201,7 +199,6 @@ def mean_of(values: list[float]) -> float:
 
 
 def draw(found: dict[str, dict[str, float]], file: Path, title: str) -> None:
-    """Four bars per policy."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -240,7 +237,6 @@ PARTS = ("speed", "case", "policies")
 
 
 def main() -> None:
-    """See the top of this file."""
     given = options(
         __doc__, rest="part", required="data", data=Path, out=Path(), only=("", "cases whose name contains this"),
         walk=(False, "run every step by itself: equal results, but slower"), instances=("16", "for policies"),

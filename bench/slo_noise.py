@@ -17,9 +17,8 @@ from pathlib import Path
 from statistics import stdev
 from typing import NamedTuple
 
-from harness.options import Commas, options, parts_of, save
-from harness.rounds import mean as fmean
-from harness.tables import Table
+from harness import Commas, Table, options, parts_of, save
+from harness import mean as fmean
 
 from memserve.base.config import ClusterConfig
 from memserve.base.errors import UserError
@@ -100,7 +99,6 @@ def cell(values: list[float], base: list[float]) -> str:
 
 
 def main() -> None:
-    """Measure, and print one table for each workload."""
     given = options(
         __doc__, required="data", data=Path, seeds=5, requests=600, points=Commas(*POINTS),
         rates=("", "instead of a point's own"),

@@ -28,11 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-from harness.options import options, save
-from harness.processes import resident_bytes
-from harness.rounds import median
+from harness import median, options, resident_bytes, save, show
 from harness.served import Served, serving
-from harness.tables import show
 from soak_attacks import Attacked, Attacker
 from soak_load import Client, Fixed, Tally, Target
 
@@ -85,7 +82,6 @@ def read_memory(pid: int) -> dict[str, int]:
 
 
 def sample(served: Served, started: float) -> list[Sample]:
-    """Sample all processes now."""
     held = {name if name == "router" else f"{name}:{pid}": read_memory(pid) for name, pid in processes(served).items()}
     return [Sample(time.monotonic() - started, name, fields) for name, fields in held.items() if fields]
 
@@ -231,7 +227,6 @@ def tracebacks(errors: str) -> list[str]:
 
 
 def checks_of(run: Run, errors: str) -> list[Check]:
-    """All figures."""
     tally, grown = run.tally, {}
     for name, count in run.files_after.items():
         if count > run.files_before.get(name, count) + 4:
@@ -275,7 +270,6 @@ def plot(samples: list[Sample], path: Path) -> None:
 
 
 def report(run: Run, checks: list[Check]) -> None:
-    """Print everything."""
     print(f"\nended correctly: {dict(run.tally.ended.most_common())}; turned away for a while: {run.tally.turned_away}")
     if run.attacked.attacks:
         print(f"attacks: {dict(run.attacked.attacks)}, answered {dict(sorted(run.attacked.statuses.items()))}")
@@ -286,7 +280,6 @@ def report(run: Run, checks: list[Check]) -> None:
 
 
 def main() -> None:
-    """One soak."""
     given = options(
         __doc__, rest="serve", minutes=60.0, clients=12, attacks=False, attackers=2, kills=0, seed=1,
         plot=(Path, "write a PNG of memory over time here"),

@@ -32,7 +32,6 @@ class Attacked:
     """Answers of 500: a request caused an internal error."""
 
     def answered(self, name: str, status: int, text: str) -> None:
-        """One answer."""
         self.statuses[status] += 1
         if status == 500:
             self.failures.append(f"{name}: {text[:300]}")

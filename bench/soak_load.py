@@ -128,7 +128,6 @@ class Client:
         self._sessions = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Ask until ``stop``."""
         kinds = [self._completion] * 6 + [self._chat, self._leave, self._leave, self._converse, self._converse]
         kinds += [self._document]
         while not stop.is_set():

@@ -34,9 +34,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import rivals
-from harness import chats
-from harness.options import Commas, need, options, save
-from harness.rounds import median
+from harness import Commas, chats, median, need, options, save
 from msgspec.structs import replace
 
 from memserve import LLM
@@ -202,7 +200,6 @@ def batches(prompts: Prompts, size: int) -> list[Prompts]:
 
 
 def main() -> None:
-    """Ask everything, and print a line for each kind."""
     given = options(
         __doc__, required="data", data=(Path, "folder with conversations/ and agents/"), model="smollm2-135m-instruct",
         dtype="bfloat16", drafts=8, threads=2, batch=1, running=(int, "of a batch, how many run at a time"), rounds=1,

@@ -30,9 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness.options import Commas, options, save
-from harness.rounds import Samples, median, ratio, seconds, turns
-from harness.tables import show
+from harness import Commas, Samples, median, options, ratio, save, seconds, show, turns
 from store_rivals import (
     CHAINS,
     MATCHED,
@@ -184,7 +182,6 @@ def fill(contenders: list[Contender], keys: int) -> None:
 
 
 def main() -> None:
-    """All contenders that are here."""
     given = options(
         __doc__, rounds=7, keys=1_000_000, only=Commas("put", "get", "blocks", "match"), geometry="smollm2",
         without=("", "contenders to leave out, by name"), quick={"rounds": 3, "keys": 50_000},

@@ -29,10 +29,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from harness import Commas, Samples, options, save, show, turns
 from harness.disks import EXTENTS, DiskRig
-from harness.options import Commas, options, save
-from harness.rounds import Samples, turns
-from harness.tables import show
 
 import geometries
 from memserve import _core
@@ -84,7 +82,6 @@ class Store(DiskRig):
         return key if self.write(key, extent) else None
 
     def fill(self, nbytes: int) -> None:
-        """Write so many bytes."""
         while self.disks.counters()["payload_bytes_written"] < nbytes:
             self.run("write", 1.0, 32)
 
@@ -141,7 +138,6 @@ def measure(given: Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure and print."""
     given = options(
         __doc__, folder=Path, rounds=5, **SIZES, depths=Commas(1, 8, 32), sync=("segment", "", SYNCS),
         engine=("", "default: the better one", ENGINES), geometry="smollm2",

@@ -16,12 +16,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from harness.clients import Answer
-from harness.options import Commas, options, save
-from harness.prompts import documents
-from harness.rounds import Samples, median, percentile, turns
+from harness import Answer, Commas, Samples, Table, documents, median, options, percentile, save, turns
 from harness.served import Side, plain_side, stored_side
-from harness.tables import Table
 
 DOCUMENT, QUESTION = 512, 32
 FAULTS: dict[str, dict[str, Any]] = {
@@ -89,7 +85,6 @@ def p99(answers: list[Answer]) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
     given = options(
         __doc__, faults=Commas(*FAULTS), rounds=4, clients=2, answer=(4, "tokens of each answer"),
         documents=(16, "more than fit into memory of instance and store"), kv_memory="96MiB", store_dram="64MiB",

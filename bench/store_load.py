@@ -23,11 +23,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from harness.options import Commas, options, save
-from harness.prompts import documents
-from harness.rounds import Samples
+from harness import Commas, Samples, documents, options, save, show
 from harness.served import BLOCK, STATS_S, Side, plain_side, stored_side
-from harness.tables import show
 
 SIDES = ("no cache", "cache", "ssd", "slow")
 TIERS = ("instance_store_tokens", "instance_store_ssd_tokens", "instance_store_fetches_failed", "store_fetches_cut")
@@ -118,7 +115,6 @@ def row_of(ratio: str, side: str, given: Namespace, spent: Samples, cached: Samp
 
 
 def main() -> None:
-    """Measure and print."""
     given = options(
         __doc__, ratios=Commas("1:1", "4:1", "20:1", "100:1"), sides=Commas(*SIDES), rounds=3,
         documents=(12, "more than fit into memory of instance and store"), document=(1024, "tokens"), clients=2,

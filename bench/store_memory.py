@@ -19,9 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-from harness.options import options, save
-from harness.rounds import Samples, seconds
-from harness.tables import Table
+from harness import Samples, Table, options, save, seconds
 
 import geometries
 from memserve import _core
@@ -174,7 +172,6 @@ def measure(given: Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print figures, and write them as JSON."""
     given = options(__doc__, reps=30, entries=1_000_000, geometry="llama3")
     given.block_bytes = geometries.SHAPES[given.geometry].kv.block_bytes
     figures = measure(given)

@@ -26,12 +26,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from harness import end_in_order, metric_sum, options, parts_of, save, show, turns
 from harness.chat_load import COLUMNS, SHAPE, Load, Pass, Route, first, in_turn, rows_of, shape_of, sticky
-from harness.options import options, parts_of, save
-from harness.processes import end_in_order, metric_sum
-from harness.rounds import turns
 from harness.served import Served, serving
-from harness.tables import show
 
 QUICK = ("private, in turn", "store, least-load", "store, cost")
 
@@ -105,7 +102,6 @@ def measure(given: Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure and print."""
     given = options(
         __doc__, settings=list(SETTINGS), instances=4, rounds=3, chats=16, clients=(8, "requests at once"),
         requests=(64, "that count, in each pass"), warm=(32, "before them"), **SHAPE,

@@ -21,11 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from harness import LineChild, kill, median, options, resident_bytes, save, show
 from harness.disks import DiskRig
-from harness.options import options, save
-from harness.processes import LineChild, kill, resident_bytes
-from harness.rounds import median
-from harness.tables import show
 
 from memserve import _core
 from memserve.base.units import MIB
@@ -162,7 +159,6 @@ def recover(folder: Path, records: int, *, is_last: bool) -> tuple[float, _core.
 
 
 def main() -> None:
-    """Write, and find it again, several times."""
     given = options(
         __doc__, records=1_000_000, folder=Path, rounds=3, sparse=False, write=Path, hidden="write"
     )  # fmt: skip

@@ -20,12 +20,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from harness import end_in_order, median, options, save, show, turns
 from harness.chat_load import SHAPE, Load, shape_of
-from harness.options import options, save
-from harness.processes import end_in_order
-from harness.rounds import median, turns
 from harness.served import Served, serving
-from harness.tables import show
 
 TOKEN_BYTES = 23_040
 """KV of a token of the bundled model."""
@@ -100,7 +97,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print and plot."""
     given = options(
         __doc__, settings=list(SETTINGS), levels=[1, 2, 4, 8], fit=(3, "chats that fit in the instance's memory"),
         seconds=(18.0, "that count, at each level and setting"), warm=(8.0, "seconds before them"),

@@ -23,12 +23,8 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from harness.options import options, save
-from harness.processes import wait_until
-from harness.prompts import documents
-from harness.rounds import Samples
+from harness import Samples, documents, options, save, show, wait_until
 from harness.served import BLOCK, Served, Side, serving
-from harness.tables import show
 
 from served_cluster import is_alive, unlink_store_memory
 
@@ -46,7 +42,6 @@ def kill_everything(server: Served) -> None:
 
 
 def measure(given: Namespace) -> Samples:
-    """Seconds, by kind."""
     spent = Samples()
     for number in range(given.rounds):
         texts = documents(given.prompts, given.tokens, given.seed + number)
@@ -76,7 +71,6 @@ def ask_before(side: Side, texts: list[list[int]], spent: Samples) -> None:
 
 
 def ask_after(side: Side, texts: list[list[int]], spent: Samples) -> None:
-    """From the disk."""
     side.until(lambda: side.total("store_tree_blocks") >= blocks_of(texts), "all blocks found again")
     warm_up(side, len(texts[0]))
     for text in texts:
@@ -84,7 +78,6 @@ def ask_after(side: Side, texts: list[list[int]], spent: Samples) -> None:
 
 
 def blocks_of(texts: list[list[int]]) -> int:
-    """Of all ``texts``."""
     return sum(len(text) // BLOCK for text in texts)
 
 
@@ -103,7 +96,6 @@ def first_s(side: Side, text: list[int], cached_min: int) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
     given = options(
         __doc__, tokens=2048, prompts=(6, "more than fit into the instance's memory"), rounds=2, kv_memory="128MiB",
         store_dram="512MiB", model="", folder=Path, seed=0,

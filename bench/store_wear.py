@@ -27,9 +27,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness import Table, need, options, save
 from harness.disks import DiskRig
-from harness.options import need, options, save
-from harness.tables import Table
 
 from memserve.base.units import MIB, NS_PER_S
 from memserve.store.disks import events as ev
@@ -76,7 +75,6 @@ class Store(DiskRig):
         self.memory_blocks = given.mib * MIB // self.block_bytes // MEMORY_SHARE
 
     def now(self) -> int:
-        """The trace's time."""
         return self.now_ns
 
     def ask(self, key: bytes) -> None:
@@ -138,7 +136,6 @@ class Store(DiskRig):
         return outcomes
 
     def go_on(self) -> None:
-        """Take what has ended."""
         for done in self.arrived():
             self.disks.handle(done, self.now_ns)
         self.take()
@@ -195,7 +192,6 @@ def play(trace: list[tuple[int, list[int]]], given: Namespace, budget: int) -> d
 
 
 def main() -> None:
-    """Without a budget, and with one."""
     given = options(
         __doc__, required="trace", trace=Path, folder=Path, mib=(2048, "size of the disk"), hours=0.5,
         block_kib=(64, "size of a block of the trace"), drive_writes_per_day=(2.0, "budget, in sizes of the disk"),

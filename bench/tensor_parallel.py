@@ -17,10 +17,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from harness.options import options, save
-from harness.prompts import token_prompts
-from harness.rounds import Samples, seconds, turns
-from harness.tables import Table
+from harness import Samples, Table, options, save, seconds, token_prompts, turns
 
 from memserve import LLM
 from memserve.base.types import SamplingParams
@@ -88,7 +85,6 @@ COLUMNS = {
 
 
 def main() -> None:
-    """Start both, and measure in turn."""
     given = options(
         __doc__, workers=2, model="", dtype="float32", rounds=5,
         cold=(False, "measure while KV memory is touched for the first time"),

@@ -17,9 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness.options import options, save
-from harness.rounds import Samples, turns
-from harness.tables import Table
+from harness import Samples, Table, options, save, turns
 
 from memserve.base.kv_layout import Parallel, shares
 from memserve.model.attention.backends import choose_attention
@@ -67,7 +65,6 @@ class Part:
 
 
 def main() -> None:
-    """Each cut in turn."""
     given = options(__doc__, workers=2, model=DEFAULT_MODEL, dtype="float32", rounds=6)
     torch.set_num_threads(1)
     cuts, record = {"own heads": False, "as served": True}, {}

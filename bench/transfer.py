@@ -30,11 +30,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from harness import BENCH
-from harness.options import options
-from harness.processes import LineChild
-from harness.rounds import Samples, median, turns
-from harness.tables import show
+from harness import BENCH, LineChild, Samples, median, options, show, turns
 
 import geometries
 from memserve import _core
@@ -211,7 +207,6 @@ def report(records: list[dict[str, Any]], works: dict[str, Ranges]) -> None:
 
 
 def main() -> None:
-    """Command line."""
     given = options(
         __doc__, hidden="own links", mib=(128, "MiB moved at a time in the table of sizes"), rounds=9,
         ucx=(str, "transports that UCX may use (UCX_TLS), e.g. tcp"), without_nixl=False,
@@ -243,7 +238,6 @@ def main() -> None:
 
 
 def has_nixl(given: Namespace) -> bool:
-    """Whether NIXL takes part."""
     return nixl_is_installed() and not given.without_nixl
 
 

@@ -144,7 +144,6 @@ def die_and_live(after_s: float, die: Callable[[], object], live: Callable[[], o
 
 
 def answers(given: Namespace, folder: Path) -> dict[str, Any]:
-    """See *answers*."""
     prompts, rng, record = prompts_of(given), Random(2), dict[str, Any]()
     print(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, 32 new ones each")
     right = reference(given, folder, prompts)
@@ -182,7 +181,6 @@ def log_lines(folder: Path, pattern: str) -> list[str]:
 
 
 def failures(given: Namespace, folder: Path) -> dict[str, Any]:
-    """See *failures*."""
     prompts, record = prompts_of(given), dict[str, Any]()
     right = reference(given, folder, prompts)
     with ServedStore(folder, dram="2GiB") as store:
@@ -202,7 +200,6 @@ def failures(given: Namespace, folder: Path) -> dict[str, Any]:
 
 
 def restart(given: Namespace, folder: Path) -> dict[str, Any]:
-    """See *restart*."""
     spent, cached = Samples(), list[int]()
     prompts = token_prompts(given.rounds, given.tokens, Random(3))
     with ServedStore(folder, dram="2GiB") as store:
@@ -234,7 +231,6 @@ def restart(given: Namespace, folder: Path) -> dict[str, Any]:
 
 
 def cost(given: Namespace, folder: Path) -> dict[str, Any]:
-    """See *cost*."""
     names, rng, beside = ("none", "connector", "dead store"), Random(4), Samples()
     with ServedStore(folder, dram="2GiB") as store, ServedStore(folder, dram="2GiB") as dead:
         servers = {
@@ -271,8 +267,6 @@ PARTS = {"answers": answers, "failures": failures, "restart": restart, "cost": c
 
 
 def main() -> None:
-    """The parts that are wanted."""
-
     def measure(given: Namespace, folder: Path) -> dict[str, Any]:
         record = {}
         for name, part in parts_of(given.only, PARTS).items():

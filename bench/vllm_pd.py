@@ -20,10 +20,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from harness import Answer, ask_all, meanwhile, metric_sum, metrics_of, stream
 from harness.chats import Session, chat_sessions
-from harness.clients import Answer, ask_all, meanwhile, stream
 from harness.engines import EventServer, ServedStore, Vllm, judge, recorded, running
-from harness.processes import metric_sum, metrics_of
 from harness.routers import fleet_router
 from harness.served import BLOCK
 
@@ -32,7 +31,6 @@ Key = tuple[str, int]
 
 
 def ask(url: str, messages: list[dict[str, str]], tokens: int) -> Answer:
-    """One turn, greedy, streamed."""
     more = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
     body = {"model": "x", "messages": messages, "max_tokens": tokens, "temperature": 0, **more}
     answer = stream(url, body, "/v1/chat/completions").checked()
@@ -106,7 +104,6 @@ def prefills(url: str) -> int:
 
 
 def compute_elsewhere(chats: Chats, url: str, first: Vllm, second: Vllm) -> dict[str, Any]:
-    """The first pass."""
     counts: Counter[str] = Counter()
     before = counts_of(first), counts_of(second)
     for turn in range(max(number for _, number in chats.right) + 1):
@@ -120,7 +117,6 @@ def compute_elsewhere(chats: Chats, url: str, first: Vllm, second: Vllm) -> dict
 
 
 def kill_halfway(chats: Chats, url: str, first: Vllm, second: Vllm) -> dict[str, Any]:
-    """The second pass."""
     counts: Counter[str] = Counter()
     before, earlier = counts_of(second), prefills(url)
 
@@ -160,7 +156,6 @@ def measure(given: Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, and judge."""
     data = (Path, "a folder of prompts, as lossless.py has it")
     record = recorded(
         __doc__, measure, required="data", data=data, chats=12, turns=4, tokens=48, system_chars=1200

@@ -21,10 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness import Samples, random_tokens, seconds, show, spread
 from harness.engines import ServedStore, recorded, transfer_config
-from harness.prompts import random_tokens
-from harness.rounds import Samples, seconds, spread
-from harness.tables import show
 
 CALLS = ("bind_connector_metadata", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save")
 SETTINGS = ("off", "by layer", "at the end")
@@ -50,7 +48,6 @@ class Spent:
 
 
 def engine_of(given: Namespace, store: ServedStore) -> Any:
-    """vLLM in this process."""
     for name, value in (
         ("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
     ):  # fmt: skip
@@ -107,7 +104,6 @@ def measure(given: Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure."""
     recorded(
         __doc__, measure, tokens=1024, rounds=12, device=False,
         threads=(2, "of the connector's: they copy side by side"),

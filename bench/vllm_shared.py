@@ -27,20 +27,16 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from harness import block_bytes, medians, options, parts_of, ratio, save, show, turns, working_folder
 from harness.chat_load import COLUMNS, SHAPE, Load, Pass, in_turn, rows_of, shape_of, sticky
 from harness.engines import ServedStore, Vllm, running
-from harness.options import options, parts_of, save, working_folder
-from harness.prompts import block_bytes
-from harness.rounds import medians, ratio, turns
 from harness.served import BLOCK as BLOCK_TOKENS
 from harness.served import bundled_model
-from harness.tables import show
 
 TTFT = "time_to_first_token_seconds"
 
 
 def servers_of(given: Namespace, kind: str, store: ServedStore, folder: Path) -> list[Vllm]:
-    """Two of a kind."""
     blocks = given.own_blocks + (0 if kind == "pool" else given.store_blocks // 2)
     flags = ("--num-gpu-blocks-override", str(blocks), "--max-num-seqs", str(given.running))
     flags += ("--max-model-len", str(given.context))
@@ -97,7 +93,6 @@ def measure_all(given: Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure and print."""
     given = options(
         __doc__, vllm="python", model="", dtype="bfloat16", rounds=2, users=8, at_once=(4, "users that do not think"),
         requests=(40, "that count, in each pass"), warm=(24, "before them"),
