@@ -6,8 +6,8 @@ Starts ``memserve serve --prefill 1 --decode 2 --kv-memory 64MiB --dram-memory 1
 bfloat16. Twelve clients ask for completions and chats of 100 to 5,000 tokens (requests that cannot fit must be refused
 clearly), streamed or whole, ``n`` up to 2, with salts, sessions, documents and logprobs; some leave in the middle of an
 answer. Questions whose greedy answers were learned before the load are asked repeatedly. ``--attacks`` adds attackers
-with their own key: malformed requests, hostile parameters, broken HTTP, slow readers, floods. ``--kills N`` kills N
-instances at random times (their successors are measured from their own start).
+with their own key: those of ``hostile.py --requests``. ``--kills N`` kills N instances at random times (their
+successors are measured from their own start).
 
 At the end the load drains, and nothing may be left: no block, request, transfer or named prefix. Resident memory is
 read from /proc of the router and of each instance. *Steady* is the spread, lowest to highest, of the medians of a
@@ -30,14 +30,17 @@ from pathlib import Path
 import aiohttp
 from harness import median, options, resident_bytes, save, show
 from harness.served import Served, serving
-from soak_attacks import Attacked, Attacker
+from hostile_random import give_up_names, target_of
 from soak_load import Client, Fixed, Tally, Target
+
+from hostile_storm import Storm, storm
 
 MB = 1_000_000
 SERVE = ("--prefill", "1", "--decode", "2", "--kv-memory", "64MiB", "--dram-memory", "128MiB")
 KEYS = {"honest": "honest-key", "attack": "attack-key"}
 FIELDS = ("VmRSS", "RssAnon", "RssFile", "RssShmem", "VmHWM")
-SAMPLE_S = 5.0
+SAMPLE_S, PAUSE_S = 5.0, 4.0
+VOCABULARY = 49_152
 IDLE_S_MAX = 180.0
 STEADY_SHARE = 0.02
 INSTANCE_BYTES_MAX = 1200 * MB
@@ -110,6 +113,17 @@ async def kill(served: Served, minutes: float, kills: int, seed: int, killed: li
         killed.append(name)
 
 
+async def attack(served: Served, found: Storm, clients: int, seed: int, stop: asyncio.Event) -> None:
+    """Requests drawn from the grammars of ``hostile.py --requests``, with pauses, until ``stop``."""
+    target, first, draw = target_of(served, VOCABULARY), 0, random.Random(f"attack-{seed}")
+    while not stop.is_set():
+        part = await storm(served.url, target, seed, range(first, first + clients), clients=clients)
+        found.statuses.update(part.statuses)
+        found.misses += part.misses
+        first += clients
+        await asyncio.sleep(draw.uniform(0, PAUSE_S))
+
+
 # -- what is left
 
 
@@ -129,7 +143,7 @@ class Run:
     """The results of a run."""
 
     tally: Tally
-    attacked: Attacked
+    storm: Storm
     samples: list[Sample]
     killed: list[str]
     rest: dict[str, float]
@@ -146,12 +160,11 @@ def open_files(served: Served) -> dict[str, int]:
 
 async def soak(served: Served, args: Namespace) -> Run:
     """Load, attacks and samples at once; then the drain."""
-    tally, attacked, killed, samples = Tally(), Attacked(), list[str](), list[Sample]()
+    tally, attacks, killed, samples = Tally(), Storm(), list[str](), list[Sample]()
     blocks = served.metrics()['memserve_instance_blocks{instance="p1",role="prefill",state="free",tier="hbm"}']
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as http:
         honest = Target(http, served.url, served.model, int(blocks) * 32, KEYS["honest"])
-        attack = Target(http, served.url, served.model, int(blocks) * 32, KEYS["attack"])
         fixed = Fixed(honest, tally)
         await fixed.learn()
         files_before, started, stop = open_files(served), time.monotonic(), asyncio.Event()
@@ -159,17 +172,19 @@ async def soak(served: Served, args: Namespace) -> Run:
         others = [watch(served, started, samples, stop), fixed.run(stop, 20)]
         others += [kill(served, args.minutes, args.kills, args.seed, killed)] if args.kills else []
         if args.attacks:
-            others += [Attacker(attack, attacked, i, args.seed).run(stop, 4.0) for i in range(args.attackers)]
+            others += [attack(served, attacks, args.attackers, args.seed, stop)]
         tasks = [asyncio.ensure_future(work) for work in (*clients, *others)]
         await asyncio.wait(tasks, timeout=args.minutes * 60, return_when=asyncio.FIRST_EXCEPTION)
         stop.set()
         load_s = time.monotonic() - started
         await asyncio.gather(*tasks)
+        if args.attacks:
+            await asyncio.to_thread(give_up_names, served)
         rest = await drained(served)
         await fixed.check()
     await asyncio.sleep(2)
     down = [] if set(processes(served)) >= {"router", "p1", "d1", "d2"} else ["an instance is gone"]
-    return Run(tally, attacked, samples, killed, rest, files_before, open_files(served), load_s, down)
+    return Run(tally, attacks, samples, killed, rest, files_before, open_files(served), load_s, down)
 
 
 # -- figures
@@ -239,7 +254,7 @@ def checks_of(run: Run, errors: str) -> list[Check]:
         Check("honest requests that did not", f"{len(tally.misses)}", "0", not tally.misses),
         Check("fixed questions, not answered as before", f"{sum(m.startswith('fixed') for m in tally.misses)} of "
               f"{tally.compared}, {tally.ties} ties", "0", not any(m.startswith("fixed") for m in tally.misses)),
-        Check("answers of 500", f"{len(run.attacked.failures)}", "0", not run.attacked.failures),
+        Check("answers to attacks that may not be", f"{len(run.storm.misses)}", "0", not run.storm.misses),
         Check("left after the load", f"{run.rest or 'nothing'}", "nothing", not run.rest),
         Check("instances", ", ".join(run.down) or "all there", "all there", not run.down),
         Check("descriptors left open", f"{grown or 'none'}", "none", not grown),
@@ -271,9 +286,9 @@ def plot(samples: list[Sample], path: Path) -> None:
 
 def report(run: Run, checks: list[Check]) -> None:
     print(f"\nended correctly: {dict(run.tally.ended.most_common())}; turned away for a while: {run.tally.turned_away}")
-    if run.attacked.attacks:
-        print(f"attacks: {dict(run.attacked.attacks)}, answered {dict(sorted(run.attacked.statuses.items()))}")
-    for text in [*run.tally.misses[:20], *run.attacked.failures[:10]]:
+    if run.storm.statuses:
+        print(f"attacks were answered {dict(sorted(run.storm.statuses.items()))}")
+    for text in [*run.tally.misses[:20], *run.storm.misses[:10]]:
         print(f"MISS  {text}")
     show(({**vars(check), "verdict": "ok" if check.ok else "MISS"} for check in checks),
          ("verdict", "name", "figure", "target"))  # fmt: skip

@@ -25,14 +25,15 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from harness import Commas, Samples, median, options, ratio, save, seconds, show, turns
 from store_rivals import (
     CHAINS,
+    KEYS,
     MATCHED,
     MIB,
     MOONCAKE_KEYS,
@@ -53,59 +54,50 @@ from served_store import ServedStore
 
 class Memserve(Contender):
     name = "memserve"
+    can: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "put": {"copied": "put", "in place": "put_staged", "copied, one call": "put_many"},
+        "get": {"in place": "get_in_place", "copied": "get"},
+        "blocks": {"1 thread": "blocks", "2 threads": "blocks_by_two"}, "match": {"": "match"},
+    }  # fmt: skip
 
-    def __init__(self, buffers: Buffers, folder: Path) -> None:
-        super().__init__()
-        self._buffers = buffers
-        self._store = ServedStore(folder, dram="8GiB")
+    def open(self) -> None:
+        self._store = ServedStore(self.folder, dram="8GiB")
         self._client = self._store.client()
         self._staged = self._client.allocate(MIB)
-        np.frombuffer(self._staged.data, np.uint8)[:] = buffers.one
-        blocks = [(key_of(number, "block"), block) for number, block in enumerate(buffers.blocks)]
-        assert all(self._client.put_many(blocks, timeout_s=WAIT_S))
+        np.frombuffer(self._staged.data, np.uint8)[:] = self.buffers.one
+        names = [key_of(number, "block") for number in range(VALUES)]
+        self._targets = list(zip(names, self.buffers.targets, strict=True))
+        assert all(self._client.put_many(list(zip(names, self.buffers.blocks, strict=True)), timeout_s=WAIT_S))
 
-    def operations(self) -> dict[str, dict[str, Operation]]:
-        mine, client = self._buffers, self._client
-        keys = [key_of(number) for number in range(VALUES)]
-        pairs = [(key_of(number, "block"), target) for number, target in enumerate(mine.targets)]
+    def put(self, key: bytes) -> None:
+        assert self._client.put(key, self.buffers.one)
 
-        def put(value: Any) -> Operation:
-            def puts() -> None:
-                for key in keys:
-                    assert client.put(key, value)
+    def put_staged(self, key: bytes) -> None:
+        assert self._client.put(key, self._staged)
 
-            return puts
+    def put_many(self) -> None:
+        assert all(self._client.put_many([(key, self.buffers.one) for key in KEYS], timeout_s=WAIT_S))
 
-        def put_many() -> None:
-            assert all(client.put_many([(key, mine.one) for key in keys], timeout_s=WAIT_S))
+    def get_in_place(self, key: bytes) -> None:
+        self._client.get(key).release()
 
-        def get_in_place() -> None:
-            for key in keys:
-                client.get(key).release()
+    def get(self, key: bytes) -> None:
+        self._client.get_into([(key, self.buffers.out)])
 
-        def get_copied() -> None:
-            for key in keys:
-                client.get_into([(key, mine.out)])
+    def blocks(self, threads: int = 1) -> None:
+        self._client.get_into(self._targets, threads=threads)
 
-        def blocks(threads: int) -> Operation:
-            return lambda: client.get_into(pairs, threads=threads)
+    def blocks_by_two(self) -> None:
+        self.blocks(2)
 
-        def match() -> None:
-            for keys_in_turn in self.matched:
-                assert client.match_last_index(keys_in_turn) == MATCHED - 1
-
-        return {
-            "put": {"copied": put(mine.one), "in place": put(self._staged), "copied, one call": put_many},
-            "get": {"in place": get_in_place, "copied": get_copied},
-            "blocks": {"1 thread": blocks(1), "2 threads": blocks(2)},
-            "match": {"": match},
-        }
+    def match(self, keys: list[bytes]) -> None:
+        assert self._client.match_last_index(keys) == MATCHED - 1
 
     def fill(self, count: int) -> None:
         for first in range(0, count, 65_536):
-            some = range(first, min(first + 65_536, count))
-            taken = self._client.put_many(((key_of(number, "small"), b"8 bytes!") for number in some), timeout_s=WAIT_S)
-            assert all(taken)
+            numbers = range(first, min(first + 65_536, count))
+            pairs = ((key_of(number, "small"), b"8 bytes!") for number in numbers)
+            assert all(self._client.put_many(pairs, timeout_s=WAIT_S))
 
     def close(self) -> None:
         self._staged.release()
