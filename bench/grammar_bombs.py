@@ -28,7 +28,7 @@ from pathlib import Path
 
 import httpx
 from harness.clients import Answer, Json, ask_all, greedy, meanwhile, stream
-from harness.options import options, parts_of, save
+from harness.flags import options, parts_of, save
 from harness.processes import end_in_order
 from harness.rounds import median
 from harness.served import Served, serving

@@ -9,13 +9,14 @@ server's few microseconds for *first*. Rates take turns inside each round; figur
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import multiprocessing.connection
 import os
 import time
+from multiprocessing.connection import Connection
 
 from harness import Commas, medians, options, save, show, turns
+from harness.instant import serve_instantly
 
 from memserve_lab.bench.load.client import Target
 from memserve_lab.bench.load.driver import Driver, drive
@@ -39,33 +40,10 @@ USAGE = event('{"choices":[],"usage":{"prompt_tokens":%d,"completion_tokens":%d}
 ANSWER = HEAD + TOKEN * TOKENS + USAGE + event("[DONE]") + b"0\r\n\r\n"
 
 
-class Instant(asyncio.Protocol):
-    """Answers every request as soon as its last byte has arrived."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected."""
-        self._transport, self._data = transport, b""
-
-    def data_received(self, data: bytes) -> None:
-        """A piece of a request, or several requests."""
-        self._data += data
-        while (end := self._data.find(b"\r\n\r\n")) >= 0:
-            head = self._data[:end].lower()
-            length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0] or 0)
-            if len(self._data) < end + 4 + length:
-                return
-            self._data = self._data[end + 4 + length :]
-            self._transport.write(ANSWER)
-
-
-def serve(port: multiprocessing.connection.Connection, core: int) -> None:
-    async def main() -> None:
-        server = await asyncio.get_running_loop().create_server(Instant, "127.0.0.1", 0, backlog=4096)
-        port.send(server.sockets[0].getsockname()[1])
-        await server.serve_forever()
-
+def serve(line: Connection, core: int) -> None:
+    """A process: tells its port, and answers."""
     os.sched_setaffinity(0, {core})
-    asyncio.run(main())
+    serve_instantly(lambda path: ANSWER, on_listen=line.send)
 
 
 def measure(url: str, rate: float, seconds: float) -> dict[str, float]:

@@ -20,10 +20,8 @@ take 0.1 to 0.2 ms a request.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import re
 import sys
 import tempfile
 import threading
@@ -35,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Commas, Table, medians, options, process, resident_bytes, save, turns
+from harness.instant import json_response, serve_instantly
 from harness.routers import (
     Router,
     memserve_router,
@@ -124,39 +123,9 @@ _COMPLETION = (
 )
 
 
-class NullServer(asyncio.Protocol):
-    """A server that answers every completion with the same token, as quickly as Python can."""
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport, self._buffer = transport, bytearray()
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while (head := self._buffer.find(b"\r\n\r\n")) >= 0:
-            fields = bytes(self._buffer[:head]).lower()
-            words, length = fields.split(b" ", 2), re.search(rb"content-length: *(\d+)", fields)
-            if len(words) < 3 or not words[2].startswith(b"http/1.1") or b"transfer-encoding:" in fields:
-                self._transport.close()  # a router that tries HTTP/2 first
-                return
-            end = head + 4 + (int(length.group(1)) if length else 0)
-            if len(self._buffer) < end:
-                return
-            del self._buffer[:end]
-            body = _FIXED.get(words[1]) or _FIXED.get(b"/get_" + words[1][1:]) or _COMPLETION
-            kind = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-            self._transport.write(kind % len(body) + body)
-
-
-def be_servers(ports: list[int]) -> None:
-    """Another process: a null server at each of ``ports``, until it is terminated."""
-    import uvloop
-
-    async def serve() -> None:
-        loop = asyncio.get_running_loop()
-        servers = [await loop.create_server(NullServer, "127.0.0.1", port) for port in ports]
-        await asyncio.gather(*(server.serve_forever() for server in servers))
-
-    uvloop.run(serve())
+def respond(path: bytes) -> bytes:
+    """What a null server says."""
+    return json_response(_FIXED.get(path) or _FIXED.get(b"/get_" + path[1:]) or _COMPLETION)
 
 
 COLUMNS = {
@@ -211,7 +180,7 @@ def main() -> None:
     if given.be_instances:
         return be_instances(given.model, given.be_instances)
     if given.be_servers:
-        return be_servers([int(port) for port in given.be_servers.split(",")])
+        return serve_instantly(respond, [int(port) for port in given.be_servers.split(",")])
     need_wrk()
     table, rows = Table(COLUMNS), []
     with ExitStack() as stack:

@@ -35,7 +35,7 @@ from typing import Any
 
 import httpx
 from harness.clients import Answer, greedy, meanwhile, post, stream
-from harness.options import options, save
+from harness.flags import options, save
 from harness.processes import is_ready, process, wait_until
 from harness.prompts import random_tokens
 from harness.tables import Table

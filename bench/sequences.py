@@ -26,7 +26,7 @@ import httpx
 import torch
 from harness import ROOT
 from harness.clients import Answer, Json, greedy, meanwhile, stream
-from harness.options import options, save
+from harness.flags import options, save
 from harness.processes import end
 from harness.rounds import median, percentile, seconds
 from harness.tables import Table, show

@@ -27,11 +27,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
+import httpx
 from harness import median, options, resident_bytes, save, show
 from harness.served import Served, serving
 from hostile_random import give_up_names, target_of
-from soak_load import Client, Fixed, Tally, Target
+from soak_load import ANSWER_S_MAX, Client, Fixed, Tally, Target
 
 from hostile_storm import Storm, storm
 
@@ -162,9 +162,9 @@ async def soak(served: Served, args: Namespace) -> Run:
     """Load, attacks and samples at once; then the drain."""
     tally, attacks, killed, samples = Tally(), Storm(), list[str](), list[Sample]()
     blocks = served.metrics()['memserve_instance_blocks{instance="p1",role="prefill",state="free",tier="hbm"}']
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as http:
-        honest = Target(http, served.url, served.model, int(blocks) * 32, KEYS["honest"])
+    limits, key = httpx.Limits(max_connections=None), {"authorization": f"Bearer {KEYS['honest']}"}
+    async with httpx.AsyncClient(base_url=served.url, timeout=ANSWER_S_MAX, limits=limits, headers=key) as http:
+        honest = Target(http, served.model, int(blocks) * 32)
         fixed = Fixed(honest, tally)
         await fixed.learn()
         files_before, started, stop = open_files(served), time.monotonic(), asyncio.Event()

@@ -39,7 +39,7 @@ from typing import Any
 from harness.chats import opening_ids
 from harness.clients import Answer, ask_all
 from harness.engines import ServedStore, Vllm, judge, recorded, running
-from harness.options import Commas, parts_of
+from harness.flags import Commas, parts_of
 from harness.processes import wait_until
 from harness.prompts import openings, random_tokens, token_prompts
 from harness.rounds import Samples, median, spread

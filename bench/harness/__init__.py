@@ -1,7 +1,7 @@
 """What the scripts of ``bench/`` share, so that each of them says only what it compares.
 
 =============== =====================================================================================================
-``options``     flags by their defaults, ``--json`` and ``--geometry``; the record of a run; folders for logs and disks
+``flags``       flags by their defaults, ``--json`` and ``--geometry``; the record of a run; folders for logs and disks
 ``rounds``      contenders in turns, round by round; medians, quartiles and ratios of rounds, percentiles
 ``tables``      rows as Markdown
 ``prompts``     tokens and texts that no cache has
@@ -29,7 +29,7 @@ if str(SUPPORT) not in sys.path:
     sys.path.insert(0, str(SUPPORT))
 
 from harness.clients import *  # noqa: E402, F403  # it needs the path above; all of it is the harness
-from harness.options import *  # noqa: E402, F403  # it needs the path above; all of it is the harness
+from harness.flags import *  # noqa: E402, F403  # it needs the path above; all of it is the harness
 from harness.processes import *  # noqa: E402, F403  # it needs the path above; all of it is the harness
 from harness.prompts import *  # noqa: E402, F403  # it needs the path above; all of it is the harness
 from harness.rounds import *  # noqa: E402, F403  # it needs the path above; all of it is the harness

@@ -34,11 +34,14 @@ class Answer:
     """Where they were asked for: ids of ``return_token_ids``, or texts of ``logprobs``."""
     gaps: list[float] = field(default_factory=list)
     """Between the log probabilities of the two best tokens, one for each, where ``logprobs`` were asked for."""
+    logprobs: Json = field(default_factory=dict)
+    """Of the last part that had any."""
     times_s: list[float] = field(default_factory=list)
     """Of the events with text or tokens, in a stream."""
     total_s: float = 0.0
     usage: Json = field(default_factory=dict)
-    finish_reason: str = ""
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    """Of each choice that has come to its end."""
     error: str = ""
     is_whole: bool = False
     """A stream's last event has come."""
@@ -52,6 +55,11 @@ class Answer:
     def steps_s(self) -> list[float]:
         """Between tokens."""
         return [later - earlier for earlier, later in pairwise(self.times_s)]
+
+    @property
+    def finish_reason(self) -> str:
+        """Of the first choice."""
+        return self.finish_reasons.get(0, "")
 
     @property
     def cached(self) -> int:
@@ -75,9 +83,11 @@ class Answer:
             text, tokens = news.get("text") or news.get("content") or "", choice.get("token_ids") or []
             self.text += text
             self.tokens += tokens
+            self.logprobs = choice.get("logprobs") or self.logprobs
             self.gaps += _gaps(choice.get("logprobs") or {})
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            if text or tokens or (self.finish_reason and not self.times_s):
+            if choice.get("finish_reason"):
+                self.finish_reasons[choice.get("index", 0)] = choice["finish_reason"]
+            if text or tokens or (self.finish_reasons and not self.times_s):
                 self.times_s.append(now_s)
 
     def checked(self) -> Answer:
@@ -123,11 +133,15 @@ async def astream(client: httpx.AsyncClient, url: str, body: Json, headers: dict
     try:
         async with client.stream("POST", url, json=body, headers=headers) as response:
             answer.status = response.status_code
+            if response.status_code != 200:
+                answer.error = (await response.aread()).decode(errors="replace")
+                return answer
             async for line in response.aiter_lines():
                 answer.take(line, time.perf_counter() - begin)
     except httpx.HTTPError as error:
         answer.error = repr(error)
-    answer.total_s = time.perf_counter() - begin
+    finally:
+        answer.total_s = time.perf_counter() - begin
     return answer
 
 

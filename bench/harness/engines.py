@@ -21,7 +21,7 @@ import httpx
 
 from harness import BENCH, ROOT
 from harness.clients import Answer, completion
-from harness.options import options, save, working_folder
+from harness.flags import options, save, working_folder
 from harness.processes import cpu_s, is_ready, metrics_of, wait_until, without_path
 from harness.served import bundled_model
 from ports import free_port
