@@ -21,14 +21,15 @@ class Table:
 
     def __init__(self, columns: Columns | Iterable[str]) -> None:
         """Without format strings a cell is the field of its column's name."""
-        self._columns = columns if isinstance(columns, Mapping) else {name: f"{{{name}}}" for name in columns}
+        self._columns = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
         print(line_of(self._columns))
         print(line_of("---" for _ in self._columns), flush=True)
 
     def show(self, row: Any) -> None:
         """A mapping, or a dataclass."""
         fields = row if isinstance(row, Mapping) else {**dataclasses.asdict(row), **_properties(row)}
-        print(line_of(_cell(text, fields) for text in self._columns.values()), flush=True)
+        cells = (_cell(text or name, fields, is_name=text is None) for name, text in self._columns.items())
+        print(line_of(cells), flush=True)
 
 
 def show(rows: Iterable[Any], columns: Columns | Iterable[str]) -> None:
@@ -43,7 +44,9 @@ def line_of(cells: Iterable[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _cell(text: str, fields: Mapping[str, Any]) -> str:
+def _cell(text: str, fields: Mapping[str, Any], *, is_name: bool) -> str:
+    if is_name:
+        return str(fields.get(text, ""))
     known = _Known({name: value for name, value in fields.items() if value is not None})
     cell = text.format_map(known)
     return "" if known.misses else cell
