@@ -40,7 +40,8 @@ def asked(llm: LLM, way: str, prompts: list[list[int]], tokens: int) -> float:
     begin = time.perf_counter()
     with ThreadPoolExecutor(len(plans)) as pool:
         calls = [
-            pool.submit(llm.generate, [one], GREEDY, max_tokens=tokens, ignore_eos=True, **more) for one, more in plans
+            pool.submit(llm.generate, [item], GREEDY, max_tokens=tokens, ignore_eos=True, **more)
+            for item, more in plans
         ]
         for call in calls:
             call.result()
@@ -68,25 +69,25 @@ CASES = {
 
 
 def main() -> None:
-    given = options(__doc__, model=DEFAULT_MODEL, dtype="auto", rank=16, rounds=5)
-    rng, found = random.Random(time.time_ns()), {case: Samples() for case in CASES}
+    args = options(__doc__, model=DEFAULT_MODEL, dtype="auto", rank=16, rounds=5)
+    rng, results = random.Random(time.time_ns()), {case: Samples() for case in CASES}
     with tempfile.TemporaryDirectory() as folder:
-        module, lora = load_model(given.model, "float32").module, []
+        module, lora = load_model(args.model, "float32").module, []
         for number in range(ADAPTERS):
-            place = save_adapter(Path(folder) / f"a{number}", module, TARGETS, number, rank=given.rank, size=0.01)
+            place = save_adapter(Path(folder) / f"a{number}", module, TARGETS, number, rank=args.rank, size=0.01)
             lora.append(f"a{number}={place}")
         del module
-        plain = LLM(given.model, dtype=given.dtype, kv_memory="512MiB")
-        served = LLM(given.model, dtype=given.dtype, kv_memory="512MiB", lora=lora)
+        plain = LLM(args.model, dtype=args.dtype, kv_memory="512MiB")
+        served = LLM(args.model, dtype=args.dtype, kv_memory="512MiB", lora=lora)
         with plain, served:
-            for _, (case, way) in turns(given.rounds, product(CASES, WAYS)):
-                found[case][way].append(CASES[case](plain if way == WAYS[0] else served, way, rng))
-    print(f"{given.model}, rank {given.rank}, {ADAPTERS} adapters; ms")
+            for _, (case, way) in turns(args.rounds, product(CASES, WAYS)):
+                results[case][way].append(CASES[case](plain if way == WAYS[0] else served, way, rng))
+    print(f"{args.model}, rank {args.rank}, {ADAPTERS} adapters; ms")
     table = Table(["step", *WAYS])
-    for case, times in found.items():
+    for case, times in results.items():
         cells = {way: f"{times.median(way):.1f} ({times.ratio(way, WAYS[0]):.2f}x)" for way in WAYS}
         table.show({"step": case, **cells})
-    save(given, found)
+    save(args, results)
 
 
 if __name__ == "__main__":

@@ -117,16 +117,16 @@ def compare(step: Step, read: torch.Tensor, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure decode at several batch sizes and prefill at several lengths."""
-    given = options(__doc__, threads=torch.get_num_threads(), rounds=7)
-    torch.set_num_threads(given.threads)
+    args = options(__doc__, threads=torch.get_num_threads(), rounds=7)
+    torch.set_num_threads(args.threads)
     read, rows = torch.ones(1 << 26), []
-    print(f"isa {_kernels.isa()}, {given.threads} threads, torch {torch.__version__}")
+    print(f"isa {_kernels.isa()}, {args.threads} threads, torch {torch.__version__}")
     table = Table(COLUMNS)
     for dtype in ("bfloat16", "float32"):
         for sizes in SHAPES:
-            rows.append(compare(Step(*sizes, dtype), read, given.rounds))
+            rows.append(compare(Step(*sizes, dtype), read, args.rounds))
             table.show(rows[-1])
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -106,13 +106,13 @@ def play(session: Session, url: str, model: str, new_tokens: int, turns: int = 1
     return session
 
 
-def run(setting: Setting, sessions: list[Session], want: dict[str, list[str]], given: Namespace) -> dict[str, Any]:
+def run(setting: Setting, sessions: list[Session], want: dict[str, list[str]], args: Namespace) -> dict[str, Any]:
     """Play all sessions against one cluster, and compare the answers."""
     started = time.perf_counter()
-    with serving("--dtype", "float32", *setting.options, model=given.model) as server:
-        played, turns = [session.fresh() for session in sessions], 1 if setting.in_rounds else given.turns
+    with serving("--dtype", "float32", *setting.options, model=args.model) as server:
+        played, turns = [session.fresh() for session in sessions], 1 if setting.in_rounds else args.turns
         while any(not session.done for session in played):
-            ask_all(lambda session: play(session, server.url, server.model, given.new_tokens, turns), played, CLIENTS)
+            ask_all(lambda session: play(session, server.url, server.model, args.new_tokens, turns), played, CLIENTS)
         metrics = server.metrics()
         status, _ = server.stop()
     pairs = [
@@ -131,22 +131,22 @@ def run(setting: Setting, sessions: list[Session], want: dict[str, list[str]], g
 
 def main() -> None:
     """Run the chosen settings and print one line for each."""
-    given = options(
+    args = options(
         __doc__, required="data reference_model", data=(Path, "folder with conversations/ and longdocs/"), model="",
         reference_model=(str, "what transformers loads: a folder or a .gguf file"),
         reference=Path("build/cluster-reference.json"), sessions=12, documents=8, turns=6, new_tokens=32,
         settings=("", "semicolon-separated parts of setting names; default: all"),
     )  # fmt: skip
-    data, tokenizer = need(given.data), load_tokenizer(given.reference_model)
-    sessions = chat_sessions(data, given.sessions, given.turns)
-    sessions += document_sessions(data, tokenizer, given.documents, 2000)
-    want = reference_answers(given.reference_model, sessions, given.new_tokens, given.reference)
-    rows, parts = [], [part for part in given.settings.split(";") if part]
+    data, tokenizer = need(args.data), load_tokenizer(args.reference_model)
+    sessions = chat_sessions(data, args.sessions, args.turns)
+    sessions += document_sessions(data, tokenizer, args.documents, 2000)
+    want = reference_answers(args.reference_model, sessions, args.new_tokens, args.reference)
+    rows, parts = [], [part for part in args.settings.split(";") if part]
     for setting in settings(small="192MiB"):
         if not parts or any(part in setting.name for part in parts):
-            rows.append(run(setting, sessions, want, given))
+            rows.append(run(setting, sessions, want, args))
             print(json.dumps(rows[-1]), flush=True)
-    save(given, rows)
+    save(args, rows)
     sys.exit(any(row["wrong"] or row["did_not_happen"] for row in rows))
 
 

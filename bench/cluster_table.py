@@ -57,11 +57,11 @@ def play(session: Session, url: str, model: str, new_tokens: int) -> list[Turn]:
     return turns
 
 
-def run(name: str, flags: tuple[str, ...], sessions: list[Session], given: Namespace) -> dict[str, Any]:
+def run(name: str, flags: tuple[str, ...], sessions: list[Session], args: Namespace) -> dict[str, Any]:
     """One setting: the turns as clients saw them, and the instances' counters."""
-    with serving(*flags, "--kv-memory", given.kv_memory, *given.serve.split()) as server:
+    with serving(*flags, "--kv-memory", args.kv_memory, *args.serve.split()) as server:
         played = ask_all(
-            lambda session: play(session.fresh(), server.url, server.model, given.new_tokens), sessions, given.clients
+            lambda session: play(session.fresh(), server.url, server.model, args.new_tokens), sessions, args.clients
         )
         metrics = server.metrics()
         server.stop()
@@ -106,22 +106,22 @@ def show_all(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, required="data", data=Path, model=("", "for the tokenizer of long documents"),
         sessions=8, turns=6, documents=0, new_tokens=64, clients=2, kv_memory="1GiB",
         serve=("", "further options of memserve serve, in one string"),
         settings=("", "comma-separated parts of setting names; default: all"),
     )  # fmt: skip
-    data, rows = need(given.data), []
-    sessions = chat_sessions(data, given.sessions, given.turns)
-    if given.documents:
-        sessions += document_sessions(data, load_tokenizer(given.model), given.documents, 1500, given.turns)
+    data, rows = need(args.data), []
+    sessions = chat_sessions(data, args.sessions, args.turns)
+    if args.documents:
+        sessions += document_sessions(data, load_tokenizer(args.model), args.documents, 1500, args.turns)
     for name, flags in SETTINGS.items():
-        if not given.settings or any(part in name for part in given.settings.split(",")):
-            rows.append(run(name, flags, sessions, given))
+        if not args.settings or any(part in name for part in args.settings.split(",")):
+            rows.append(run(name, flags, sessions, args))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     show_all(rows)
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ def bench_match(pool: BlockPool, prompts: int, reps: int) -> Iterator[Record]:
         timer = Timer()
         for i in rng.permutation(max(prompts, reps))[:reps] % prompts:
             tokens = partial(int(i), share, pool.block_tokens)
-            found = timer(pool.match, "", tokens)
-            assert found == int(PROMPT_TOKENS * share) // pool.block_tokens * pool.block_tokens, found
+            results = timer(pool.match, "", tokens)
+            assert results == int(PROMPT_TOKENS * share) // pool.block_tokens * pool.block_tokens, results
         yield timer.record(f"match_{share:.0%}")
 
 
@@ -209,7 +209,7 @@ def rivals(path: Path) -> list[Record]:
 
 
 def main() -> None:
-    given = options(__doc__, trees=Commas(1, 1000, 20000), blocks=Commas(32, 16), reps=200, rivals=Path)
+    args = options(__doc__, trees=Commas(1, 1000, 20000), blocks=Commas(32, 16), reps=200, rivals=Path)
     table, records = Table(COLUMNS), list[Record]()
 
     def show(record: Record) -> None:
@@ -217,16 +217,16 @@ def main() -> None:
         where = " ".join(f"{key}={record[key]}" for key in PLACES if key in record)
         table.show({"head": head, "where": where, **record})
 
-    trees = (bench_tree(prompts, block, given.reps) for block, prompts in product(given.blocks, given.trees))
-    for record in chain(bench_limits(given.reps), bench_blocks(given.reps), chain.from_iterable(trees), bench_copies()):
+    trees = (bench_tree(prompts, block, args.reps) for block, prompts in product(args.blocks, args.trees))
+    for record in chain(bench_limits(args.reps), bench_blocks(args.reps), chain.from_iterable(trees), bench_copies()):
         show(record)
         records.append(record)
-    if given.rivals:
-        print(f"\nrecorded, another run (not beside the figures above): {given.rivals}\n")
+    if args.rivals:
+        print(f"\nrecorded, another run (not beside the figures above): {args.rivals}\n")
         table = Table(COLUMNS)
-        for record in rivals(given.rivals):
+        for record in rivals(args.rivals):
             show(record)
-    save(given, records)
+    save(args, records)
 
 
 if __name__ == "__main__":

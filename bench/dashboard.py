@@ -62,17 +62,17 @@ def open_page(url: str) -> Iterator[None]:
         yield
 
 
-def measure_router(given: Namespace) -> None:
+def measure_router(args: Namespace) -> None:
     """Interleaved rounds without and with a page."""
     need_wrk()
-    model = need(given.model, "model's folder")
+    model = need(args.model, "model's folder")
     os.sched_setaffinity(0, {LOAD_CORE})  # the page's own work must not take the router's core
     rounds: dict[str, list[dict[str, Any]]] = {"alone": [], "page": []}
     with tempfile.TemporaryDirectory() as name, null_router(model, Path(name), INSTANCES) as router:
         script = write_load(Path(name), TOKENS, "ids", vocabulary_of(model))
-        for number, kind in turns(given.rounds, rounds, warm=1):
+        for number, kind in turns(args.rounds, rounds, warm=1):
             with open_page(router.url) if kind == "page" else nullcontext():
-                row = run_wrk(router.url, script, CONNECTIONS, given.seconds, [router.pid], LOAD_CORE)
+                row = run_wrk(router.url, script, CONNECTIONS, args.seconds, [router.pid], LOAD_CORE)
             rounds[kind] += [row] if number >= 0 else []
         share = median(page_share(router.url, router.pid) for _ in range(5))
     rows = []
@@ -84,7 +84,7 @@ def measure_router(given: Namespace) -> None:
     show(rows, {"figure": "{figure}", "without": "{alone:,.1f}", "with a page": "{page:,.1f}",
                 "change of a pair (quartiles)": "{middle:+.2f} % ({low:+.2f} to {high:+.2f} %)"})  # fmt: skip
     print(f"a page without requests: {100 * share:.2f} % of the router's core")
-    save(given, {"rows": rows, "share": share})
+    save(args, {"rows": rows, "share": share})
 
 
 def page_share(url: str, pid: int) -> float:
@@ -142,7 +142,7 @@ def measure_ceiling(args: Namespace) -> None:
         prompts = [json.loads(line)["hash_ids"] for line in file]
     for hashes in prompts:
         tokens = block * len(hashes) + 1  # every block whole
-        names = b"".join(hashlib.blake2b(str(one).encode(), digest_size=IDENTITY_BYTES).digest() for one in hashes)
+        names = b"".join(hashlib.blake2b(str(item).encode(), digest_size=IDENTITY_BYTES).digest() for item in hashes)
         started = time.perf_counter()
         ceiling.prompt("", names, tokens, block)
         sketch_s += time.perf_counter() - started
@@ -159,12 +159,12 @@ KINDS = {"router": measure_router, "ceiling": measure_ceiling, "leak": measure_l
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, rest="kind", model=(Path, "a model's folder, for its vocabulary"), rounds=20, seconds=4.0,
         trace=Path, url="http://127.0.0.1:8000", minutes=5.0, key="",
     )  # fmt: skip
-    for kind in parts_of(given.kind, KINDS):
-        KINDS[kind](given)
+    for kind in parts_of(args.kind, KINDS):
+        KINDS[kind](args)
 
 
 if __name__ == "__main__":

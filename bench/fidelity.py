@@ -71,12 +71,12 @@ def calibrate(out: Path, seconds: float, model: str) -> None:
     command = [sys.executable, "-m", "memserve", "profile", "--dtype", DTYPE, "--model", model, "--json"]
     profile = subprocess.run([*command, "--seconds", str(seconds)], stdout=subprocess.PIPE, check=True).stdout
     (out / PROFILE).write_bytes(profile)
-    found = {
+    results = {
         "processes": contention(model),
         "streams": {name: [stream(model, name, users) for users in STREAMS] for name in SETTINGS},
     }
-    (out / CALIBRATION).write_text(json.dumps(found, indent=1))
-    print(json.dumps(found, indent=1))
+    (out / CALIBRATION).write_text(json.dumps(results, indent=1))
+    print(json.dumps(results, indent=1))
 
 
 def contention(model: str) -> dict[str, dict[str, float]]:
@@ -134,9 +134,9 @@ def stream(model: str, name: str, users: int) -> dict[str, float]:
     uniform = uniform_workload(8 * users, prompt_tokens=STREAM_PROMPT, shared_tokens=0, output_tokens=STREAM_OUTPUT)
     with Servers((*SERVE_FLAGS, "--model", model), lambda _: None) as servers:
         run = _drive(servers, parse_setting(name, 1), closed_loop(uniform, users=users), "calibration", None)
-    found = figures(run.records)
-    assert found.ttft_s is not None and found.tpot_s is not None, "an idle server answers"
-    return {"users": users, "ttft_ms": 1e3 * found.ttft_s.p50, "tpot_ms": 1e3 * found.tpot_s.p50}
+    results = figures(run.records)
+    assert results.ttft_s is not None and results.tpot_s is not None, "an idle server answers"
+    return {"users": users, "ttft_ms": 1e3 * results.ttft_s.p50, "tpot_ms": 1e3 * results.tpot_s.p50}
 
 
 # -- real
@@ -183,13 +183,13 @@ def machine_of(out: Path, setting: str) -> tuple[Machine, Surroundings]:
         costs = dataclasses.replace(
             costs, prefill=_slower(costs.prefill, passive["prefill"]), decode=_slower(costs.decode, passive["decode"])
         )
-    one, many = known["streams"][setting]
+    item, many = known["streams"][setting]
     context = STREAM_PROMPT + STREAM_OUTPUT // 2
-    beside = [e["tpot_ms"] * 1e6 - costs.decode_step_ns(e["users"], e["users"] * context) for e in (one, many)]
+    beside = [e["tpot_ms"] * 1e6 - costs.decode_step_ns(e["users"], e["users"] * context) for e in (item, many)]
     row_ns = max(0.0, (beside[1] - beside[0]) / (many["users"] - 1))
     step_ns = max(0.0, costs.decode.step_ns + beside[0] - row_ns)
     decode = dataclasses.replace(costs.decode, step_ns=step_ns, row_ns=costs.decode.row_ns + row_ns)
-    front_ns = max(0, round(one["ttft_ms"] * 1e6 - costs.prefill_ns(STREAM_PROMPT, 0)))
+    front_ns = max(0, round(item["ttft_ms"] * 1e6 - costs.prefill_ns(STREAM_PROMPT, 0)))
     together = known["processes"]["beside"]
     around = Surroundings(
         front_ns=front_ns, back_ns=0, message_ns=MESSAGE_NS, instances_per_host=8,
@@ -294,19 +294,19 @@ def _row(real: Figures, foretold: Figures) -> dict[str, Any]:
 
 def main() -> None:
     parts = {"calibrate", "real", "table"}
-    given = options(
+    args = options(
         __doc__, rest="part", required="out", out=Path, data=(Path, "folder of data sets; default: made from the seed"),
         model=OPTIONS.model, rate=(1.0, "requests a second"), seconds=(50.0, "time for the profile"),
     )  # fmt: skip
-    given.out.mkdir(parents=True, exist_ok=True)
-    os.environ["MEMSERVE_CACHE_DIR"] = str((given.out / "cache").resolve())  # so that instances find this profile
-    match list(parts_of(given.part, dict.fromkeys(sorted(parts)))):
+    args.out.mkdir(parents=True, exist_ok=True)
+    os.environ["MEMSERVE_CACHE_DIR"] = str((args.out / "cache").resolve())  # so that instances find this profile
+    match list(parts_of(args.part, dict.fromkeys(sorted(parts)))):
         case ["calibrate"]:
-            calibrate(given.out, given.seconds, given.model)
+            calibrate(args.out, args.seconds, args.model)
         case ["real"]:
-            measure(given.out, given.data, given.rate, given.model)
+            measure(args.out, args.data, args.rate, args.model)
         case ["table"]:
-            table(given.out, given.data, given.rate, given.model)
+            table(args.out, args.data, args.rate, args.model)
         case _:
             raise SystemExit("one of calibrate, real, table")
 

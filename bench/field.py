@@ -85,69 +85,69 @@ SGLANG = (  # not by `-m`, which loads the whole engine first
 )
 
 
-def vllm_bench(given: Namespace, url: str, folder: Path, *more: str) -> list[str]:
+def vllm_bench(args: Namespace, url: str, folder: Path, *more: str) -> list[str]:
     words = ["--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions"]
-    words += ["--model", given.model, "--ready-check-timeout-sec", "0", "--ignore-eos", "--disable-tqdm"]
+    words += ["--model", args.model, "--ready-check-timeout-sec", "0", "--ignore-eos", "--disable-tqdm"]
     words += ["--save-result", "--result-dir", str(folder), "--result-filename", "answer.json"]
-    return [*words, "--seed", str(given.seed), "--temperature", "0", *more]
+    return [*words, "--seed", str(args.seed), "--temperature", "0", *more]
 
 
-def trace(given: Namespace, url: str, folder: Path) -> list[str]:
+def trace(args: Namespace, url: str, folder: Path) -> list[str]:
     """The first requests of the trace that fit, at ``--trace-rate`` a second on average."""
-    with gzip.open(given.data / TRACE, "rt", encoding="utf-8") as lines:
+    with gzip.open(args.data / TRACE, "rt", encoding="utf-8") as lines:
         every = [json.loads(line) for line in lines]
-    kept = [one for one in every if one["input_length"] <= LONGEST_TOKENS * SCALE][: given.requests]
+    kept = [item for item in every if item["input_length"] <= LONGEST_TOKENS * SCALE][: args.requests]
     first_ms = kept[0]["timestamp"]
     seconds = (kept[-1]["timestamp"] - first_ms) / 1000 or 1.0
-    for one in kept:
-        one["timestamp"] -= first_ms
+    for item in kept:
+        item["timestamp"] -= first_ms
         for key in ("input_length", "output_length"):
-            one[key] = max(2, math.ceil(one[key] / SCALE))
-    (folder / "trace.jsonl").write_text("".join(json.dumps(one) + "\n" for one in kept))
-    stretched = len(kept) / given.trace_rate / seconds / 1000
+            item[key] = max(2, math.ceil(item[key] / SCALE))
+    (folder / "trace.jsonl").write_text("".join(json.dumps(item) + "\n" for item in kept))
+    stretched = len(kept) / args.trace_rate / seconds / 1000
     labels = {"timestamp": "timestamp", "input-length": "input_length", "output-length": "output_length",
               "hash-ids": "hash_ids"}  # fmt: skip
     words = ["--dataset-name", "timed_trace", "--dataset-path", str(folder / "trace.jsonl"), "--self-timed"]
     words += ["--timed-trace-chunk-hash-size", str(512 // SCALE), "--timed-trace-sec-multiplier", f"{stretched:.6f}"]
     words += [word for name, key in labels.items() for word in (f"--timed-trace-label-{name}", key)]
-    return vllm_bench(given, url, folder, *words, "--num-prompts", str(len(kept)))
+    return vllm_bench(args, url, folder, *words, "--num-prompts", str(len(kept)))
 
 
-def random(given: Namespace, url: str, folder: Path) -> list[str]:
+def random(args: Namespace, url: str, folder: Path) -> list[str]:
     words = ["--dataset-name", "random", "--random-prefix-len", "256", "--random-input-len", "256"]
-    words += ["--random-output-len", "16", "--num-prompts", str(given.requests), "--max-concurrency", "4"]
-    return vllm_bench(given, url, folder, *words)
+    words += ["--random-output-len", "16", "--num-prompts", str(args.requests), "--max-concurrency", "4"]
+    return vllm_bench(args, url, folder, *words)
 
 
-def lmcache(given: Namespace, url: str, folder: Path, workload: str, *more: str) -> list[str]:
-    words = ["--engine-url", url, "--model", given.model]
+def lmcache(args: Namespace, url: str, folder: Path, workload: str, *more: str) -> list[str]:
+    words = ["--engine-url", url, "--model", args.model]
     words += ["--workload", workload, "--output-dir", str(folder), "--json", "--no-csv", "--quiet", "--ignore-eos"]
-    return [*words, "--no-interactive", "--seed", str(given.seed), "--kv-cache-volume", "1", *more]
+    return [*words, "--no-interactive", "--seed", str(args.seed), "--kv-cache-volume", "1", *more]
 
 
-def long_doc(given: Namespace, url: str, folder: Path) -> list[str]:
+def long_doc(args: Namespace, url: str, folder: Path) -> list[str]:
     """Documents of 768 tokens, a half more than fit in the engine's memory; two questions about each."""
-    documents = math.ceil(1.5 * given.kv_tokens / 768)
+    documents = math.ceil(1.5 * args.kv_tokens / 768)
     words = ["--tokens-per-gb-kvcache", str(documents * 768), "--ldqa-document-length", "768"]
     words += ["--ldqa-query-per-document", "2", "--ldqa-num-inflight-requests", "2", "--ldqa-max-output-length", "16"]
-    return lmcache(given, url, folder, "long-doc-qa", *words)
+    return lmcache(args, url, folder, "long-doc-qa", *words)
 
 
-def chat(given: Namespace, url: str, folder: Path) -> list[str]:
+def chat(args: Namespace, url: str, folder: Path) -> list[str]:
     """Users with a history of 768 tokens, a half more than fit; one request a second altogether."""
-    users = math.ceil(1.5 * given.kv_tokens / 768)
+    users = math.ceil(1.5 * args.kv_tokens / 768)
     words = ["--tokens-per-gb-kvcache", str(users * 768), "--mrc-shared-prompt-length", "256"]
     words += ["--mrc-chat-history-length", "512", "--mrc-user-input-length", "32", "--mrc-output-length", "16"]
-    words += ["--mrc-qps", str(given.chat_rate), "--mrc-duration", str(given.requests / given.chat_rate)]
-    return lmcache(given, url, folder, "multi-round-chat", *words)
+    words += ["--mrc-qps", str(args.chat_rate), "--mrc-duration", str(args.requests / args.chat_rate)]
+    return lmcache(args, url, folder, "multi-round-chat", *words)
 
 
-def multi_turn(given: Namespace, url: str, folder: Path) -> list[str]:
-    words = ["--backend", "vllm-chat", "--base-url", url, "--model", given.model]
-    words += ["--tokenizer", given.model, "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2"]
-    words += ["--gsp-prompts-per-group", str(max(1, given.requests // 8)), "--gsp-system-prompt-len", "512"]
+def multi_turn(args: Namespace, url: str, folder: Path) -> list[str]:
+    words = ["--backend", "vllm-chat", "--base-url", url, "--model", args.model]
+    words += ["--tokenizer", args.model, "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2"]
+    words += ["--gsp-prompts-per-group", str(max(1, args.requests // 8)), "--gsp-system-prompt-len", "512"]
     words += ["--gsp-question-len", "64", "--gsp-output-len", "16", "--gsp-num-turns", "4", "--max-concurrency", "4"]
-    words += ["--num-prompts", str(given.requests), "--seed", str(given.seed), "--warmup-requests", "0"]
+    words += ["--num-prompts", str(args.requests), "--seed", str(args.seed), "--warmup-requests", "0"]
     return [*words, "--disable-tqdm", "--output-file", str(folder / "answer.json")]
 
 
@@ -178,12 +178,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **quiet}
 
 
-def absent(bench: Bench, given: Namespace) -> str | None:
+def absent(bench: Bench, args: Namespace) -> str | None:
     """Why it cannot run; None: it can."""
-    python = getattr(given, bench.python)
+    python = getattr(args, bench.python)
     if not python:
         return f"--{bench.python} PYTHON was not given"
-    if bench.name == "trace" and (given.data is None or not (given.data / TRACE).is_file()):
+    if bench.name == "trace" and (args.data is None or not (args.data / TRACE).is_file()):
         return f"--data DIR with {TRACE} was not given"
     tried = subprocess.run(
         [python, *bench.tool, "--help"], env=environment(), capture_output=True, text=True, timeout=TOOL_S
@@ -191,9 +191,9 @@ def absent(bench: Bench, given: Namespace) -> str | None:
     return None if tried.returncode == 0 else f"{python}: {(tried.stderr.strip().splitlines() or ['no word'])[-1]}"
 
 
-def run_tool(bench: Bench, given: Namespace, url: str) -> dict[str, float]:
+def run_tool(bench: Bench, args: Namespace, url: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [getattr(given, bench.python), *bench.tool, *bench.command(given, url, Path(folder))]
+        command = [getattr(args, bench.python), *bench.tool, *bench.command(args, url, Path(folder))]
         run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TOOL_S)
         if run.returncode:
             print(f"{bench.name}: the tool ended with {run.returncode}\n{(run.stdout + run.stderr)[-2000:]}")
@@ -205,33 +205,31 @@ def run_tool(bench: Bench, given: Namespace, url: str) -> dict[str, float]:
 
 
 @contextmanager
-def memserve(given: Namespace, folder: Path) -> Iterator[str]:
+def memserve(args: Namespace, folder: Path) -> Iterator[str]:
     """With its own second tier."""
-    token_bytes = kv_bytes(given.model, given.dtype) // BLOCK_TOKENS
-    flags = ["--in-process", "--threads", "2", "--served-model-name", given.model, "--dtype", given.dtype]
+    token_bytes = kv_bytes(args.model, args.dtype) // BLOCK_TOKENS
+    flags = ["--in-process", "--threads", "2", "--served-model-name", args.model, "--dtype", args.dtype]
     flags += ["--max-model-len", str(CONTEXT), "--max-running", "8"]
-    flags += ["--kv-memory", f"{given.kv_tokens * token_bytes >> 10}KiB"]
-    flags += ["--dram-memory", f"{given.more_tokens * token_bytes >> 10}KiB"]
-    with serving(*flags, model=given.model) as server:
+    flags += ["--kv-memory", f"{args.kv_tokens * token_bytes >> 10}KiB"]
+    flags += ["--dram-memory", f"{args.more_tokens * token_bytes >> 10}KiB"]
+    with serving(*flags, model=args.model) as server:
         yield server.url
 
 
 @contextmanager
-def vllm(given: Namespace, folder: Path, store: ServedStore | None = None) -> Iterator[str]:
+def vllm(args: Namespace, folder: Path, store: ServedStore | None = None) -> Iterator[str]:
     """Alone, or on a store."""
-    flags = ("--num-gpu-blocks-override", str(given.kv_tokens // BLOCK_TOKENS), "--max-model-len", str(CONTEXT))
+    flags = ("--num-gpu-blocks-override", str(args.kv_tokens // BLOCK_TOKENS), "--max-model-len", str(CONTEXT))
     log = folder / f"vllm-{'alone' if store is None else 'store'}.log"
-    server = Vllm(
-        given.vllm, given.model, store, log, given.cpus, (*flags, "--max-num-seqs", "8"), given.model, given.dtype
-    )
+    server = Vllm(args.vllm, args.model, store, log, args.cpus, (*flags, "--max-num-seqs", "8"), args.model, args.dtype)
     with running(server):
         yield server.url
 
 
 @contextmanager
-def pool(given: Namespace, folder: Path) -> Iterator[str]:
-    kib = given.more_tokens * kv_bytes(given.model, given.dtype) // BLOCK_TOKENS >> 10
-    with ServedStore(folder, dram=f"{kib}KiB") as store, vllm(given, folder, store) as url:
+def pool(args: Namespace, folder: Path) -> Iterator[str]:
+    kib = args.more_tokens * kv_bytes(args.model, args.dtype) // BLOCK_TOKENS >> 10
+    with ServedStore(folder, dram=f"{kib}KiB") as store, vllm(args, folder, store) as url:
         yield url
 
 
@@ -242,18 +240,18 @@ NAMES = {"memserve": "memserve", "pool": "vLLM with memserve", "vllm": "vLLM alo
 # -- the run
 
 
-def measure(benches: list[Bench], given: Namespace, folder: Path) -> list[dict[str, Any]]:
+def measure(benches: list[Bench], args: Namespace, folder: Path) -> list[dict[str, Any]]:
     """One row for each benchmark and server."""
-    names = [name for name in given.servers if given.vllm or name == "memserve"]
-    tokenizer, rows = load_tokenizer(given.model), []
+    names = [name for name in args.servers if args.vllm or name == "memserve"]
+    tokenizer, rows = load_tokenizer(args.model), []
     with ExitStack() as stack:
         recorders: dict[str, Recorder] = {}
         for name in names:
-            url = stack.enter_context(SERVERS[name](given, folder))
+            url = stack.enter_context(SERVERS[name](args, folder))
             recorders[name] = stack.enter_context(recording(url))
         ceilings = {name: Ceiling(tokenizer, BLOCK_TOKENS) for name in names}
         for number, name in turns(len(benches), names):
-            figures = run_tool(benches[number], given, recorders[name].url)
+            figures = run_tool(benches[number], args, recorders[name].url)
             shares = ceilings[name].shares(recorders[name].take())
             figures |= {"requests": shares.requests, "hits": shares.hits, "ceiling": shares.ceiling}
             rows.append({"bench": benches[number].name, "server": NAMES[name], **figures})
@@ -271,7 +269,7 @@ COLUMNS = {
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, vllm="", lmcache=("", "a Python that can import lmcache and openai"),
         sglang=("", "a Python with sglang and what its bench_serving imports"),
         only=Commas(*(bench.name for bench in BENCHES)), servers=Commas(*SERVERS), data=Path, model="",
@@ -279,20 +277,20 @@ def main() -> None:
         chat_rate=(1.0, "requests a second"), kv_tokens=4096, more_tokens=32768, cpus=("0-1", "cores of vLLM"), seed=1,
         folder=Path,
     )  # fmt: skip
-    given.model = given.model or bundled_model(given.dtype)
+    args.model = args.model or bundled_model(args.dtype)
     end_in_order()
     skipped, benches = dict(NOT_HERE), []
-    for bench in parts_of(given.only, {bench.name: bench for bench in BENCHES}).values():
-        if reason := absent(bench, given):
+    for bench in parts_of(args.only, {bench.name: bench for bench in BENCHES}).values():
+        if reason := absent(bench, args):
             skipped[bench.name] = reason
         else:
             benches.append(bench)
-    with working_folder(given.folder) as folder:
-        rows = measure(benches, given, folder) if benches else []
+    with working_folder(args.folder) as folder:
+        rows = measure(benches, args, folder) if benches else []
     show(rows, COLUMNS)
     for name, reason in skipped.items():
         print(f"skipped: {name}: {reason}")
-    save(given, {"rows": rows, "skipped": skipped})
+    save(args, {"rows": rows, "skipped": skipped})
 
 
 if __name__ == "__main__":

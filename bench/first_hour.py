@@ -75,17 +75,17 @@ def compare_shapes(rounds: int, serve: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, rest="serve", times=(30, "how often the question is asked"), rounds=3,
         shapes=(False, "measure the load on every shape instead"),
     )  # fmt: skip
-    if given.shapes:
-        rows = compare_shapes(given.rounds, given.serve)
+    if args.shapes:
+        rows = compare_shapes(args.rounds, args.serve)
         show(rows, {"shape": "{shape}", "ready [s]": "{ready_s:.1f}", "TTFT [ms]": "{ttft_ms:.0f}",
                     "JCT [ms]": "{jct_ms:.0f}"})  # fmt: skip
-        save(given, rows)
+        save(args, rows)
     else:
-        first_answers(given.times, given.serve)
+        first_answers(args.times, args.serve)
 
 
 if __name__ == "__main__":

@@ -41,32 +41,32 @@ COLUMNS = {
 
 
 @contextmanager
-def way(name: str, servers: list[EventServer], given: Namespace, folder: Path) -> Iterator[Where]:
+def way(name: str, servers: list[EventServer], args: Namespace, folder: Path) -> Iterator[Where]:
     """The servers behind this router, or none."""
     log, urls = folder / f"{name.replace(':', '-').replace(' ', '-')}.log", [server.url for server in servers]
     if name in ("round robin", "least load"):
         yield Where(urls, least_load=name == "least load")
     elif name == "memserve":
-        with fleet_router([server.option for server in servers], log, "--policy", given.policy) as url:
+        with fleet_router([server.option for server in servers], log, "--policy", args.policy) as url:
             yield Where([url])
     else:
         flags = ["--kv-event-block-size", str(BLOCK), "--kv-event-model", MODEL]
         for server in servers:
             flags += ["--kv-event-source", f"{server.url}={server.events}"]
             flags += ["--kv-event-replay-source", f"{server.url}={server.replay}"]
-        with rival_router(name, given.routers, urls, log, *(flags if name.endswith("kv_aware") else ())) as router:
+        with rival_router(name, args.routers, urls, log, *(flags if name.endswith("kv_aware") else ())) as router:
             yield Where([router.url])
 
 
-def compare(title: str, load: Load, servers: list[EventServer], given: Namespace, folder: Path) -> dict[str, Tally]:
+def compare(title: str, load: Load, servers: list[EventServer], args: Namespace, folder: Path) -> dict[str, Tally]:
     """Every pass of ``load`` with every way, and one row for each."""
-    tallies = {name: Tally() for name in ("round robin", "least load", "memserve", *(RIVALS if given.routers else ()))}
-    for number, name in turns(given.passes, tallies):
+    tallies = {name: Tally() for name in ("round robin", "least load", "memserve", *(RIVALS if args.routers else ()))}
+    for number, name in turns(args.passes, tallies):
         for server in servers:
             server.forget()
         try:
-            with way(name, servers, given, folder) as where:
-                asyncio.run(load(where, given.seed + number, tallies[name]))
+            with way(name, servers, args, folder) as where:
+                asyncio.run(load(where, args.seed + number, tallies[name]))
         except SystemExit as error:
             print(f"{name}: {error}", flush=True)
     print(f"\n## {title}\n")
@@ -79,55 +79,54 @@ def compare(title: str, load: Load, servers: list[EventServer], given: Namespace
     return tallies
 
 
-def compare_trace(servers: list[EventServer], given: Namespace, folder: Path) -> None:
+def compare_trace(servers: list[EventServer], args: Namespace, folder: Path) -> None:
     passes = [
-        trace(given.trace, given.requests, given.rate, TOKENS_MAX, given.seed + number)
-        for number in range(given.passes)
+        trace(args.trace, args.requests, args.rate, TOKENS_MAX, args.seed + number) for number in range(args.passes)
     ]
 
     async def load(where: Where, seed: int, tally: Tally) -> None:
-        await run_trace(where, passes[seed - given.seed], tally)
+        await run_trace(where, passes[seed - args.seed], tally)
 
-    title = f"{given.trace.name.partition('.')[0]}: {sum(map(len, passes))} requests, {given.rate:g}/s"
-    compare(title, load, servers, given, folder)
-    blocks = given.blocks * len(servers)
+    title = f"{args.trace.name.partition('.')[0]}: {sum(map(len, passes))} requests, {args.rate:g}/s"
+    compare(title, load, servers, args, folder)
+    blocks = args.blocks * len(servers)
     unlimited, both = map(mean, zip(*(ceilings(calls, blocks) for calls in passes), strict=True))
     print(f"\nAt best: {both:.1%} with one cache of {blocks} blocks, {unlimited:.1%} with any.")
 
 
-def compare_chats(servers: list[EventServer], given: Namespace, folder: Path) -> None:
+def compare_chats(servers: list[EventServer], args: Namespace, folder: Path) -> None:
     async def load(where: Where, seed: int, tally: Tally) -> None:
-        await run_chats(where, questions(seed, given.chats, given.turns, given.words), given.clients, tally)
+        await run_chats(where, questions(seed, args.chats, args.turns, args.words), args.clients, tally)
 
-    title = f"{given.chats} chats of {given.turns} turns, {given.clients} at a time"
-    tallies = compare(title, load, servers, given, folder)
+    title = f"{args.chats} chats of {args.turns} turns, {args.clients} at a time"
+    tallies = compare(title, load, servers, args, folder)
     best = max(tally.attainable_tokens / max(1, tally.prompt_tokens) for tally in tallies.values())
     print(f"\nAt best: {best:.1%}, with all earlier turns cached.")
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, required="vllm", vllm=str, routers=(str, "a Python that can import sglang_router and vllm_router"),
         only=Commas("trace", "chats", "directory"), trace=Path, policy="cost", folder=Path,
         rate=(1.2, "requests a second of the trace"), requests=120, blocks=512, chats=16, turns=6, words=150, clients=6,
         passes=1, rounds=100, restarts=6, seed=1,
     )  # fmt: skip
-    parts, model = set(given.only), bundled_model("bfloat16")
-    if "trace" in parts and given.trace is None:
+    parts, model = set(args.only), bundled_model("bfloat16")
+    if "trace" in parts and args.trace is None:
         print("trace: left out, no --trace")
         parts.remove("trace")
-    with working_folder(given.folder) as folder:
+    with working_folder(args.folder) as folder:
         if {"trace", "chats"} & parts:
-            flags = ("--num-gpu-blocks-override", str(given.blocks), "--max-model-len", str(TOKENS_MAX))
+            flags = ("--num-gpu-blocks-override", str(args.blocks), "--max-model-len", str(TOKENS_MAX))
             servers = [
-                event_server(given.vllm, model, folder, number, *flags, "--max-num-seqs", "16") for number in (0, 1)
+                event_server(args.vllm, model, folder, number, *flags, "--max-num-seqs", "16") for number in (0, 1)
             ]
             with running(*servers):
                 for name, part in {"trace": compare_trace, "chats": compare_chats}.items():
                     if name in parts:
-                        part(servers, given, folder)
+                        part(servers, args, folder)
         if "directory" in parts:
-            check(given.vllm, model, folder, given.rounds, given.restarts, given.seed)
+            check(args.vllm, model, folder, args.rounds, args.restarts, args.seed)
 
 
 if __name__ == "__main__":

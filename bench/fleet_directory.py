@@ -54,8 +54,8 @@ class Relay:
 
     def _run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.SUB) as heard, context.socket(zmq.PUB) as told:
-            for one in (heard, told):
-                one.setsockopt(zmq.LINGER, 0)
+            for item in (heard, told):
+                item.setsockopt(zmq.LINGER, 0)
             heard.setsockopt(zmq.RCVHWM, 0)
             heard.setsockopt(zmq.SUBSCRIBE, b"")
             heard.connect(self._server.events)
@@ -81,10 +81,10 @@ class Relay:
                 continue
             keys = event.get("extra_keys") or [None] * len(event["block_hashes"])
             is_private = event["parent_block_hash"] in self.private
-            for one, key in zip(event["block_hashes"], keys, strict=True):
+            for item, key in zip(event["block_hashes"], keys, strict=True):
                 is_private = is_private or bool(key)  # a salt is named with the first block, and holds for all
                 if is_private:
-                    self.private.add(one)
+                    self.private.add(item)
 
     def close(self) -> None:
         self._ends.set()
@@ -119,26 +119,34 @@ class Run:
         """So many requests, eight at a time."""
         ask_all(self.ask, [self.draw.randrange(1 << 40) for _ in range(requests)], 8)
 
-    def restart(self, at: int) -> None:
+    def restart(self, place: int) -> None:
         """Kill a server under load, and start it again."""
         loading = threading.Thread(target=self.load, args=(12,))
         loading.start()
         time.sleep(0.5)
-        self.servers[at].kill()
+        self.servers[place].kill()
         loading.join()
-        self.servers[at].start()
+        self.servers[place].start()
         deadline = time.monotonic() + 30.0
-        while not self.fleet.host.machine.engines()[at].up and time.monotonic() < deadline:
+        while not self.fleet.host.machine.engines()[place].up and time.monotonic() < deadline:
             time.sleep(0.1)
         self.counts["restarts"] += 1
 
-    def difference(self, at: int) -> dict[int, tuple[int, int]]:
+    def difference(self, place: int) -> dict[int, tuple[int, int]]:
         """Blocks of which the fleet knows another number of copies than the server's map has."""
-        known = {one: upper for one, (upper, _) in self.fleet.host.machine.kv_counts(self.servers[at].url[7:]).items()}
-        held = {one: copies for one, copies in self.servers[at].held().items() if one not in self.relays[at].private}
-        self.counts[f"blocks held by {at}"] = len(held)
+        known = {
+            item: upper for item, (upper, _) in self.fleet.host.machine.kv_counts(self.servers[place].url[7:]).items()
+        }
+        held = {
+            item: copies
+            for item, copies in self.servers[place].held().items()
+            if item not in self.relays[place].private
+        }
+        self.counts[f"blocks held by {place}"] = len(held)
         return {
-            one: (known.get(one, 0), held.get(one, 0)) for one in known.keys() | held if known.get(one) != held.get(one)
+            item: (known.get(item, 0), held.get(item, 0))
+            for item in known.keys() | held
+            if known.get(item) != held.get(item)
         }
 
     def settle(self) -> dict[int, tuple[int, int]]:
@@ -146,9 +154,9 @@ class Run:
         begin = time.monotonic()
         while True:
             wrong: dict[int, tuple[int, int]] = {}
-            for at in range(len(self.servers)):
+            for place in range(len(self.servers)):
                 try:
-                    wrong |= self.difference(at)
+                    wrong |= self.difference(place)
                 except RuntimeError:  # the fleet's own thread has changed its map meanwhile
                     wrong[-1] = (0, 0)
             if not wrong or time.monotonic() - begin > SETTLE_S:

@@ -93,18 +93,18 @@ def _conversations(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Rows that share a block beyond the first, which all conversations share."""
     parent: dict[int, int] = {}
 
-    def root(one: int) -> int:
-        while parent.setdefault(one, one) != one:
-            parent[one] = one = parent[parent[one]]
-        return one
+    def root(item: int) -> int:
+        while parent.setdefault(item, item) != item:
+            parent[item] = item = parent[parent[item]]
+        return item
 
     for row in rows:
         for block in row["hash_ids"][2:]:
             parent[root(block)] = root(row["hash_ids"][1])
-    found: dict[int, list[dict[str, Any]]] = {}
+    results: dict[int, list[dict[str, Any]]] = {}
     for number, row in enumerate(rows):
-        found.setdefault(root(row["hash_ids"][1]) if len(row["hash_ids"]) > 1 else -number - 1, []).append(row)
-    return list(found.values())
+        results.setdefault(root(row["hash_ids"][1]) if len(row["hash_ids"]) > 1 else -number - 1, []).append(row)
+    return list(results.values())
 
 
 def trace(path: Path, requests: int, rate: float, tokens_max: int, seed: int) -> list[Call]:
@@ -112,7 +112,7 @@ def trace(path: Path, requests: int, rate: float, tokens_max: int, seed: int) ->
     draw = random.Random(seed)
     scale = BLOCK / TRACE_BLOCK
     limit = (tokens_max - 256) / scale
-    drawn = [one for one in _conversations(_rows(path)) if all(row["input_length"] < limit for row in one)]
+    drawn = [item for item in _conversations(_rows(path)) if all(row["input_length"] < limit for row in item)]
     draw.shuffle(drawn)
     rows: list[dict[str, Any]] = []
     for conversation in drawn:
@@ -158,21 +158,21 @@ def ceilings(calls: list[Call], blocks_total: int) -> tuple[float, float]:
 
 def _hit_share(calls: list[Call], blocks_max: int | None) -> float:
     cache: OrderedDict[int, None] = OrderedDict()
-    found = total = 0
+    results = total = 0
     for call in calls:
         names, name = [], 0
-        for at in range(0, len(call.words) // BLOCK * BLOCK, BLOCK):
-            name = hash((name, tuple(call.words[at : at + BLOCK])))
+        for place in range(0, len(call.words) // BLOCK * BLOCK, BLOCK):
+            name = hash((name, tuple(call.words[place : place + BLOCK])))
             names.append(name)
         usable = names[: (len(call.words) - 1) // BLOCK]  # one token at least is computed
         hits = len(list(itertools.takewhile(cache.__contains__, usable)))
-        found, total = found + hits * BLOCK, total + len(call.words)
-        for one in reversed(names):
-            cache[one] = None
-            cache.move_to_end(one)
+        results, total = results + hits * BLOCK, total + len(call.words)
+        for item in reversed(names):
+            cache[item] = None
+            cache.move_to_end(item)
         while blocks_max is not None and len(cache) > blocks_max:
             cache.popitem(last=False)
-    return found / max(1, total)
+    return results / max(1, total)
 
 
 # -- chats

@@ -78,15 +78,15 @@ def machine(dtype: torch.dtype) -> tuple[float, float]:
     return bandwidth, max(2 * 1024 * 1024 * 3072 / 1e9 / seconds(product) for _ in range(5))
 
 
-def measure(given: Namespace, models: dict[str, LoadedModel]) -> tuple[Samples, float, float]:
+def measure(args: Namespace, models: dict[str, LoadedModel]) -> tuple[Samples, float, float]:
     """Milliseconds by case and forward; bandwidth and matrix rate of the machine."""
     first, times = next(iter(models.values())), Samples()
     forwards = {name: make_forward(name, model) for name, model in models.items()}
     cases = {name: Case(first, *sizes) for name, sizes in CASES.items()}
     rates = [machine(first.dtype)]
-    for number in range(given.rounds + 1):
+    for number in range(args.rounds + 1):
         for case, inputs in cases.items():
-            if "prefill" in case and number > given.rounds // 3:
+            if "prefill" in case and number > args.rounds // 3:
                 continue
             for name, forward in forwards.items():
                 spent_s = seconds(partial(inputs.run, forward))
@@ -97,15 +97,15 @@ def measure(given: Namespace, models: dict[str, LoadedModel]) -> tuple[Samples, 
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, rest="model", dtype="bfloat16", rounds=9, forwards=Commas("eager", "packed", "captured")
     )  # fmt: skip
-    models = {name: load_model(given.model[0], given.dtype) for name in given.forwards}
-    first, last = models[given.forwards[0]], given.forwards[-1]
+    models = {name: load_model(args.model[0], args.dtype) for name in args.forwards}
+    first, last = models[args.forwards[0]], args.forwards[-1]
     embedding = first.module.get_output_embeddings().weight.numel()
     layers = sum(p.numel() for p in first.module.parameters() if p.dim() == 2) - embedding
-    times, bandwidth, rate = measure(given, models)
-    print(f"{given.dtype}, {torch.get_num_threads()} threads, {bandwidth:.1f} GB/s, {rate:.0f} GFLOP/s")
+    times, bandwidth, rate = measure(args, models)
+    print(f"{args.dtype}, {torch.get_num_threads()} threads, {bandwidth:.1f} GB/s, {rate:.0f} GFLOP/s")
     print("milliseconds a step: median (best)")
     rows, item_bytes = [], torch.empty(0, dtype=first.dtype).element_size()
     for case, (sequences, new_tokens) in CASES.items():
@@ -118,7 +118,7 @@ def main() -> None:
         rows.append(row | {"speed": f"{tokens / middle * 1e3:.0f} ({tokens / best * 1e3:.0f})"})
     columns = {name: f"{{{name}}}" for name in ("step", *models, "limit")}
     show(rows, columns | {f"tokens/s of {last} (best)": "{speed}"})
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

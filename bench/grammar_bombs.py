@@ -209,13 +209,13 @@ def measure(served: Served, names: list[str], settle_s: float) -> list[Json]:
 
 def main() -> None:
     end_in_order()
-    given = options(__doc__, rest="serve", only=(list(BOMBS), "names of bombs"), settle_s=60.0)
+    args = options(__doc__, rest="serve", only=(list(BOMBS), "names of bombs"), settle_s=60.0)
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         keys.touch(0o600)
         keys.write_text("".join(f"{tenant}={tenant}-key\n" for tenant in TENANTS))
-        with serving("--api-key-file", str(keys), "--metadata", "none", *given.serve) as served:
-            save(given, measure(served, list(parts_of(given.only, BOMBS)), given.settle_s))
+        with serving("--api-key-file", str(keys), "--metadata", "none", *args.serve) as served:
+            save(args, measure(served, list(parts_of(args.only, BOMBS)), args.settle_s))
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ CASES: list[Case] = [
         [[{"name": "g", "parameters": {"q": "x"}}]],
         [[], [{"name": "h", "parameters": {"q": "x"}}]],
     ),
-    ("40 fields", closed({f"f_{at}": INTEGER for at in range(40)}), [{f"f_{at}": at for at in range(40)}], [{}]),
-    ("200 choices", {"enum": [f"choice number {at}" for at in range(200)]}, ["choice number 117"], ["choice"]),
+    ("40 fields", closed({f"f_{i}": INTEGER for i in range(40)}), [{f"f_{i}": i for i in range(40)}], [{}]),
+    ("200 choices", {"enum": [f"choice number {i}" for i in range(200)]}, ["choice number 117"], ["choice"]),
 ]  # fmt: skip
 
 
@@ -257,9 +257,9 @@ def row_of(engine: Any, figures: Figures) -> dict[str, Any]:
 
 
 def main() -> None:
-    given = options(__doc__, path=(Path, "a folder with packages that are not installed"), rounds=3)
-    if given.path:
-        sys.path.append(str(given.path))
+    args = options(__doc__, path=(Path, "a folder with packages that are not installed"), rounds=3)
+    if args.path:
+        sys.path.append(str(args.path))
     from memserve.base.config import DEFAULT_MODEL
     from memserve.model.loading.loader import load_tokenizer
     from memserve.model.loading.sources import resolve_source
@@ -271,17 +271,17 @@ def main() -> None:
             engines[kind] = kind(tokenizer, len(tokenizer)), Figures()
         except ImportError as error:
             print(f"skipped: {kind.package}: {error}")
-    for _ in range(given.rounds):
+    for _ in range(args.rounds):
         for case in CASES:
             for engine, figures in engines.values():
                 figures.judge(engine, tokenizer, case)
-    print(f"{len(tokenizer)} tokens, {len(CASES)} schemas, {given.rounds} rounds; median / worst")
+    print(f"{len(tokenizer)} tokens, {len(CASES)} schemas, {args.rounds} rounds; median / worst")
     rows = [row_of(kind, figures) for kind, (_, figures) in engines.items()]
     show(rows, COLUMNS)
     for kind, (_, figures) in engines.items():
         for case_name, why in figures.wrong.items():
             print(f"{kind.package}: {case_name}: {why}")
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -237,13 +237,13 @@ def is_first(answer: Answer) -> bool:
     return len(answer.times_s) == 1
 
 
-def random_requests(report: Report, given: Namespace) -> None:
+def random_requests(report: Report, args: Namespace) -> None:
     """Send requests from the grammars, and measure their cost to another client."""
-    with serving("--kv-memory", given.kv_memory, *KEYS, *given.serve) as served:
+    with serving("--kv-memory", args.kv_memory, *KEYS, *args.serve) as served:
         honest = Honest(served)
-        target = target_of(served, given.vocab_size)
-        print(f"seed {given.seed}")
-        outcome = attack_with(served, honest, target, given.seed, given.requests, given.connections)
+        target = target_of(served, args.vocab_size)
+        print(f"seed {args.seed}")
+        outcome = attack_with(served, honest, target, args.seed, args.requests, args.connections)
         for name, miss in verdicts(outcome, honest).items():
             report.add("random", name, miss, sum(outcome.attacked_s))
         give_up_names(served)
@@ -251,22 +251,22 @@ def random_requests(report: Report, given: Namespace) -> None:
         report.run("random", "SIGTERM ends it", lambda: None if served.stop()[0] == 0 else "exit status")
 
 
-def attack_all(report: Report, given: Namespace) -> None:
+def attack_all(report: Report, args: Namespace) -> None:
     """The table, raw connections, the crowd, the end."""
-    with serving("--kv-memory", given.kv_memory, *given.serve) as served:
+    with serving("--kv-memory", args.kv_memory, *args.serve) as served:
         card = httpx.get(f"{served.url}/v1/models").json()["data"][0]
         send_table(report, served, card["max_model_len"])
         check_after(report, served, "table")
         raw_connections(report, served)
         check_after(report, served, "raw")
-        report.run("crowd", f"{given.clients} clients at once", lambda: check_crowd(served, given.clients))
+        report.run("crowd", f"{args.clients} clients at once", lambda: check_crowd(served, args.clients))
         report.run("crowd", "sequences were preempted", lambda: check_pressure(served))
         check_after(report, served, "crowd")
         report.run("end", "SIGTERM during a stream", lambda: check_end(served))
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, rest="serve", kv_memory="16MiB", clients=300, 
         requests=(0, "number of random requests to send instead"),
         seed=random.SystemRandom().randrange(1 << 32),
@@ -274,12 +274,12 @@ def main() -> None:
         vocab_size=(49_152, "vocabulary of the served model"),
     )  # fmt: skip
     report = Report()
-    if given.requests:
-        random_requests(report, given)
+    if args.requests:
+        random_requests(report, args)
     else:
-        attack_all(report, given)
+        attack_all(report, args)
     print(f"{len(report.checks)} checks, {report.misses} missed")
-    save(given, {"options": vars(given), "checks": report.checks})
+    save(args, {"options": vars(args), "checks": report.checks})
     raise SystemExit(1 if report.misses else 0)
 
 

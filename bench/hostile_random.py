@@ -118,8 +118,8 @@ def give_up_names(served: Served) -> None:
     """Delete the documents and sessions that the attack made, as their owner."""
     with httpx.Client(base_url=served.url, headers={"authorization": f"Bearer {ATTACK_KEY}"}, timeout=60) as client:
         for kind in ("documents", "sessions"):
-            for one in client.get(f"/v1/{kind}").raise_for_status().json()["data"]:
-                client.delete(f"/v1/{kind}/{quote(one['id'], safe='')}")
+            for item in client.get(f"/v1/{kind}").raise_for_status().json()["data"]:
+                client.delete(f"/v1/{kind}/{quote(item['id'], safe='')}")
 
 
 def _part(url: str, target: Target, seed: int, numbers: range, clients: int) -> Storm:

@@ -107,14 +107,14 @@ def measure(served: Served, streams: int, tokens: int, rounds: int) -> dict[str,
 
 
 def main() -> None:
-    given = options(__doc__, rest="serve", streams=32, tokens=128, rounds=3)
-    with serving(*given.serve) as served:
-        figures = measure(served, given.streams, given.tokens, given.rounds)
+    args = options(__doc__, rest="serve", streams=32, tokens=128, rounds=3)
+    with serving(*args.serve) as served:
+        figures = measure(served, args.streams, args.tokens, args.rounds)
         status, stopping_s = served.stop()
     figures |= {"stopping, s": stopping_s, "exit status": status}
     show(({"name": name, "value": value} for name, value in figures.items()),
          {"figure": "{name}", "": "{value:.2f}"})  # fmt: skip
-    save(given, {"options": vars(given), "figures": figures})
+    save(args, {"options": vars(args), "figures": figures})
 
 
 if __name__ == "__main__":

@@ -27,13 +27,13 @@ SETTLE_S = 30.0
 
 
 @contextmanager
-def memserve(given: Namespace, store: ServedStore | None, *more: str) -> Iterator[str]:
+def memserve(args: Namespace, store: ServedStore | None, *more: str) -> Iterator[str]:
     """One colocated instance behind a router; its address."""
     flags = ["--dtype", "float32", "--colocated", "1", "--threads", "2", "--metadata", "none"]
     flags += ["--served-model-name", "x", *more]
     if store is not None:
         flags += ["--store", store.address, "--cluster-secret-file", str(store.secret_file)]
-    with serving(*flags, model=given.model) as server:
+    with serving(*flags, model=args.model) as server:
         yield server.url
         server.stop()
 
@@ -48,10 +48,10 @@ def ask(url: str, prompt: list[int], tokens: int) -> Answer:
     return answer
 
 
-def compare(name: str, found: list[Answer], alone: list[Answer], prompts: list[list[int]]) -> dict[str, int]:
+def compare(name: str, results: list[Answer], alone: list[Answer], prompts: list[list[int]]) -> dict[str, int]:
     """Token by token with the same engine alone."""
     counts: Counter[str] = Counter({"equal": 0, "ties": 0, "others": 0})
-    for mine, right in zip(found, alone, strict=True):
+    for mine, right in zip(results, alone, strict=True):
         place = judge(name, mine, right, counts, "others")
         counts["equal tokens"] += len(right.tokens) if place is None else place
         counts["tokens from the other engine"] += mine.cached
@@ -67,11 +67,11 @@ def wait_for_blocks(store: ServedStore, prompts: list[list[int]]) -> None:
         wait_until(lambda: client.statistics()["kv_stored"] >= len(blocks), f"{len(blocks)} blocks stored", SETTLE_S)
 
 
-def measure(given: Namespace, folder: Path) -> dict[str, Any]:
+def measure(args: Namespace, folder: Path) -> dict[str, Any]:
     """Alone, then in both directions."""
-    prompts = opening_ids(given.data, given.model, given.prompts, 2 * BLOCK + 1, 900)
+    prompts = opening_ids(args.data, args.model, args.prompts, 2 * BLOCK + 1, 900)
     mine, theirs = prompts[::2], prompts[1::2]
-    tokens, record = given.tokens, {}
+    tokens, record = args.tokens, {}
 
     def answers(source: Vllm | str, some: list[list[int]], count: int = tokens) -> list[Answer]:
         """Of memserve at an address, or of vLLM, two at a time."""
@@ -79,27 +79,27 @@ def measure(given: Namespace, folder: Path) -> dict[str, Any]:
             return ask_all(lambda prompt: ask(source, prompt, count), some, 2)
         return ask_all(lambda prompt: source.ask(prompt, count), some, 2)
 
-    alone = Vllm(given.vllm, given.model, log=folder / "alone.log")
+    alone = Vllm(args.vllm, args.model, log=folder / "alone.log")
     with running(alone):
         right_vllm = answers(alone, mine)
-    with memserve(given, None) as url:
+    with memserve(args, None) as url:
         right_memserve = answers(url, theirs)
     with ServedStore(folder, dram="1GiB") as store:
         shares = {"share_with_memserve": True}
-        sharing = Vllm(given.vllm, given.model, store, folder / "sharing.log", more=shares)
-        with memserve(given, store) as url:
+        sharing = Vllm(args.vllm, args.model, store, folder / "sharing.log", more=shares)
+        with memserve(args, store) as url:
             answers(url, mine, 1)
             wait_for_blocks(store, mine)
             with running(sharing):
-                found = answers(sharing, mine)
-                record["computed by memserve, answered by vLLM"] = compare("vLLM", found, right_vllm, mine)
+                results = answers(sharing, mine)
+                record["computed by memserve, answered by vLLM"] = compare("vLLM", results, right_vllm, mine)
                 answers(sharing, theirs, 1)
                 wait_for_blocks(store, mine + theirs)
-            found = answers(url, theirs)
-            record["computed by vLLM, answered by memserve"] = compare("memserve", found, right_memserve, theirs)
-        with memserve(given, store, "--no-foreign-kv") as url:
-            found = answers(url, theirs)
-            record["memserve with --no-foreign-kv"] = compare("--no-foreign-kv", found, right_memserve, theirs)
+            results = answers(url, theirs)
+            record["computed by vLLM, answered by memserve"] = compare("memserve", results, right_memserve, theirs)
+        with memserve(args, store, "--no-foreign-kv") as url:
+            results = answers(url, theirs)
+            record["memserve with --no-foreign-kv"] = compare("--no-foreign-kv", results, right_memserve, theirs)
     return record
 
 

@@ -52,15 +52,15 @@ class Side(LineChild):
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, old=(Path, "a checkout to compare with"), rounds=15,
         model=("smollm2-135m-instruct", "folder, file or name"),
     )  # fmt: skip
-    same = {"model": given.model, "kv_memory": "1GiB", "enable_prefix_caching": False}
-    sides = {"old": Side(given.old.resolve(), **same)} if given.old else {}
+    same = {"model": args.model, "kv_memory": "1GiB", "enable_prefix_caching": False}
+    sides = {"old": Side(args.old.resolve(), **same)} if args.old else {}
     sides |= {"off": Side(ROOT, **same), "auto": Side(ROOT, **same, layerwise="auto", dram_memory="1GiB")}
     times = Samples()
-    for number in range(-1, given.rounds):  # the first round warms up
+    for number in range(-1, args.rounds):  # the first round warms up
         for case, sizes in CASES.items():
             for name in list(sides)[:: -1 if number % 2 else 1]:
                 spent_s = float(sides[name].ask(json.dumps(sizes)))
@@ -75,7 +75,7 @@ def main() -> None:
                 "auto / off": "{auto_off:.3f}"})  # fmt: skip
     for side in sides.values():
         side.close()
-    save(given, {f"{case}, {name}": mine for (case, name), mine in times.items()})
+    save(args, {f"{case}, {name}": mine for (case, name), mine in times.items()})
 
 
 if __name__ == "__main__":

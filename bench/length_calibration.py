@@ -220,10 +220,10 @@ class Replay:
             self.held["lower at 64"].append(answer.tokens >= later.lower)
 
     def _compare(self, answer: Answer, features: Floats) -> None:
-        found = self.classifier.guess(features)
-        if found is None:
+        results = self.classifier.guess(features)
+        if results is None:
             return
-        guess, edges = found
+        guess, edges = results
         for name, seen in {"kinds": self.kinds, **self.others}.items():
             known = seen.guess(answer.prompt, edges)
             assert known is not None, "the classifier has seen enough, too"
@@ -265,14 +265,14 @@ def rows_of(name: str, answers: list[Answer]) -> tuple[dict[str, Any], dict[str,
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, required="data", data=Path,
         traces=Commas("azure-conv", "azure-code", "mooncake", "synthetic", "agentic")
     )  # fmt: skip
     pairs = []
-    for name in given.traces:
+    for name in args.traces:
         try:
-            answers = [answer for answer in read(given.data, name) if answer.tokens]
+            answers = [answer for answer in read(args.data, name) if answer.tokens]
         except UserError as error:
             print(f"{name} is left out: {error}")
             continue
@@ -283,7 +283,7 @@ def main() -> None:
     show([expected, *(first for first, _ in pairs)], CLASS_COLUMNS)
     print("\nLosses on later requests: kinds / finer kinds / all / classifier\n")
     show((second for _, second in pairs), ["trace", "answers", *LOSSES])
-    save(given, pairs)
+    save(args, pairs)
 
 
 if __name__ == "__main__":

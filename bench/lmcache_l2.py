@@ -63,26 +63,26 @@ class InMemoryL2Adapter(MemserveL2):
 
 
 def main() -> int:
-    given = options(
+    args = options(
         __doc__, python=(sys.executable, "interpreter with LMCache"), rounds=5, adapters=Commas(*ADAPTERS),
         folder=(Path, "where the adapters of LMCache keep their files"), quick={"rounds": 1},
         tests=(Path, "folder with LMCache's tests of plugin adapters"),
     )  # fmt: skip
-    if missing := absent(given.python):
+    if missing := absent(args.python):
         print(f"skipped: {missing}")
         return 0
-    if given.tests is not None:
-        return run_tests(given.python, given.tests)
+    if args.tests is not None:
+        return run_tests(args.python, args.tests)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=given.folder) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        for size in SIZES[:1] if given.quick else SIZES:
-            names = list(parts_of(given.adapters, dict.fromkeys(ADAPTERS)))
-            for name, figures in measure(given.python, size, names, given.rounds, Path(disk), Path(memory)).items():
+    with tempfile.TemporaryDirectory(dir=args.folder) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        for size in SIZES[:1] if args.quick else SIZES:
+            names = list(parts_of(args.adapters, dict.fromkeys(ADAPTERS)))
+            for name, figures in measure(args.python, size, names, args.rounds, Path(disk), Path(memory)).items():
                 rows.append({"adapter": name, "kib": size[0], "count": size[1], **figures})
-    print(f"{given.rounds} rounds; MB/s, look-ups: thousand keys/s")
+    print(f"{args.rounds} rounds; MB/s, look-ups: thousand keys/s")
     show(rows, {"adapter": "{adapter}", "objects a task": "{count} of {kib} KiB"}
          | {name: f"{{{name}:,.0f}}" for name in OPERATIONS})  # fmt: skip
-    save(given, rows)
+    save(args, rows)
     return 0
 
 
@@ -160,13 +160,13 @@ def run_tool(python: str, size: tuple[int, int], spec: dict[str, Any], name: str
         if run.returncode or not answer.is_file():
             raise SystemExit(f"{name}: lmcache bench l2 ended with {run.returncode}\n{run.stderr[-2000:]}")
         metrics = json.loads(answer.read_text())["metrics"]
-    found = {one["operation"].lower(): one for key, one in metrics.items() if key.startswith("op_")}
-    for operation, one in found.items():
-        expected = one.get("expected_hit_keys", one["total_keys"])
-        if one["rounds_timed_out"] or one["total_success"] != expected:
-            raise SystemExit(f"{name}: {operation} found {one['total_success']} of {expected}")
-    figures = {name: one["throughput_avg_mbps"] for name, one in found.items() if name != "lookup"}
-    return {**figures, "lookup": found["lookup"]["ops_per_sec_avg"] / 1000}
+    results = {item["operation"].lower(): item for key, item in metrics.items() if key.startswith("op_")}
+    for operation, item in results.items():
+        expected = item.get("expected_hit_keys", item["total_keys"])
+        if item["rounds_timed_out"] or item["total_success"] != expected:
+            raise SystemExit(f"{name}: {operation} found {item['total_success']} of {expected}")
+    figures = {name: item["throughput_avg_mbps"] for name, item in results.items() if name != "lookup"}
+    return {**figures, "lookup": results["lookup"]["ops_per_sec_avg"] / 1000}
 
 
 if __name__ == "__main__":

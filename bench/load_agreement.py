@@ -39,17 +39,17 @@ MS = 1e3
 
 def ours(records: list[RequestRecord]) -> dict[str, float]:
     """The client's figures, with times from the sending."""
-    felt = [one for record in records if (one := timing(record)) is not None]
+    felt = [item for record in records if (item := timing(record)) is not None]
     late_s = sum((record.sent_ns or 0) - record.scheduled_ns for record in records) / NS_PER_S / len(records)
-    paced = [one.tpot_s for one in felt if one.tpot_s is not None]
+    paced = [item.tpot_s for item in felt if item.tpot_s is not None]
     return {
         "requests": len(felt),
         "prompt tokens": sum(record.prompt_tokens or 0 for record in records),
         "cached tokens": sum(record.cached_tokens or 0 for record in records),
         "generated tokens": sum(record.output_tokens for record in records),
-        "TTFT, mean (ms)": MS * (sum(one.ttft_s for one in felt) / len(felt) - late_s),
+        "TTFT, mean (ms)": MS * (sum(item.ttft_s for item in felt) / len(felt) - late_s),
         "TPOT, mean (ms)": MS * sum(paced) / len(paced),
-        "whole request, mean (ms)": MS * (sum(one.jct_s for one in felt) / len(felt) - late_s),
+        "whole request, mean (ms)": MS * (sum(item.jct_s for item in felt) / len(felt) - late_s),
     }
 
 
@@ -64,12 +64,12 @@ def theirs(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 
 def main() -> int:
-    given = options(__doc__, requests=60, rate=1.0, prompt_tokens=512, output_tokens=32, percent=1.0)
+    args = options(__doc__, requests=60, rate=1.0, prompt_tokens=512, output_tokens=32, percent=1.0)
     uniform = uniform_workload(
-        given.requests, prompt_tokens=given.prompt_tokens, shared_tokens=given.prompt_tokens // 2,
-        output_tokens=given.output_tokens,
+        args.requests, prompt_tokens=args.prompt_tokens, shared_tokens=args.prompt_tokens // 2,
+        output_tokens=args.output_tokens,
     )  # fmt: skip
-    workload = by_session(uniform, Poisson(given.rate), seed=1)
+    workload = by_session(uniform, Poisson(args.rate), seed=1)
     with serving("--prefill", "0", "--decode", "0", "--colocated", "1") as server:
         before = server.metrics()
         run = drive(lambda: Driver(workload, Target(server.url), Manner(server.model)))
@@ -81,8 +81,8 @@ def main() -> int:
         row["apart"] = 100 * abs(row["client"] / row["server"] - 1) if row["server"] else 0.0
     show(rows, {"figure": "{figure}", "client": "{client:.2f}", "server": "{server:.2f}", "apart": "{apart:.2f} %"})
     worst = max(row["apart"] for row in rows)
-    save(given, {"client": client, "server": metrics, "apart_percent_max": worst, "load_average": os.getloadavg()})
-    return int(worst > given.percent)
+    save(args, {"client": client, "server": metrics, "apart_percent_max": worst, "load_average": os.getloadavg()})
+    return int(worst > args.percent)
 
 
 if __name__ == "__main__":

@@ -55,34 +55,34 @@ def measure(url: str, rate: float, seconds: float) -> dict[str, float]:
     cpu_s = time.process_time()
     run = drive(lambda: Driver(workload, Target(url), Manner("m")))
     cpu_s = time.process_time() - cpu_s
-    found = figures(run.records)
-    assert found.ttft_s is not None and found.late_s is not None and found.failed == 0, found.errors
+    results = figures(run.records)
+    assert results.ttft_s is not None and results.late_s is not None and results.failed == 0, results.errors
     return {
-        "requests/s": found.requests_per_s,
-        "first P50, ms": found.ttft_s.p50 * 1e3,
-        "first P99, ms": found.ttft_s.p99 * 1e3,
-        "late P50, ms": found.late_s.p50 * 1e3,
-        "late P99, ms": found.late_s.p99 * 1e3,
-        "CPU a request, us": cpu_s * 1e6 / found.requests,
+        "requests/s": results.requests_per_s,
+        "first P50, ms": results.ttft_s.p50 * 1e3,
+        "first P99, ms": results.ttft_s.p99 * 1e3,
+        "late P50, ms": results.late_s.p50 * 1e3,
+        "late P99, ms": results.late_s.p99 * 1e3,
+        "CPU a request, us": cpu_s * 1e6 / results.requests,
     }
 
 
 def main() -> None:
-    given = options(__doc__, rates=Commas(500.0, 1000.0, 2000.0), seconds=5.0, rounds=3)
+    args = options(__doc__, rates=Commas(500.0, 1000.0, 2000.0), seconds=5.0, rounds=3)
     cores = sorted(os.sched_getaffinity(0))
     ours, theirs = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, cores[-1]), daemon=True)
     server.start()
     url = f"http://127.0.0.1:{ours.recv()}"
     os.sched_setaffinity(0, {cores[0]})
-    rows: dict[float, list[dict[str, float]]] = {rate: [] for rate in given.rates}
-    for _, rate in turns(given.rounds, given.rates):
-        rows[rate].append(measure(url, rate, given.seconds))
+    rows: dict[float, list[dict[str, float]]] = {rate: [] for rate in args.rates}
+    for _, rate in turns(args.rounds, args.rates):
+        rows[rate].append(measure(url, rate, args.seconds))
     server.terminate()
-    found = {rate: medians(mine) for rate, mine in rows.items()}
-    names = {name: f"{{{name}:.2f}}" for name in next(iter(found.values()))}
-    show(({"rate": rate} | row for rate, row in found.items()), {"rate, 1/s": "{rate:.0f}"} | names)
-    save(given, {"load_average": os.getloadavg(), "medians": found})
+    results = {rate: medians(mine) for rate, mine in rows.items()}
+    names = {name: f"{{{name}:.2f}}" for name in next(iter(results.values()))}
+    show(({"rate": rate} | row for rate, row in results.items()), {"rate, 1/s": "{rate:.0f}"} | names)
+    save(args, {"load_average": os.getloadavg(), "medians": results})
 
 
 if __name__ == "__main__":

@@ -197,26 +197,26 @@ COLUMNS = {
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, model=(str, "a model folder or a .gguf file; else a random one is made"), dtype="bfloat16",
         weights_gb=(float, "of the model as it is computed, where its files are others"), kv_memory="64MiB",
         gguf=(False, "the random model as a GGUF file"), source_dtype=("bfloat16", "of the random model's files"),
         work=(Path, "where the random model is made and kept; else it is temporary"),
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="load-memory-") as temporary:
-        model = given.model or _random_model(given.work or Path(temporary), given.source_dtype, gguf=given.gguf)
-        weights = weights_bytes(model) if given.model else 2 * sum(math.prod(shape) for _, shape in _shapes(SIZES))
-        weights = int(given.weights_gb * 1e9) if given.weights_gb else weights
+        model = args.model or _random_model(args.work or Path(temporary), args.source_dtype, gguf=args.gguf)
+        weights = weights_bytes(model) if args.model else 2 * sum(math.prod(shape) for _, shape in _shapes(SIZES))
+        weights = int(args.weights_gb * 1e9) if args.weights_gb else weights
         bound = bound_bytes(weights)
         print(f"{model}: weights {weights / 1e9:.2f} GB, bound {bound / 1e9:.2f} GB")
         table, rows = Table(COLUMNS), []
         for name in ("first", "second"):
-            start = measure_start(model, Path(temporary) / "cache", dtype=given.dtype, kv_memory=given.kv_memory)
+            start = measure_start(model, Path(temporary) / "cache", dtype=args.dtype, kv_memory=args.kv_memory)
             sizes = {**start.peak, "children": start.children_bytes, "steady": start.steady_bytes}
             gb = {key: size / 1e9 for key, size in sizes.items()}
             rows.append({"start": name, "ready_s": start.ready_s, "share": start.peak_bytes / bound, **gb})
             table.show(rows[-1])
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

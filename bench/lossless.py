@@ -183,26 +183,26 @@ def run(setting: Setting, model: str, prompts: list[list[int]], want: list[dict[
 
 def main() -> None:
     """Run the chosen settings and print one line for each."""
-    given = options(
+    args = options(
         __doc__, required="data reference_model", data=(Path, "folder with conversations/ and longdocs/"),
         model=("smollm2-135m-instruct", "what memserve loads"), new_tokens=32, prompts=72,
         reference_model=(str, "what transformers loads: a folder or a .gguf file"),
         reference=Path("build/lossless-reference.json"), only_reference=False,
         settings=("", "comma-separated parts of setting names; default: all"),
     )  # fmt: skip
-    prompts = build_prompts(need(given.data), load_tokenizer(given.reference_model), given.prompts)
+    prompts = build_prompts(need(args.data), load_tokenizer(args.reference_model), args.prompts)
     lengths = sorted(map(len, prompts))
     long = sum(length >= 2000 for length in lengths)
     print(f"{len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, {long} of 2,000 and more")
-    want = reference(given.reference_model, prompts, given.new_tokens, given.reference)
-    if given.only_reference:
+    want = reference(args.reference_model, prompts, args.new_tokens, args.reference)
+    if args.only_reference:
         return
-    rows, parts = [], [part for part in given.settings.split(",") if part]
+    rows, parts = [], [part for part in args.settings.split(",") if part]
     for setting in settings(block_bytes=23040 * 2 * 32, longest_tokens=lengths[-1]):
         if not parts or any(part in setting.name for part in parts):
-            rows.append(run(setting, given.model, prompts, want, given.new_tokens))
+            rows.append(run(setting, args.model, prompts, want, args.new_tokens))
             print(json.dumps(rows[-1]), flush=True)
-    save(given, rows)
+    save(args, rows)
     sys.exit(any(row["wrong"] or row["did_not_happen"] for row in rows))
 
 

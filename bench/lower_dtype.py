@@ -163,26 +163,26 @@ def measure(options: dict[str, Any], args: Namespace, documents: list[str]) -> O
     return outcome
 
 
-def common(one: list[int], other: list[int]) -> int:
+def common(item: list[int], other: list[int]) -> int:
     """Tokens that two answers share from the start."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=True)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(item, other, strict=True)))
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, data=(Path, "folder with longdocs/; default: made from a seed"), documents=20,
         tokens=(1024, "of each document"), answer=(64, "tokens of each greedy answer"),
         model=("smollm2-135m-instruct", "folder, file or name"), dtype="auto", threads=int,
     )  # fmt: skip
-    documents, rows, full, table = texts(given.data, given.documents), [], None, Table(COLUMNS)
+    documents, rows, full, table = texts(args.data, args.documents), [], None, Table(COLUMNS)
     for lower in LOWER_DTYPES:
-        engine = {"model": given.model, "dtype": given.dtype, "threads": given.threads, "kv_lower_dtype": lower}
-        outcome = measure(engine, given, documents)
+        engine = {"model": args.model, "dtype": args.dtype, "threads": args.threads, "kv_lower_dtype": lower}
+        outcome = measure(engine, args, documents)
         full = full or outcome
-        rows.append(row_of(lower, outcome, full, given.answer))
+        rows.append(row_of(lower, outcome, full, args.answer))
         table.show(rows[-1])
-    print(f"\n{len(full.answers)} documents of {given.tokens} tokens, {len(full.logprobs):,} tokens judged")
-    save(given, rows)
+    print(f"\n{len(full.answers)} documents of {args.tokens} tokens, {len(full.logprobs):,} tokens judged")
+    save(args, rows)
 
 
 def row_of(lower: str, outcome: Outcome, full: Outcome, answer: int) -> dict[str, Any]:

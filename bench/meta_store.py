@@ -62,7 +62,7 @@ class World:
 
     def __init__(self, entries: int) -> None:
         self.instances = max(1, min(1000, entries // 1000))
-        self.prompts = [min(EVENT_BLOCKS, entries - at) for at in range(0, entries, EVENT_BLOCKS)]
+        self.prompts = [min(EVENT_BLOCKS, entries - place) for place in range(0, entries, EVENT_BLOCKS)]
         self._seeds = np.random.default_rng(entries)
         self.tokens = [self._seeds.integers(1, 32_000, blocks * 32, dtype=np.int32) for blocks in self.prompts]
         trees = Cluster(ClusterConfig())._trees
@@ -154,7 +154,9 @@ class Sqlite:
             self.base.execute("INSERT OR REPLACE INTO members VALUES (?, ?, 0)", (peer.name, peer.generation))
         elif isinstance(record, EntriesChanged):
             data, name = record.changes[0].identities, record.peer.name
-            rows = ((name, data[at : at + 16], 0, record.at_ns, record.at_ns) for at in range(0, len(data), 16))
+            rows = (
+                (name, data[place : place + 16], 0, record.at_ns, record.at_ns) for place in range(0, len(data), 16)
+            )
             self.base.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?)", rows)
             self.base.execute("UPDATE members SET next_event = ? WHERE name = ?", (record.first + 1, name))
 
@@ -212,12 +214,12 @@ def share_kept(router: Cluster, world: World, recovered: RecoveredState) -> floa
     for member in recovered.members:
         router.handle(MessageArrived(member.info.peer, Join(member.info)), 3)
     sample = random.Random(1).sample(range(len(world.prompts)), min(SAMPLE, len(world.prompts)))
-    trees, found = router._trees, 0
+    trees, results = router._trees, 0
     for prompt in sample:
         member = router._registry.named(world.peer(prompt).name)
         matches = trees.match(world.identities[prompt], len(router._loads))
-        found += member is not None and int(matches.blocks[member.number]) == world.prompts[prompt]
-    return found / len(sample)
+        results += member is not None and int(matches.blocks[member.number]) == world.prompts[prompt]
+    return results / len(sample)
 
 
 def measure(make: Callable[[Path], Journal | Sqlite], world: World, folder: Path) -> dict[str, Any]:
@@ -256,8 +258,8 @@ def lost_at_kill_points(points: int) -> int:
         tail = medium.unsafe_bytes
         hole = rng.randint(0, tail)
         medium.lose_power(rng.randint(0, tail), [(hole, hole + rng.randrange(40))])
-        found = {name for _, name in Store(medium).state.sessions}
-        lost += sum(f"s{number}" not in found for number in range(1, acknowledged + 1))
+        results = {name for _, name in Store(medium).state.sessions}
+        lost += sum(f"s{number}" not in results for number in range(1, acknowledged + 1))
     return lost
 
 
@@ -268,17 +270,17 @@ COLUMNS = {
 
 
 def main() -> None:
-    given = options(__doc__, entries=Commas(*SIZES), folder=(Path, "a folder on the disk to be measured"))
+    args = options(__doc__, entries=Commas(*SIZES), folder=(Path, "a folder on the disk to be measured"))
     rows, table = [], Table(COLUMNS)
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        for entries in given.entries:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        for entries in args.entries:
             world = World(entries)
             for make in (Journal, Sqlite):
                 rows.append(measure(make, world, Path(folder) / f"{make.name}-{entries}"))
                 table.show(rows[-1])
     lost = lost_at_kill_points(500)
     print(f"500 kill points, torn last writes: {lost} acknowledged records lost; the source's recovery: 9 ms at 5,000")
-    save(given, {"rows": rows, "lost": lost})
+    save(args, {"rows": rows, "lost": lost})
     sys.exit(lost > 0)
 
 

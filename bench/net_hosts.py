@@ -94,7 +94,7 @@ def read(name: str, address: str, nbytes: int, kv: KVGeometry, owner: str, reade
 
 
 def _side(host: Host, *words: str) -> LineChild:
-    return LineChild(*TCP, sys.executable, str(Path(__file__).resolve()), *words, starts=host.popen)
+    return LineChild(*TCP, sys.executable, str(Path(__file__).resolve()), *words, start=host.popen)
 
 
 def _iperf(source: Host, target: Host, nbytes: int) -> float:
@@ -127,46 +127,46 @@ class Sides:
         return self._nbytes / spent_s, (cpu_s + float(self._owner.ask("cpu")) - before_s) / self._nbytes * 1e9
 
 
-def measure(given: Namespace, nbytes: int) -> dict[str, list[tuple[float, float]]]:
+def measure(args: Namespace, nbytes: int) -> dict[str, list[tuple[float, float]]]:
     """By contender: what each round gave."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("iperf3", *given.links)}
-    quality = Quality(given.delay_ms / 1000, given.loss, given.gbit * 1e9)
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in ("iperf3", *args.links)}
+    quality = Quality(args.delay_ms / 1000, args.loss, args.gbit * 1e9)
     with Wired(quality, "owner", "reader") as network:
-        sides = {link: Sides(link, network, nbytes, given.geometry, given.readers) for link in given.links}
-        for _, name in turns(given.rounds, found):
+        sides = {link: Sides(link, network, nbytes, args.geometry, args.readers) for link in args.links}
+        for _, name in turns(args.rounds, results):
             if name in sides:
-                found[name].append(sides[name].read())
+                results[name].append(sides[name].read())
             else:
-                found[name].append((_iperf(network["owner"], network["reader"], nbytes), float("nan")))
-    return found
+                results[name].append((_iperf(network["owner"], network["reader"], nbytes), float("nan")))
+    return results
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, hidden="own read bytes owner", mib=64, rounds=5, delay_ms=(1.0, "each way"),
         loss=(0.01, "share of frames, each way"), gbit=1.0, links=Commas("curve", "nixl"), readers=4,
         geometry="smollm2", own=str, read=str, bytes=int, owner=str,
     )  # fmt: skip
-    kv = geometries.SHAPES[given.geometry].kv
-    if given.own:
-        return own(given.links[0], given.own, given.bytes, kv)
-    if given.read:
-        return read(given.links[0], given.read, given.bytes, kv, given.owner, given.readers)
+    kv = geometries.SHAPES[args.geometry].kv
+    if args.own:
+        return own(args.links[0], args.own, args.bytes, kv)
+    if args.read:
+        return read(args.links[0], args.read, args.bytes, kv, args.owner, args.readers)
     if (why := why_none(wired=True)) is not None:
         raise SystemExit(f"no hosts here: {why}")
-    found = measure(given, given.mib * MIB // kv.block_bytes * kv.block_bytes)
+    results = measure(args, args.mib * MIB // kv.block_bytes * kv.block_bytes)
     print(
-        f"{given.delay_ms:g} ms, {100 * given.loss:g} % lost, {given.gbit:g} Gbit/s;"
-        f" {given.mib} MiB in blocks of {kv.block_bytes >> 10:,} KiB ({given.geometry}), {given.rounds} rounds,"
-        f" {given.readers} readers"
+        f"{args.delay_ms:g} ms, {100 * args.loss:g} % lost, {args.gbit:g} Gbit/s;"
+        f" {args.mib} MiB in blocks of {kv.block_bytes >> 10:,} KiB ({args.geometry}), {args.rounds} rounds,"
+        f" {args.readers} readers"
     )
     rows = [
         {"name": name, "mb_s": median(rate for rate, _ in mine) / 1e6, "cpu_s": median(cpu_s for _, cpu_s in mine)}
-        for name, mine in found.items()
+        for name, mine in results.items()
     ]
     show((row | {"ratio": row["mb_s"] / rows[0]["mb_s"]} for row in rows),
          {"": "{name}", "MB/s": "{mb_s:.1f}", "of iperf3": "{ratio:.2f}", "CPU, s/GB": "{cpu_s:.2f}"})  # fmt: skip
-    save(given, found)
+    save(args, results)
     return None
 
 

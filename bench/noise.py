@@ -124,10 +124,10 @@ class Tenant:
                 head = await reader.readline()
                 async for line in reader:
                     if b" 200 " in head and line.startswith(b"data:"):
-                        found = time.perf_counter() - started
+                        results = time.perf_counter() - started
                         while await reader.read(1 << 16):
                             pass
-                        return found
+                        return results
             finally:
                 writer.close()
         except OSError:
@@ -309,8 +309,8 @@ class Victim:
         for turn in range(settling + round(seconds / every_s)):
             await asyncio.sleep(max(0.0, started + (turn + random.random() / 2) * every_s - time.perf_counter()))
             pending.append(asyncio.create_task(self._tenant.first_token_s(self._message(turn))))
-        found = await asyncio.gather(*pending)
-        return found[settling:]
+        results = await asyncio.gather(*pending)
+        return results[settling:]
 
 
 def ratio(worst: Sequence[float], honest: Sequence[float]) -> float:
@@ -322,24 +322,24 @@ Times = dict[str, list[list[float]]]
 """Kind of neighbour -> round -> times."""
 
 
-def measure(resource: Resource, server: Served, given: Namespace) -> Times:
+def measure(resource: Resource, server: Served, args: Namespace) -> Times:
     """Both kinds, round after round, in alternating order, so that a machine that slows down favours neither."""
     port = int(server.url.rpartition(":")[2])
-    victim, found = Victim(Tenant("victim", port, server.model), resource), Times(honest=[], worst=[])
-    for _, (kind, neighbour) in turns(given.rounds, (("honest", resource.honest), ("worst", resource.worst))):
+    victim, results = Victim(Tenant("victim", port, server.model), resource), Times(honest=[], worst=[])
+    for _, (kind, neighbour) in turns(args.rounds, (("honest", resource.honest), ("worst", resource.worst))):
         asyncio.run(victim.warm())
         with neighbourhood(Tenant("neighbour", port, server.model), *neighbour):
-            found[kind].append(asyncio.run(victim.times_s(given.settle, given.seconds, given.every)))
-    return found
+            results[kind].append(asyncio.run(victim.times_s(args.settle, args.seconds, args.every)))
+    return results
 
 
-def row_of(resource: Resource, found: Times) -> dict[str, Any]:
+def row_of(resource: Resource, results: Times) -> dict[str, Any]:
     """A row of the table."""
-    honest, worst = (list(itertools.chain(*found[kind])) for kind in ("honest", "worst"))
+    honest, worst = (list(itertools.chain(*results[kind])) for kind in ("honest", "worst"))
     row: dict[str, Any] = {"resource": resource.name, "ratio": ratio(worst, honest)}
     for kind, times in (("honest", honest), ("worst", worst)):
         row |= {f"{kind}_p50": percentile(times, 0.5), f"{kind}_p99": percentile(times, 0.99)}
-    each = " ".join(f"{ratio(*pair):.2f}" for pair in zip(found["worst"], found["honest"], strict=True))
+    each = " ".join(f"{ratio(*pair):.2f}" for pair in zip(results["worst"], results["honest"], strict=True))
     return row | {"verdict": "ok" if row["ratio"] <= RATIO_MAX else "ABOVE", "each": each}
 
 
@@ -352,24 +352,24 @@ COLUMNS = {
 
 def main() -> int:
     """Measure and print; 1 when a ratio is above 1.5."""
-    given = options(
+    args = options(
         __doc__, rounds=3, seconds=(5.6, "seconds of the victim's requests, each time"),
         every=(0.16, "seconds between two of them"), only=("", "comma-separated names"),
         settle=(0.8, "seconds beside the neighbour that do not count"), flags=("", "more flags of the servers"),
     )  # fmt: skip
-    chosen = [resource for resource in RESOURCES if not given.only or resource.name in given.only.split(",")]
+    chosen = [resource for resource in RESOURCES if not args.only or resource.name in args.only.split(",")]
     os.environ["MEMSERVE_API_KEY"] = " ".join(f"{name}={key}" for name, key in KEYS.items())
     started, everything, rows, table = time.monotonic(), {}, [], Table(COLUMNS)
     for shape, flags in SHAPES.items():
         here = [resource for resource in chosen if resource.shape == shape]
         if not here:
             continue
-        with serving(*shlex.split(f"{flags} {given.flags}")) as server:
+        with serving(*shlex.split(f"{flags} {args.flags}")) as server:
             for resource in here:
-                everything[resource.name] = measure(resource, server, given)
+                everything[resource.name] = measure(resource, server, args)
                 rows.append(row_of(resource, everything[resource.name]))
                 table.show(rows[-1])
-    save(given, everything)
+    save(args, everything)
     above = sum(row["verdict"] == "ABOVE" for row in rows)
     print(f"\n{time.monotonic() - started:.0f} s; load average {os.getloadavg()[0]:.1f}; above {RATIO_MAX}: {above}")
     return 1 if above else 0

@@ -44,15 +44,15 @@ Plan = list[tuple[float, str, list[int]]]
 """Time, tenant, prompt."""
 
 
-def plan(given: Namespace, seed: int) -> Plan:
+def plan(args: Namespace, seed: int) -> Plan:
     """Every request, equal in all settings."""
-    rng, arrivals = Random(seed), [(0.0, "burst")] * given.at_once
-    for tenant, rate in () if given.at_once else (("steady", given.steady_rate), ("burst", given.rate)):
+    rng, arrivals = Random(seed), [(0.0, "burst")] * args.at_once
+    for tenant, rate in () if args.at_once else (("steady", args.steady_rate), ("burst", args.rate)):
         due_s = rng.expovariate(rate)
-        while due_s < given.seconds:
+        while due_s < args.seconds:
             arrivals.append((due_s, tenant))
             due_s += rng.expovariate(rate)
-    return sorted((due_s, tenant, random_tokens(given.prompt_tokens, rng)) for due_s, tenant in arrivals)
+    return sorted((due_s, tenant, random_tokens(args.prompt_tokens, rng)) for due_s, tenant in arrivals)
 
 
 async def ask(client: httpx.AsyncClient, start: float, due_s: float, tenant: str, body: Json) -> Outcome:
@@ -100,25 +100,25 @@ COLUMNS = {
 
 def main() -> None:
     """One server per setting, one after the other: two at once would share the cores."""
-    given = options(
+    args = options(
         __doc__, model="", rate=(10.0, "requests a second of the burst"), steady_rate=0.5, seconds=25.0, at_once=0,
         prompt_tokens=128, new_tokens=48, max_active=8, queue=8, wait=4.0, mode=("bounded", "bounded, memory or cache"),
         patience=10.0, serve=("", "further options of memserve serve, in one string"),
     )  # fmt: skip
-    gate = ["--admission", given.mode, "--max-active", str(given.max_active),
-            "--admission-queue", str(given.queue), "--admission-wait", str(given.wait)]  # fmt: skip
+    gate = ["--admission", args.mode, "--max-active", str(args.max_active),
+            "--admission-queue", str(args.queue), "--admission-wait", str(args.wait)]  # fmt: skip
     keys = [word for name, key in KEYS.items() for word in ("--api-key", f"{name}={key}")]
     rows, table = [], Table(COLUMNS)
-    for name, flags in {"no gate": [], given.mode: gate}.items():
-        with serving("--colocated", "1", *keys, *given.serve.split(), *flags, model=given.model) as served:
-            asyncio.run(run(served.url, served.model, plan(given, 1)[:2], 4))  # warm-up
+    for name, flags in {"no gate": [], args.mode: gate}.items():
+        with serving("--colocated", "1", *keys, *args.serve.split(), *flags, model=args.model) as served:
+            asyncio.run(run(served.url, served.model, plan(args, 1)[:2], 4))  # warm-up
             started = time.perf_counter()
-            outcomes = asyncio.run(run(served.url, served.model, plan(given, 0), given.new_tokens))
+            outcomes = asyncio.run(run(served.url, served.model, plan(args, 0), args.new_tokens))
             wall_s = time.perf_counter() - started
-        for tenant in ("burst",) if given.at_once else ("steady", "burst", "both"):
-            rows.append(sum_up(name, tenant, outcomes, wall_s, given.patience))
+        for tenant in ("burst",) if args.at_once else ("steady", "burst", "both"):
+            rows.append(sum_up(name, tenant, outcomes, wall_s, args.patience))
             table.show(rows[-1])
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -54,17 +54,17 @@ class Outcome(NamedTuple):
 def outcome(setup: Setup, workload: Workload) -> Outcome:
     world = ReplayWorld(setup, workload)
     world.run()
-    served = [one for one in world.clients.served if one.answered]
+    served = [item for item in world.clients.served if item.answered]
     if len(served) < len(world.clients.served):
         raise SystemExit(f"{len(world.clients.served) - len(served)} requests were not answered")
-    ttfts = [((one.first_ns or 0) - one.scheduled_ns) / NS_PER_S for one in served]
-    jcts = [(one.token_ns[-1] - one.scheduled_ns) / NS_PER_S for one in served]
+    ttfts = [((item.first_ns or 0) - item.scheduled_ns) / NS_PER_S for item in served]
+    jcts = [(item.token_ns[-1] - item.scheduled_ns) / NS_PER_S for item in served]
     tpots = [
-        (one.token_ns[-1] - one.token_ns[0]) / NS_PER_S / max(1, len(one.token_ns) - 1) for one in served
+        (item.token_ns[-1] - item.token_ns[0]) / NS_PER_S / max(1, len(item.token_ns) - 1) for item in served
     ]  # fmt: skip
     late, slow = [ttft > TTFT_S for ttft in ttfts], [tpot > TPOT_S for tpot in tpots]
     missed = [either or other for either, other in zip(late, slow, strict=True)]
-    cached = sum(one.cached_tokens or 0 for one in served)
+    cached = sum(item.cached_tokens or 0 for item in served)
     return Outcome(fmean(ttfts), fmean(tpots), fmean(jcts), cached, fmean(missed), fmean(late), fmean(slow))
 
 
@@ -96,9 +96,9 @@ def layers(seeds: int) -> Iterator[Json]:
     for device in ("h100", "l40s"):
         first: Outcome | None = None
         for name, (layerwise, has_profiles) in ways.items():
-            found = long_prompts(device, seeds, has_profiles, layerwise=layerwise)
-            first = first or found
-            yield {**found._asdict(), "device": device, "kv": name, "jct_ratio": found.jct_s / first.jct_s}
+            results = long_prompts(device, seeds, has_profiles, layerwise=layerwise)
+            first = first or results
+            yield {**results._asdict(), "device": device, "kv": name, "jct_ratio": results.jct_s / first.jct_s}
 
 
 def costs(seeds: int) -> Iterator[Json]:
@@ -107,14 +107,14 @@ def costs(seeds: int) -> Iterator[Json]:
     for speed in SPEEDS:
         first: Outcome | None = None
         for name, more in ways.items():
-            found = trace(speed, seeds, **more)
-            first = first or found
-            ratios = {"ttft_ratio": found.ttft_s / first.ttft_s, "jct_ratio": found.jct_s / first.jct_s}
+            results = trace(speed, seeds, **more)
+            first = first or results
+            ratios = {"ttft_ratio": results.ttft_s / first.ttft_s, "jct_ratio": results.jct_s / first.jct_s}
             yield {
-                **found._asdict(),
+                **results._asdict(),
                 "speed": speed,
                 "instances": name,
-                "cached_m": found.cached_tokens / 1e6,
+                "cached_m": results.cached_tokens / 1e6,
                 **ratios,
             }
 
@@ -123,8 +123,8 @@ def objectives(seeds: int) -> Iterator[Json]:
     """Requests that miss an objective."""
     aims = {name: value for name, value in OBJECTIVES.items() if name != "scheduling"}
     for layerwise, scheduling in product(("off", "auto"), ("fcfs", "slo")):
-        found = long_prompts("l40s", seeds, layerwise=layerwise, scheduling=scheduling, **aims)
-        yield {**found._asdict(), "kv": layerwise, "scheduling": scheduling}
+        results = long_prompts("l40s", seeds, layerwise=layerwise, scheduling=scheduling, **aims)
+        yield {**results._asdict(), "kv": layerwise, "scheduling": scheduling}
 
 
 TIMES = {"TTFT (s)": "{ttft_s:.2f}", "ms a token": "{tpot_ms:.0f}", "JCT (s)": "{jct_s:.1f}"}
@@ -144,15 +144,15 @@ TABLES = {
 
 
 def main() -> None:
-    given, record = options(__doc__, tables=Commas(*TABLES), seeds=3), {}
-    for name, (rows, columns) in parts_of(given.tables, TABLES).items():
+    args, record = options(__doc__, tables=Commas(*TABLES), seeds=3), {}
+    for name, (rows, columns) in parts_of(args.tables, TABLES).items():
         print(f"\n{name}\n")
         table, record[name] = Table(columns), []
-        for row in rows(given.seeds):
+        for row in rows(args.seeds):
             row |= {"ttft_ms": 1000 * row["ttft_s"], "tpot_ms": 1000 * row["tpot_s"]}
             record[name].append(row)
             table.show(row)
-    save(given, record)
+    save(args, record)
 
 
 if __name__ == "__main__":

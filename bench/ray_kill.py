@@ -51,7 +51,7 @@ def told(load: Load) -> dict[str, Any]:
 
 
 def main() -> None:
-    given = options(__doc__)
+    args = options(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         model = save_folder(tiny_module("llama"), Path(folder) / "tiny")
         truth = truth_of(model, COUNT)
@@ -85,7 +85,7 @@ def main() -> None:
         finally:
             served.close()
     print(json.dumps({"scaled": scaled, "killed": killed}, indent=2))
-    save(given, {"scaled": scaled, "killed": killed})
+    save(args, {"scaled": scaled, "killed": killed})
 
 
 if __name__ == "__main__":

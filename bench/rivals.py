@@ -122,19 +122,19 @@ class Engine:
 def engines(args: Namespace) -> tuple[list[Engine], list[str]]:
     """The requested engines, and why others are missing."""
     same = {"model": args.model, "dtype": args.dtype}
-    found = [Engine("memserve", "memserve", sys.executable, {**same, **json.loads(args.options)})]
-    found.append(Engine("transformers", "transformers", sys.executable, same))
+    results = [Engine("memserve", "memserve", sys.executable, {**same, **json.loads(args.options)})]
+    results.append(Engine("transformers", "transformers", sys.executable, same))
     skipped = []
     if args.vllm:
-        found.append(Engine("vLLM-CPU eager", "vllm", args.vllm, same))
-        found.append(Engine("vLLM-CPU compiled", "vllm", args.vllm, {**same, "compile": True}))
+        results.append(Engine("vLLM-CPU eager", "vllm", args.vllm, same))
+        results.append(Engine("vLLM-CPU compiled", "vllm", args.vllm, {**same, "compile": True}))
     else:
         skipped.append("vLLM-CPU: --vllm PYTHON was not given")
     if args.llamacpp and args.gguf:
-        found.append(Engine("llama.cpp", "llamacpp", args.llamacpp, {"model": args.gguf, "dtype": args.dtype}))
+        results.append(Engine("llama.cpp", "llamacpp", args.llamacpp, {"model": args.gguf, "dtype": args.dtype}))
     else:
         skipped.append("llama.cpp: --llamacpp PYTHON and --gguf FILE were not given")
-    wanted = [e for e in found if not args.only or e.name in args.only]
+    wanted = [e for e in results if not args.only or e.name in args.only]
     return wanted, skipped
 
 
@@ -181,28 +181,28 @@ def table(ready: list[Engine]) -> str:
 
 
 def main() -> int:
-    given = options(
+    args = options(
         __doc__, model="", dtype=("bfloat16", "", ["float32", "bfloat16", "float16"]), rounds=3, vllm=str,
         llamacpp=(str, "Python of a llama-cpp-python environment"), gguf=(str, "model file for llama.cpp"),
         options=("{}", "more options of memserve.LLM, as JSON"), only=([], "only these engines"),
         shape=([], "only these shapes", list(SHAPES)),
     )  # fmt: skip
-    given.model = given.model or bundled_model(given.dtype)
-    wanted, skipped = engines(given)
+    args.model = args.model or bundled_model(args.dtype)
+    wanted, skipped = engines(args)
     with tempfile.TemporaryDirectory() as logs:
         try:
-            ready, broken = run(wanted, given.shape or list(SHAPES), given.rounds, Path(logs))
+            ready, broken = run(wanted, args.shape or list(SHAPES), args.rounds, Path(logs))
         finally:
             for engine in wanted:
                 engine.end()
-    print(f"\n{given.dtype}, {os.cpu_count()} CPUs, medians of {given.rounds} rounds, engines in turn\n")
+    print(f"\n{args.dtype}, {os.cpu_count()} CPUs, medians of {args.rounds} rounds, engines in turn\n")
     print(table(ready) + "\n")
     print("\n".join(f"skipped {reason}" for reason in skipped + broken))
     samples = [
         {"engine": engine.name, **engine.once, **{f"{shape}: {key}": v for (shape, key), v in engine.samples.items()}}
         for engine in ready
     ]
-    save(given, {"dtype": given.dtype, "engines": samples, "skipped": skipped + broken})
+    save(args, {"dtype": args.dtype, "engines": samples, "skipped": skipped + broken})
     return 0 if ready else 1
 
 

@@ -169,7 +169,7 @@ def null_rival(name: str, python: str, servers: int, folder: Path) -> Iterator[R
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, required="model", hidden="be_instances be_servers",
         model=(Path, "a model's folder, for its tokenizer and vocabulary"), instances=8, seconds=5.0, rounds=3,
         connections=Commas(1, 32), tokens=Commas(1024, 8192),
@@ -177,29 +177,29 @@ def main() -> None:
         rivals=("", "sglang-router and vllm-router, each with :POLICY"),
         rivals_python=(sys.executable, "the Python of the environment that has them"), be_instances=0, be_servers="",
     )  # fmt: skip
-    if given.be_instances:
-        return be_instances(given.model, given.be_instances)
-    if given.be_servers:
-        return serve_instantly(respond, [int(port) for port in given.be_servers.split(",")])
+    if args.be_instances:
+        return be_instances(args.model, args.be_instances)
+    if args.be_servers:
+        return serve_instantly(respond, [int(port) for port in args.be_servers.split(",")])
     need_wrk()
     table, rows = Table(COLUMNS), []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         routers = [
-            stack.enter_context(null_router(given.model, folder, given.instances, "--policy", given.policy)),
+            stack.enter_context(null_router(args.model, folder, args.instances, "--policy", args.policy)),
             *(
-                stack.enter_context(null_rival(name, given.rivals_python, given.instances, folder))
-                for name in filter(None, given.rivals.split(","))
+                stack.enter_context(null_rival(name, args.rivals_python, args.instances, folder))
+                for name in filter(None, args.rivals.split(","))
             ),
         ]
-        for tokens, kind in product(given.tokens, given.prompts):
-            script = write_load(folder, tokens, kind, vocabulary_of(given.model))
-            for connections in given.connections:
+        for tokens, kind in product(args.tokens, args.prompts):
+            script = write_load(folder, tokens, kind, vocabulary_of(args.model))
+            for connections in args.connections:
                 case = {"tokens": tokens, "prompt": kind, "connections": connections}
-                for found in measure(routers, script, connections, given.seconds, given.rounds):
-                    rows.append(case | found)
+                for results in measure(routers, script, connections, args.seconds, args.rounds):
+                    rows.append(case | results)
                     table.show(rows[-1])
-    save(given, rows)
+    save(args, rows)
     return None
 
 

@@ -130,10 +130,10 @@ def kill_and_measure(urls: list[str], clients: int, kill: Callable[[], object]) 
     }  # fmt: skip
 
 
-def restart_file(given: Namespace, folder: Path, processes: Processes) -> dict[str, Any]:
+def restart_file(args: Namespace, folder: Path, processes: Processes) -> dict[str, Any]:
     """One host: restart the same command."""
     http = free_port()
-    command = ["serve", *model_of(given), "--prefill", "1", "--decode", "1", "--port", str(http)]
+    command = ["serve", *model_of(args), "--prefill", "1", "--decode", "1", "--port", str(http)]
     command += ["--served-model-name", "m", "--metadata", str(folder / "state")]
     router, url = processes.memserve(*command), f"http://127.0.0.1:{http}"
     wait_for(lambda: is_ready(url))
@@ -143,15 +143,15 @@ def restart_file(given: Namespace, folder: Path, processes: Processes) -> dict[s
         router.wait()
         processes.memserve(*command)
 
-    return kill_and_measure([url], given.clients, kill)
+    return kill_and_measure([url], args.clients, kill)
 
 
-def restart_etcd(given: Namespace, folder: Path, processes: Processes) -> dict[str, Any]:
+def restart_etcd(args: Namespace, folder: Path, processes: Processes) -> dict[str, Any]:
     """Two routers, one of which waits."""
     client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     flags = ["--data-dir", str(folder / "etcd"), "--listen-client-urls", client, "--advertise-client-urls", client]
     flags += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-    processes.start(given.etcd, *flags, "--log-level", "error")
+    processes.start(args.etcd, *flags, "--log-level", "error")
     wait_for(lambda: is_ready(client))
     secret = folder / "secret"
     secret.write_text(secrets.token_urlsafe(32))
@@ -160,32 +160,32 @@ def restart_etcd(given: Namespace, folder: Path, processes: Processes) -> dict[s
         http, port = free_port(), free_port()
         cluster = ["--prefill", "0", "--decode", "0", "--cluster-port", str(port), "--cluster-secret-file", str(secret)]
         name = ["--port", str(http), "--served-model-name", "m", "--metadata", f"etcd://{client[7:]}"]
-        routers.append(processes.memserve("serve", *model_of(given), *cluster, *name))
+        routers.append(processes.memserve("serve", *model_of(args), *cluster, *name))
         urls.append(f"http://127.0.0.1:{http}")
         if number == 0:
             joined = ["--join", f"127.0.0.1:{port}", "--cluster-secret-file", str(secret), "--name", "c1"]
-            processes.memserve("instance", *model_of(given), *joined)
+            processes.memserve("instance", *model_of(args), *joined)
             wait_for(lambda: is_ready(urls[0]))
     time.sleep(5)  # the second one has started and waits
-    return kill_and_measure(urls, given.clients, routers[0].kill)
+    return kill_and_measure(urls, args.clients, routers[0].kill)
 
 
-def model_of(given: Namespace) -> list[str]:
-    return ["--model", given.model] if given.model else []
+def model_of(args: Namespace) -> list[str]:
+    return ["--model", args.model] if args.model else []
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, model="", clients=4, only=(str, "", ("file", "etcd")), etcd=shutil.which("etcd") or ""
     )  # fmt: skip
     rows, table = [], Table(COLUMNS)
     for name, measure in {"file": restart_file, "etcd": restart_etcd}.items():
-        if given.only in (None, name) and (name == "file" or given.etcd):
+        if args.only in (None, name) and (name == "file" or args.etcd):
             with ExitStack() as stack:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="memserve-restart-")))
-                rows.append({"name": name, **measure(given, folder, Processes(stack, folder))})
+                rows.append({"name": name, **measure(args, folder, Processes(stack, folder))})
             table.show(rows[-1])
-    save(given, {row["name"]: row for row in rows})
+    save(args, {row["name"]: row for row in rows})
     sys.exit(any(row["wrong"] for row in rows))
 
 

@@ -147,13 +147,13 @@ def limited(pids: list[int], share: float) -> Iterator[None]:
 
 
 @contextmanager
-def cluster(given: Namespace, routers: int) -> Iterator[tuple[str, list[int]]]:
+def cluster(args: Namespace, routers: int) -> Iterator[tuple[str, list[int]]]:
     """Instances and ``routers`` routers: their address, and their process ids."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        owner = stack.enter_context(memserve_router(str(given.model), folder, "--routers", str(routers)))
-        for number in range(given.instances):
-            command = [sys.executable, __file__, "--be-instance", f"null-{number}", str(given.model), owner.cluster]
+        owner = stack.enter_context(memserve_router(str(args.model), folder, "--routers", str(routers)))
+        for number in range(args.instances):
+            command = [sys.executable, __file__, "--be-instance", f"null-{number}", str(args.model), owner.cluster]
             stack.enter_context(process(command, environment={**os.environ, "ROUTER_SECRET": owner.secret}))
         wait_until_ready(owner.url)
         time.sleep(5)  # the other routers bind the port when they are ready, a moment after the first
@@ -164,20 +164,20 @@ def cluster(given: Namespace, routers: int) -> Iterator[tuple[str, list[int]]]:
 
 def routers_of(owner: int) -> list[int]:
     """The process ids of ``owner`` and of its followers."""
-    found = [owner]
+    results = [owner]
     for children in Path(f"/proc/{owner}/task").glob("*/children"):
         for pid in map(int, children.read_text().split()):
             if "router" in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
-                found.append(pid)
-    return found
+                results.append(pid)
+    return results
 
 
-def measure(given: Namespace, script: Path, routers: int) -> dict[str, Any]:
+def measure(args: Namespace, script: Path, routers: int) -> dict[str, Any]:
     """A row: beside wrk's figures the part of their share that the routers took."""
-    with cluster(given, routers) as (url, pids), limited(pids, given.share):
-        run_wrk(url, script, given.connections, 2, pids)
-        row = run_wrk(url, script, given.connections, given.seconds, pids)
-    return {"routers": routers, "taken": row["cores"] / (routers * (given.share or 1.0)), **row}
+    with cluster(args, routers) as (url, pids), limited(pids, args.share):
+        run_wrk(url, script, args.connections, 2, pids)
+        row = run_wrk(url, script, args.connections, args.seconds, pids)
+    return {"routers": routers, "taken": row["cores"] / (routers * (args.share or 1.0)), **row}
 
 
 COLUMNS = {
@@ -188,23 +188,23 @@ COLUMNS = {
 
 def main() -> None:
     """Measure each number of routers in turn, round by round, and print a row for each, and the medians."""
-    given = options(
+    args = options(
         __doc__, required="model", model=(Path, "a model's folder, for its tokenizer and vocabulary"),
         routers=Commas(1, 2), instances=2, share=(0.4, "of a core for each router; 0: no limit"), rounds=3,
         connections=64, tokens=1024, seconds=10.0,
     )  # fmt: skip
     need_wrk()
-    rows: dict[int, list[dict[str, Any]]] = {count: [] for count in given.routers}
+    rows: dict[int, list[dict[str, Any]]] = {count: [] for count in args.routers}
     table = Table(COLUMNS)
     with tempfile.TemporaryDirectory() as name:
-        script = write_load(Path(name), given.tokens, "ids", vocabulary_of(given.model))
-        for _, count in turns(given.rounds, given.routers):
-            rows[count].append(measure(given, script, count))
+        script = write_load(Path(name), args.tokens, "ids", vocabulary_of(args.model))
+        for _, count in turns(args.rounds, args.routers):
+            rows[count].append(measure(args, script, count))
             table.show(rows[count][-1])
-    print(f"\nmedians of {given.rounds} rounds\n")
-    found = [medians(mine) for mine in rows.values()]
-    show((row | {"ratio": row["requests_per_s"] / found[0]["requests_per_s"]} for row in found), COLUMNS)
-    save(given, rows)
+    print(f"\nmedians of {args.rounds} rounds\n")
+    results = [medians(mine) for mine in rows.values()]
+    show((row | {"ratio": row["requests_per_s"] / results[0]["requests_per_s"]} for row in results), COLUMNS)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -74,8 +74,8 @@ def store(world: World, path: bytes, holders: NDArray[np.int64], dram_from: int)
     for holder in holders.tolist():
         world.directory.store(holder, Tier.HBM, path[: 16 * dram_from])
         world.directory.store(holder, Tier.DRAM, path[16 * dram_from :])
-    for at in range(0, len(path), 16):
-        world.twin.setdefault(path[at : at + 16], set()).update(holders.tolist())
+    for place in range(0, len(path), 16):
+        world.twin.setdefault(path[place : place + 16], set()).update(holders.tolist())
 
 
 def build(holders: int, conversations: int, directory: _core.PrefixDirectory | None = None) -> World:
@@ -98,15 +98,15 @@ def build(holders: int, conversations: int, directory: _core.PrefixDirectory | N
 
 def twin_match(twin: dict[bytes, set[int]], path: bytes) -> dict[int, int]:
     """Blocks from the first one without a gap, by holder."""
-    found: dict[int, int] = {}
+    results: dict[int, int] = {}
     alive = set(twin.get(path[:16], ()))
     depth = 0
     while alive:
         depth += 1
         here = twin.get(path[16 * depth : 16 * depth + 16], set())
-        found.update(dict.fromkeys(alive - here, depth))
+        results.update(dict.fromkeys(alive - here, depth))
         alive &= here
-    return found
+    return results
 
 
 def prompts(world: World, kind: str, reps: int) -> Iterator[Tokens]:
@@ -127,7 +127,7 @@ def bench_match(world: World, kind: str, reps: int) -> Iterator[Record]:
     """Time one kind of prompts by every call."""
     directory = world.directory
     calls = {name: Timer() for name in ("match_tokens", "match_tokens_array", "match", "match_array", "dict of sets")}
-    found = 0
+    results = 0
     for tokens in prompts(world, kind, reps):
         path = identities(tokens)
         rows = calls["match_tokens"](directory.match_tokens, DEFAULT_KEY, NAME, tokens, BLOCK_TOKENS)
@@ -138,9 +138,9 @@ def bench_match(world: World, kind: str, reps: int) -> Iterator[Record]:
         calls["match_array"](directory.match_array, path)
         simple = calls["dict of sets"](twin_match, world.twin, path)
         assert simple == {holder: blocks for holder, blocks, _ in rows} and array.tolist() == [list(r) for r in rows]
-        found = len(rows)
+        results = len(rows)
     for name, timer in calls.items():
-        yield timer.record(name, prompt=kind, holders_found=found)
+        yield timer.record(name, prompt=kind, holders_found=results)
 
 
 def bench_cold(world: World, kind: str, reps: int) -> Iterator[Record]:
@@ -271,13 +271,13 @@ def row_of(record: Record) -> Record:
 
 
 def main() -> None:
-    given = options(__doc__, rest="section", conversations=7000, holders=1000, reps=2000)
+    args = options(__doc__, rest="section", conversations=7000, holders=1000, reps=2000)
     table, records = Table(COLUMNS), list[Record]()
-    for section, bench in parts_of(given.section or list(SECTIONS), SECTIONS).items():
-        for record in bench(given):
+    for section, bench in parts_of(args.section or list(SECTIONS), SECTIONS).items():
+        for record in bench(args):
             records.append({"section": section, **record})
             table.show(row_of(record))
-    save(given, records)
+    save(args, records)
     gc.unfreeze()  # the clusters may be collected
 
 

@@ -97,23 +97,23 @@ class Bench:
         }
 
 
-def add_slope(found: list[dict[str, Any]]) -> None:
+def add_slope(results: list[dict[str, Any]]) -> None:
     """Add the time per row to the record of the largest batch."""
-    first, last = found[0], found[-1]
+    first, last = results[0], results[-1]
     rows = last["rows_mean"] - first["rows_mean"]
     if rows > 0:
         last["us_per_row"] = round((last["us_median"] - first["us_median"]) / rows, 3)
 
 
 def main() -> None:
-    given = options(__doc__, steps=300, running=[1, 32, 128, 256])
+    args = options(__doc__, steps=300, running=[1, 32, 128, 256])
     rows = []
     for load in LOADS:
-        found = [Bench(running, load).measure(given.steps) for running in sorted(given.running)]
-        add_slope(found)
-        rows += found
+        results = [Bench(running, load).measure(args.steps) for running in sorted(args.running)]
+        add_slope(results)
+        rows += results
     show(rows, [*rows[0], "us_per_row"])
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

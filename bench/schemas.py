@@ -110,7 +110,8 @@ def costly(number: int) -> Json:
     """600 integers, each with bounds of its own: of what was tried the grammar that takes longest to build. ``number``
     makes it another one, which no server has built before."""
     fields: Json = {
-        f"field_{at}": {"type": "integer", "minimum": at, "maximum": at * 10**9 + 12345 + number} for at in range(600)
+        f"field_{place}": {"type": "integer", "minimum": place, "maximum": place * 10**9 + 12345 + number}
+        for place in range(600)
     }
     return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
 
@@ -237,12 +238,12 @@ def walk(schemas: list[Json], seed: int) -> None:
     tokenizer, draw = load_tokenizer(resolve_source(DEFAULT_MODEL, "float32")), random.Random(seed)
     eos, valid, tokens, spent_s = tokenizer.eos_token_id, 0, 0, []
     grammars = Grammars(tokenizer, len(tokenizer), (eos,))
-    for at, schema in enumerate(schemas):
+    for place, schema in enumerate(schemas):
         said: list[int] = []
         grammar, built = json_grammar(schema, "schema"), threading.Event()
-        grammars.build(at, grammar, lambda _, built=built: built.set())
+        grammars.build(place, grammar, lambda _, built=built: built.set())
         built.wait()
-        grammars.open(0, at, [])
+        grammars.open(0, place, [])
         while len(said) < TOKENS_MAX and (not said or said[-1] != eos):
             begun_s = time.perf_counter()
             while (mask := grammars.mask(0)) is None:
@@ -254,12 +255,12 @@ def walk(schemas: list[Json], seed: int) -> None:
                 grammars.drawn(0, said[-1])
                 grammars.flush()
         grammars.close(0)
-        grammars.forget(at)
+        grammars.forget(place)
         text = tokenizer.decode(said, skip_special_tokens=True)
         why = fault(text, "stop" if said[-1] == eos else "length", schema)
         valid, tokens = valid + (not why), tokens + len(said)
         if why:
-            print(f"schema {at}: {why}\n  {json.dumps(schema)[:400]}")
+            print(f"schema {place}: {why}\n  {json.dumps(schema)[:400]}")
     print(f"masks alone: {valid} of {len(schemas)} valid, {tokens} tokens")
     p99_us, worst_us = percentile(spent_s, 0.99) * 1e6, max(spent_s) * 1e6
     print(f"a mask: median {median(spent_s) * 1e6:.0f}, p99 {p99_us:.0f}, worst {worst_us:.0f} us")
@@ -306,29 +307,29 @@ def compare(server: Server, schemas: list[Json], pairs: int) -> Json:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, vllm=str, path=(Path, "a folder with packages that are not installed"), count=200,
         pairs=(60, "schemas whose time is compared with plain answers"), seed=1, threads=2,
         walk=(False, "no server: random tokens among those that the masks admit"),
         costly=(0, "only: what so many costly schemas cost others"),
     )  # fmt: skip
-    if given.path:
-        sys.path.append(str(given.path))
-    draw = Schemas(given.seed)
-    schemas = [draw.draw() for _ in range(given.count)]
-    if given.walk:
-        walk(schemas, given.seed)
+    if args.path:
+        sys.path.append(str(args.path))
+    draw = Schemas(args.seed)
+    schemas = [draw.draw() for _ in range(args.count)]
+    if args.walk:
+        walk(schemas, args.seed)
         return
     rows = []
-    for run in [memserve(given.threads)] + ([vllm(given.vllm, given.threads)] if given.vllm else []):
+    for run in [memserve(args.threads)] + ([vllm(args.vllm, args.threads)] if args.vllm else []):
         with run as server:
-            if given.costly:
+            if args.costly:
                 server.chat(None, 0, 20)
-                rows.append(stall(server, given.costly))
+                rows.append(stall(server, args.costly))
             else:
-                rows.append(compare(server, schemas, given.pairs))
-    show(rows, STALL if given.costly else COLUMNS)
-    save(given, rows)
+                rows.append(compare(server, schemas, args.pairs))
+    show(rows, STALL if args.costly else COLUMNS)
+    save(args, rows)
 
 
 if __name__ == "__main__":

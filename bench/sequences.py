@@ -139,36 +139,36 @@ COLUMNS = {"": "{name}", "first token": "{first_s:.2f} s", "a token": "{token_ms
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, instances=3, blocks=(20, "KV blocks of 32 tokens of each instance"), prompts=4, threads=1,
         kill=(False, "kill holders"), round_trips=(False, "only what a layer waits for a holder"),
     )  # fmt: skip
-    if given.round_trips:
-        save(given, round_trips(given.blocks * 32))
+    if args.round_trips:
+        save(args, round_trips(args.blocks * 32))
         return
-    prompt_tokens, prompts = given.instances * given.blocks * 32 - 2 * NEW_TOKENS, texts(given.prompts)
-    memory, common = given.blocks * BLOCK_BYTES, ("--threads", str(given.threads))
+    prompt_tokens, prompts = args.instances * args.blocks * 32 - 2 * NEW_TOKENS, texts(args.prompts)
+    memory, common = args.blocks * BLOCK_BYTES, ("--threads", str(args.threads))
     flags = {
-        "one": (*common, "--kv-memory", str(given.instances * memory)),
-        "shared": (*common, "--colocated", str(given.instances), "--kv-memory", str(memory)),
+        "one": (*common, "--kv-memory", str(args.instances * memory)),
+        "shared": (*common, "--colocated", str(args.instances), "--kv-memory", str(memory)),
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, words in flags.items():
         server = Server(Path(MODEL), *words)
         url = server.url.removesuffix("/v1")
         try:
-            found[name] = measure(url, prompts, prompt_tokens)
-            if name == "shared" and given.kill:
-                right = found["one"]["texts"]
-                found["kills"] = kill_holders(server, url, prompts, prompt_tokens, given.instances, right)
+            results[name] = measure(url, prompts, prompt_tokens)
+            if name == "shared" and args.kill:
+                right = results["one"]["texts"]
+                results["kills"] = kill_holders(server, url, prompts, prompt_tokens, args.instances, right)
         finally:
             end(server.process)
-    equal = sum(mine == right for mine, right in zip(found["shared"]["texts"], found["one"]["texts"], strict=True))
-    added_ms = found["shared"]["token_ms"] - found["one"]["token_ms"]
-    print(f"prompts of {prompt_tokens} tokens on instances of {given.blocks * 32}: {equal} of {len(prompts)} equal")
-    show(({"name": name, **found[name]} for name in flags), COLUMNS)
+    equal = sum(mine == right for mine, right in zip(results["shared"]["texts"], results["one"]["texts"], strict=True))
+    added_ms = results["shared"]["token_ms"] - results["one"]["token_ms"]
+    print(f"prompts of {prompt_tokens} tokens on instances of {args.blocks * 32}: {equal} of {len(prompts)} equal")
+    show(({"name": name, **results[name]} for name in flags), COLUMNS)
     print(f"added: {added_ms:.1f} ms a token, {added_ms / LAYERS * 1e3:.0f} us a token and layer")
-    save(given, found | {"equal": equal, "added_ms": added_ms})
+    save(args, results | {"equal": equal, "added_ms": added_ms})
 
 
 if __name__ == "__main__":

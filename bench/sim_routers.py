@@ -70,33 +70,33 @@ def load(case: Case, data: Path) -> Workload:
     def later(turn: Turn) -> Turn:
         return dataclasses.replace(turn, due_s=(turn.due_s or 0.0) + random.random() * STAMP_S / case.speed)
 
-    sessions = tuple(dataclasses.replace(one, turns=tuple(map(later, one.turns))) for one in made.sessions)
+    sessions = tuple(dataclasses.replace(item, turns=tuple(map(later, item.turns))) for item in made.sessions)
     return dataclasses.replace(made, sessions=sessions)
 
 
-def run(given: Namespace, routers: int, seed: int) -> dict[str, Any]:
+def run(args: Namespace, routers: int, seed: int) -> dict[str, Any]:
     """Run one case in this process."""
-    case = CASES[given.case]
-    if given.requests:
-        case = case._replace(requests=given.requests)
-    workload = load(case, given.data)
-    made = cluster(case.instances, policy=given.policy, beat_ms=given.beat_ms or case.beat_ms)
-    done = simulate(dataclasses.replace(made, routers=routers, seed=seed), workload, given.case, workload.kind)
+    case = CASES[args.case]
+    if args.requests:
+        case = case._replace(requests=args.requests)
+    workload = load(case, args.data)
+    made = cluster(case.instances, policy=args.policy, beat_ms=args.beat_ms or case.beat_ms)
+    done = simulate(dataclasses.replace(made, routers=routers, seed=seed), workload, args.case, workload.kind)
     peak_mb = resident_bytes(os.getpid(), "VmHWM") / (1 << 20)
     answered = sum(record.ok for record in done.records)
     return {**summary(done), "answered": answered, "requests": len(done.records), "peak_mb": peak_mb}
 
 
-def run_apart(given: Namespace, name: str, routers: int, seed: int) -> dict[str, Any]:
+def run_apart(args: Namespace, name: str, routers: int, seed: int) -> dict[str, Any]:
     """Run one case in another process."""
-    command = [sys.executable, __file__, "--data", str(given.data), "--policy", given.policy, "--case", name]
+    command = [sys.executable, __file__, "--data", str(args.data), "--policy", args.policy, "--case", name]
     for flag in ("beat_ms", "requests"):
-        if getattr(given, flag):
-            command += [f"--{flag.replace('_', '-')}", str(getattr(given, flag))]
+        if getattr(args, flag):
+            command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
     command += ["--routers", str(routers), "--seeds", str(seed)]
-    found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
-    print(json.dumps({"case": name, "routers": routers, "seed": seed, **found}), file=sys.stderr, flush=True)
-    return found
+    results: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout)
+    print(json.dumps({"case": name, "routers": routers, "seed": seed, **results}), file=sys.stderr, flush=True)
+    return results
 
 
 COLUMNS = {
@@ -108,35 +108,35 @@ COLUMNS = {
 
 def row_of(name: str, routers: int, runs: list[dict[str, Any]], first: dict[str, Any]) -> dict[str, Any]:
     """One row of the table; ``first``: the run with one router."""
-    row = {field: mean(found[field] for found in runs) for field in first}
-    p99_s = [found["ttft_p99_ms"] / 1e3 for found in runs]
+    row = {field: mean(results[field] for results in runs) for field in first}
+    p99_s = [results["ttft_p99_ms"] / 1e3 for results in runs]
     return row | {
         "case": name, "routers": routers, "points": 100 * (row["hit_rate"] - first["hit_rate"]),
         "p99_s": mean(p99_s), "spread": f" ({min(p99_s):.2f} to {max(p99_s):.2f})" if len(runs) > 1 else "",
         "added": 100 * (row["ttft_p99_ms"] / first["ttft_p99_ms"] - 1),
-        "peak_mb": max(found["peak_mb"] for found in runs),
+        "peak_mb": max(results["peak_mb"] for results in runs),
     }  # fmt: skip
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, required="data", hidden="case", data=Path, only=("", "cases whose name contains this"),
         routers=Commas(1, 2, 4), seeds=(3, "of the balancer, where there is one"), policy="cost",
         beat_ms=(int, "milliseconds between heartbeats, for all cases"),
         requests=(int, "only the beginning of the trace, in all cases"), case=str,
     )  # fmt: skip
-    if given.case:
-        print(json.dumps(run(given, given.routers[0], given.seeds)))
+    if args.case:
+        print(json.dumps(run(args, args.routers[0], args.seeds)))
         return
     rows, table = [], Table(COLUMNS)
-    for name in [name for name in CASES if given.only in name]:
-        first = run_apart(given, name, 1, 0)
-        for routers in given.routers:
-            seeds = range(given.seeds) if routers > 1 else ()
-            runs = [run_apart(given, name, routers, seed) for seed in seeds] or [first]
+    for name in [name for name in CASES if args.only in name]:
+        first = run_apart(args, name, 1, 0)
+        for routers in args.routers:
+            seeds = range(args.seeds) if routers > 1 else ()
+            runs = [run_apart(args, name, routers, seed) for seed in seeds] or [first]
             rows.append(row_of(name, routers, runs, first))
             table.show(rows[-1])
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

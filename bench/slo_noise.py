@@ -80,14 +80,14 @@ def violations(point: Point, made: Workload, study: LengthStudy | None, seed: in
 
 def measure(point: Point, rate: float, data: Path, requests: int, seeds: int) -> dict[str, list[float]]:
     """Of every contender: the share of violations, seed by seed."""
-    found: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    results: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for seed in range(seeds):
         made = build(
             Recipe(point.kind, data, sessions=requests, seed=seed, arrivals=Arrivals.POISSON, requests_per_s=rate)
         )
         for name, study in CONTENDERS.items():
-            found[name].append(violations(point, made, study, seed))
-    return found
+            results[name].append(violations(point, made, study, seed))
+    return results
 
 
 def cell(values: list[float], base: list[float]) -> str:
@@ -99,27 +99,27 @@ def cell(values: list[float], base: list[float]) -> str:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, required="data", data=Path, seeds=5, requests=600, points=Commas(*POINTS),
         rates=("", "instead of a point's own"),
     )  # fmt: skip
     everything = {}
-    for name, point in parts_of(given.points, POINTS).items():
+    for name, point in parts_of(args.points, POINTS).items():
         print(
-            f"\n{point.kind}, Llama-3-8B on one {point.device}, {given.requests} requests, {given.seeds} seeds: "
+            f"\n{point.kind}, Llama-3-8B on one {point.device}, {args.requests} requests, {args.seeds} seeds: "
             f"requests (%) that miss TTFT {point.ttft_ms / 1e3:g} s or TPOT {point.tpot_ms} ms\n"
         )
         table = Table(["requests/s", *CONTENDERS])
-        for rate in [float(rate) for rate in given.rates.split(",") if rate] or point.rates:
+        for rate in [float(rate) for rate in args.rates.split(",") if rate] or point.rates:
             try:
-                found = measure(point, rate, given.data, given.requests, given.seeds)
+                results = measure(point, rate, args.data, args.requests, args.seeds)
             except UserError as error:
                 print(f"left out: {error}")
                 break
-            everything[f"{name} {rate}"] = found
-            cells = {contender: cell(values, found["fcfs"]) for contender, values in found.items()}
+            everything[f"{name} {rate}"] = results
+            cells = {contender: cell(values, results["fcfs"]) for contender, values in results.items()}
             table.show({"requests/s": f"{rate:g}", **cells})
-    save(given, everything)
+    save(args, everything)
 
 
 if __name__ == "__main__":

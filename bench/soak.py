@@ -113,13 +113,13 @@ async def kill(served: Served, minutes: float, kills: int, seed: int, killed: li
         killed.append(name)
 
 
-async def attack(served: Served, found: Storm, clients: int, seed: int, stop: asyncio.Event) -> None:
+async def attack(served: Served, results: Storm, clients: int, seed: int, stop: asyncio.Event) -> None:
     """Requests drawn from the grammars of ``hostile.py --requests``, with pauses, until ``stop``."""
     target, first, draw = target_of(served, VOCABULARY), 0, random.Random(f"attack-{seed}")
     while not stop.is_set():
         part = await storm(served.url, target, seed, range(first, first + clients), clients=clients)
-        found.statuses.update(part.statuses)
-        found.misses += part.misses
+        results.statuses.update(part.statuses)
+        results.misses += part.misses
         first += clients
         await asyncio.sleep(draw.uniform(0, PAUSE_S))
 
@@ -193,9 +193,9 @@ async def soak(served: Served, args: Namespace) -> Run:
 def minutes(samples: list[Sample], name: str, field: str, from_s: float, to_s: float) -> list[float]:
     """The median of each minute of a process."""
     by_minute: dict[int, list[int]] = {}
-    for found in samples:
-        if found.process == name and from_s <= found.at_s <= to_s:
-            by_minute.setdefault(int((found.at_s - from_s) // 60), []).append(found.held[field])
+    for results in samples:
+        if results.process == name and from_s <= results.at_s <= to_s:
+            by_minute.setdefault(int((results.at_s - from_s) // 60), []).append(results.held[field])
     return [median(values) for values in by_minute.values()]
 
 
@@ -203,7 +203,7 @@ def memory_checks(run: Run) -> list[Check]:
     """Checks of each process: steady, and within its bound."""
     checks: list[Check] = []
     from_s = run.load_s - min(WINDOW_S_MAX, run.load_s / 2)
-    last = {found.process: found for found in run.samples if found.at_s <= run.load_s}
+    last = {results.process: results for results in run.samples if results.at_s <= run.load_s}
     for name, final in last.items():
         if final.at_s < run.load_s - 3 * SAMPLE_S:
             continue  # it was killed
@@ -211,7 +211,7 @@ def memory_checks(run: Run) -> list[Check]:
         spread = (max(steady) - min(steady)) / median(steady)
         text = f"{spread:.1%} of {median(steady) / MB:.0f} MB"
         checks.append(Check(f"{name}: resident memory, spread", text, f"<= {STEADY_SHARE:.0%}", spread <= STEADY_SHARE))
-        own = [found.held for found in run.samples if found.process == name]
+        own = [results.held for results in run.samples if results.process == name]
         most = max(held["VmRSS"] for held in own)
         if name != "router":
             what = f"<= {INSTANCE_BYTES_MAX / MB:.0f} MB"
@@ -229,16 +229,16 @@ def memory_checks(run: Run) -> list[Check]:
 
 def tracebacks(errors: str) -> list[str]:
     """Each traceback of the log, whole: from its first line to the error that ended it."""
-    found: list[list[str]] = []
+    results: list[list[str]] = []
     inside = False
     for line in errors.splitlines():
         if "Traceback (most recent call last)" in line:
             inside = True
-            found.append([])
+            results.append([])
         if inside:
-            found[-1].append(line)
+            results[-1].append(line)
             inside = line.startswith((" ", "\t")) or "Traceback" in line
-    return ["\n".join(lines) for lines in found]
+    return ["\n".join(lines) for lines in results]
 
 
 def checks_of(run: Run, errors: str) -> list[Check]:
@@ -271,11 +271,11 @@ def plot(samples: list[Sample], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5))
-    for name in dict.fromkeys(found.process for found in samples):
-        own = [found for found in samples if found.process == name]
-        at = [found.at_s / 60 for found in own]
-        (line,) = axes.plot(at, [found.held["VmRSS"] / MB for found in own], label=name)
-        axes.plot(at, [found.held["RssAnon"] / MB for found in own], linestyle="--", color=line.get_color())
+    for name in dict.fromkeys(results.process for results in samples):
+        own = [results for results in samples if results.process == name]
+        place = [results.at_s / 60 for results in own]
+        (line,) = axes.plot(place, [results.held["VmRSS"] / MB for results in own], label=name)
+        axes.plot(place, [results.held["RssAnon"] / MB for results in own], linestyle="--", color=line.get_color())
     axes.axhline(INSTANCE_BYTES_MAX / MB, color="grey", linewidth=0.8)
     axes.set(
         xlabel="minutes", ylabel="MB resident (dashed: anonymous)", ylim=(0, None), title="memory under mixed load"
@@ -295,22 +295,22 @@ def report(run: Run, checks: list[Check]) -> None:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, rest="serve", minutes=60.0, clients=12, attacks=False, attackers=2, kills=0, seed=1,
         plot=(Path, "write a PNG of memory over time here"),
     )  # fmt: skip
     keys = [word for name, key in KEYS.items() for word in ("--api-key", f"{name}={key}")]
-    with serving(*SERVE, *keys, *given.serve) as served:
-        run = asyncio.run(soak(served, given))
+    with serving(*SERVE, *keys, *args.serve) as served:
+        run = asyncio.run(soak(served, args))
         served.stop()
         errors = served.errors.read_text(errors="replace")
     checks = checks_of(run, errors)
     report(run, checks)
     for text in tracebacks(errors)[:10]:
         print(f"\n{text}")
-    if given.plot:
-        plot(run.samples, given.plot)
-    save(given, {"options": vars(given), "checks": checks, "run": run, "tracebacks": tracebacks(errors)})
+    if args.plot:
+        plot(run.samples, args.plot)
+    save(args, {"options": vars(args), "checks": checks, "run": run, "tracebacks": tracebacks(errors)})
     raise SystemExit(0 if all(check.ok for check in checks) else 1)
 
 

@@ -211,8 +211,8 @@ class Fixed:
     async def learn(self) -> None:
         """Ask each question of an idle server."""
         for question in QUESTIONS:
-            if (found := await self._ask(question)) is not None:
-                self.known[question] = found
+            if (results := await self._ask(question)) is not None:
+                self.known[question] = results
 
     async def run(self, stop: asyncio.Event, pause_s: float) -> None:
         """Ask all of them again and again, until ``stop``."""
@@ -223,24 +223,24 @@ class Fixed:
     async def check(self) -> None:
         """Ask each again. The first token that differs must have been a tie."""
         for question, (tokens, best) in self.known.items():
-            found = await self._ask(question)
-            if found is None:
+            results = await self._ask(question)
+            if results is None:
                 continue
             self._tally.compared += 1
             differs = next(
-                (i for i, pair in enumerate(zip(tokens, found[0], strict=False)) if pair[0] != pair[1]), None
+                (i for i, pair in enumerate(zip(tokens, results[0], strict=False)) if pair[0] != pair[1]), None
             )
             if differs is None:
                 continue
             ranked = sorted(best[differs].values(), reverse=True)
             if (
-                found[0][differs] in best[differs]
+                results[0][differs] in best[differs]
                 and len(ranked) > 1
-                and ranked[0] - best[differs][found[0][differs]] <= TIE_LOGPROB
+                and ranked[0] - best[differs][results[0][differs]] <= TIE_LOGPROB
             ):
                 self._tally.ties += 1
             else:
-                self._tally.miss("fixed", f"{question!r} became {''.join(found[0])!r}, was {''.join(tokens)!r}")
+                self._tally.miss("fixed", f"{question!r} became {''.join(results[0])!r}, was {''.join(tokens)!r}")
 
     async def _ask(self, question: str) -> tuple[list[str], list[dict[str, float]]] | None:
         body = {"model": self._target.model, "prompt": question, "max_tokens": 16, "temperature": 0, "logprobs": 3}

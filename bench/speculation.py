@@ -91,10 +91,10 @@ def gather(args: Namespace) -> dict[str, Prompts]:
         said = list(chat_prompts(args.data, llm, args.prompts, args.new_tokens))
         agents = list(agent_prompts(args.data, llm, args.prompts // 3 + 1))
     step = max(1, len(agents) // max(1, len(said)))
-    found = {"chats": said, "agents": agents[::step][: len(said)]}
+    results = {"chats": said, "agents": agents[::step][: len(said)]}
     if args.requests is not None:
-        args.requests.write_text(json.dumps(found))
-    return found
+        args.requests.write_text(json.dumps(results))
+    return results
 
 
 @dataclass
@@ -165,11 +165,11 @@ class Bench:
         paces = {name: Pace() for name in (*self.engines, *(["llama.cpp"] if self.rival else []))}
         differ, asked = 0, 0
         for sampling, group in product(samplings, groups):
-            found = self.ask(group, sampling)
-            pairs = list(zip(found["on"], found["off"], strict=True))
+            results = self.ask(group, sampling)
+            pairs = list(zip(results["on"], results["off"], strict=True))
             differ += sum(on.outputs[0].tokens != off.outputs[0].tokens for on, off in pairs)
             asked += len(group)
-            tokens = {name: taken(answers) for name, answers in found.items()}
+            tokens = {name: taken(answers) for name, answers in results.items()}
             if min(count for count, _ in tokens.values()) < LEAST_TOKENS * len(group):
                 continue
             for name, (count, seconds) in tokens.items():
@@ -200,7 +200,7 @@ def batches(prompts: Prompts, size: int) -> list[Prompts]:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, required="data", data=(Path, "folder with conversations/ and agents/"), model="smollm2-135m-instruct",
         dtype="bfloat16", drafts=8, threads=2, batch=1, running=(int, "of a batch, how many run at a time"), rounds=1,
         prompts=(20, "chats of three turns, and as many agents' calls"), new_tokens=128, limit=int,
@@ -208,23 +208,23 @@ def main() -> None:
         llamacpp=("", "a Python that can import llama_cpp"), gguf=(Path, "what llama.cpp loads"),
         cpu_time=(False, "tokens by CPU second: for a busy machine, one thread"),
     )  # fmt: skip
-    need(given.data)
-    prompts = gather(given)
-    if given.cpu_time:
-        if given.threads != 1:
+    need(args.data)
+    prompts = gather(args)
+    if args.cpu_time:
+        if args.threads != 1:
             raise SystemExit("--cpu-time is for --threads 1: threads that wait for each other take CPU time as well")
         device.time = SimpleNamespace(perf_counter_ns=time.thread_time_ns)  # what steps take, as the policy learns it
-    bench, rows = Bench(given), []
+    bench, rows = Bench(args), []
     sources = {"chats": "chats", "agents": "agents", "again": "chats", "drawn": "chats"}
-    for kind in given.kinds:
-        groups = batches(prompts[sources[kind]][: given.limit], given.batch)
-        samplings = [replace(DRAWN, seed=seed) if kind == "drawn" else GREEDY for seed in range(7, 7 + given.rounds)]
+    for kind in args.kinds:
+        groups = batches(prompts[sources[kind]][: args.limit], args.batch)
+        samplings = [replace(DRAWN, seed=seed) if kind == "drawn" else GREEDY for seed in range(7, 7 + args.rounds)]
         rows.append(bench.row(kind, groups, samplings))
         print(json.dumps(rows[-1]), flush=True)
     if bench.rival is not None:
         bench.rival.end()
-    save(given, rows)
-    sys.exit(given.dtype == "float32" and any(row["differ"] for row in rows))
+    save(args, rows)
+    sys.exit(args.dtype == "float32" and any(row["differ"] for row in rows))
 
 
 if __name__ == "__main__":

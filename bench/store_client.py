@@ -166,33 +166,33 @@ COLUMNS = {
 
 
 def fill(contenders: list[Contender], keys: int) -> None:
-    for one in contenders:
+    for item in contenders:
         began = time.monotonic()
-        one.fill(keys)
-        one.matched = chains(min(keys, MOONCAKE_KEYS) if one.name == "Mooncake" else keys)
-        print(f"{one.name}: filled in {time.monotonic() - began:.1f} s", flush=True)
+        item.fill(keys)
+        item.matched = chains(min(keys, MOONCAKE_KEYS) if item.name == "Mooncake" else keys)
+        print(f"{item.name}: filled in {time.monotonic() - began:.1f} s", flush=True)
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, rounds=7, keys=1_000_000, only=Commas("put", "get", "blocks", "match"), geometry="smollm2",
         without=("", "contenders to leave out, by name"), quick={"rounds": 3, "keys": 50_000},
     )  # fmt: skip
-    block_bytes = geometries.SHAPES[given.geometry].kv.block_bytes
-    kinds, buffers = given.only, Buffers(block_bytes)
+    block_bytes = geometries.SHAPES[args.geometry].kv.block_bytes
+    kinds, buffers = args.only, Buffers(block_bytes)
     wanted = ["put", *kinds] if "get" in kinds and "put" not in kinds else kinds
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-        contenders = opened(buffers, Path(folder), given.without.lower().split(","))
+        contenders = opened(buffers, Path(folder), args.without.lower().split(","))
         try:
             if "match" in kinds:
-                fill(contenders, given.keys)
-            times = measure(contenders, wanted, given.rounds)
+                fill(contenders, args.keys)
+            times = measure(contenders, wanted, args.rounds)
         finally:
             for contender in contenders:
                 contender.close()
     rows = rows_of(times, block_bytes)
     show(rows, COLUMNS)
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -111,26 +111,26 @@ def lay_out(path: Path, nbytes: int) -> None:
         made.take()
 
 
-def measure(given: Namespace, folder: Path) -> list[dict[str, Any]]:
+def measure(args: Namespace, folder: Path) -> list[dict[str, Any]]:
     """A row for each kind and depth."""
-    nbytes, block_bytes = given.gib * GIB, geometries.SHAPES[given.geometry].kv.block_bytes
+    nbytes, block_bytes = args.gib * GIB, geometries.SHAPES[args.geometry].kv.block_bytes
     sides = ["memserve", "fio"] if shutil.which("fio") else ["memserve"]
     if "fio" in sides:
         lay_out(folder / "fio.dat", nbytes)
     else:
         print("fio is not installed: there is nothing to compare with")
-    store, figures = Store(folder / "store", nbytes, block_bytes, given.sync, given.engine), Samples()
+    store, figures = Store(folder / "store", nbytes, block_bytes, args.sync, args.engine), Samples()
     store.fill(nbytes + GIB // 2)
-    for number, (kind, depth) in turns(given.rounds, product(("read", "write"), given.depths)):
+    for number, (kind, depth) in turns(args.rounds, product(("read", "write"), args.depths)):
         for side in sides if number % 2 else reversed(sides):
             run = store.run if side == "memserve" else partial(fio, folder / "fio.dat", nbytes, block_bytes)
-            figures[kind, depth, side].append(run(kind, given.seconds, depth))
+            figures[kind, depth, side].append(run(kind, args.seconds, depth))
     counters = store.disks.counters()
-    print(f"engine {given.engine or 'the better one'}, sync {given.sync}, ", end="")
+    print(f"engine {args.engine or 'the better one'}, sync {args.sync}, ", end="")
     print(f"{counters['reads_ok']:,} blocks read and compared, amplification {store.disks.write_amplification:.3f}")
     store.close()
     rows = []
-    for kind, depth in product(("read", "write"), given.depths):
+    for kind, depth in product(("read", "write"), args.depths):
         row = {f"{side}_mb_s": figures.median((kind, depth, side)) / 1e6 for side in sides}
         row |= {"ratio": figures.ratio((kind, depth, "memserve"), (kind, depth, "fio"))} if "fio" in sides else {}
         rows.append({"kind": kind, "depth": depth, **row})
@@ -138,18 +138,18 @@ def measure(given: Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, folder=Path, rounds=5, **SIZES, depths=Commas(1, 8, 32), sync=("segment", "", SYNCS),
         engine=("", "default: the better one", ENGINES), geometry="smollm2",
     )  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=given.folder, prefix="memserve-store-disk-") as name:
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="memserve-store-disk-") as name:
         probe = _core.DiskQueue(str(Path(name) / "probe"), MIB, 1)
         if not probe.direct:
             print("this file system has no O_DIRECT: memory is measured, not a disk; give --folder")
         del probe
-        rows = measure(given, Path(name))
+        rows = measure(args, Path(name))
     show(rows, COLUMNS)
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

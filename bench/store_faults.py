@@ -36,30 +36,30 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def measure(given: Namespace) -> list[dict[str, Any]]:
+def measure(args: Namespace) -> list[dict[str, Any]]:
     """A row for each fault."""
-    texts = documents(given.documents, DOCUMENT, given.seed)
-    flags, rows, table = ("--kv-memory", given.kv_memory, "--dtype", "float32"), [], Table(COLUMNS)
-    with plain_side("without", *flags, model=given.model) as plain:
-        plain.run(texts, given.clients, 1)
-        for fault in given.faults:
-            disk = (given.ssd, given.store_dram, *flags)
-            with stored_side("with", *disk, model=given.model, folder=given.folder) as stored:
-                rows.append(measure_fault(fault, plain, stored, texts, given))
+    texts = documents(args.documents, DOCUMENT, args.seed)
+    flags, rows, table = ("--kv-memory", args.kv_memory, "--dtype", "float32"), [], Table(COLUMNS)
+    with plain_side("without", *flags, model=args.model) as plain:
+        plain.run(texts, args.clients, 1)
+        for fault in args.faults:
+            disk = (args.ssd, args.store_dram, *flags)
+            with stored_side("with", *disk, model=args.model, folder=args.folder) as stored:
+                rows.append(measure_fault(fault, plain, stored, texts, args))
                 table.show(rows[-1])
     return rows
 
 
-def measure_fault(fault: str, plain: Side, stored: Side, texts: list[list[int]], given: Namespace) -> dict[str, Any]:
+def measure_fault(fault: str, plain: Side, stored: Side, texts: list[list[int]], args: Namespace) -> dict[str, Any]:
     """The same prompts on both sides, with a disk that fails."""
     stored.fill(texts)
     stored.break_disk(**FAULTS[fault])
     answers: dict[str, list[Answer]] = {"without": [], "with": []}
     tails = Samples()
-    for number, side in turns(given.rounds, (stored, plain)):
-        questions = documents(len(texts), QUESTION, 1000 * number + given.seed + 1)
+    for number, side in turns(args.rounds, (stored, plain)):
+        questions = documents(len(texts), QUESTION, 1000 * number + args.seed + 1)
         prompts = [text + question for text, question in zip(texts, questions, strict=True)]
-        _, latest = side.run(prompts, given.clients, given.answer)
+        _, latest = side.run(prompts, args.clients, args.answer)
         answers[side.name] += latest
         tails[side.name].append(p99(latest))
     pairs = list(zip(*answers.values(), strict=True))
@@ -85,12 +85,12 @@ def p99(answers: list[Answer]) -> float:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, faults=Commas(*FAULTS), rounds=4, clients=2, answer=(4, "tokens of each answer"),
         documents=(16, "more than fit into memory of instance and store"), kv_memory="96MiB", store_dram="64MiB",
         ssd="2GiB", model="", folder=Path, seed=0, quick={"rounds": 1, "documents": 8},
     )  # fmt: skip
-    save(given, measure(given))
+    save(args, measure(args))
 
 
 if __name__ == "__main__":

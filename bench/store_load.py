@@ -36,34 +36,34 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def measure(given: Namespace) -> list[dict[str, Any]]:
+def measure(args: Namespace) -> list[dict[str, Any]]:
     """A row for each ratio and side."""
-    texts = documents(given.documents, given.document, given.seed)
+    texts = documents(args.documents, args.document, args.seed)
     spent, cached, counts = Samples(), Samples(), Samples()
-    flags = {"model": given.model}
-    words = ("--kv-memory", given.kv_memory)
+    flags = {"model": args.model}
+    words = ("--kv-memory", args.kv_memory)
     with ExitStack() as stack:
-        disk = (given.ssd, given.store_dram, *words)
+        disk = (args.ssd, args.store_dram, *words)
         made = {
             "no cache": lambda: plain_side("no cache", "--no-cache", *words, **flags),
             "cache": lambda: plain_side("cache", *words, **flags),
-            "ssd": lambda: stored_side("ssd", *disk, **flags, folder=given.folder),
-            "slow": lambda: stored_side("slow", *disk, **flags, folder=given.folder),
+            "ssd": lambda: stored_side("ssd", *disk, **flags, folder=args.folder),
+            "slow": lambda: stored_side("slow", *disk, **flags, folder=args.folder),
         }
-        sides = {name: stack.enter_context(made[name]()) for name in given.sides}
-        fill_all(sides, texts, given)
-        new = iter(documents(given.rounds * len(given.ratios) * len(texts), given.document, given.seed + 1))
-        for number in range(given.rounds):
-            for ratio in given.ratios:
-                old, fresh = split(ratio, given.document)
+        sides = {name: stack.enter_context(made[name]()) for name in args.sides}
+        fill_all(sides, texts, args)
+        new = iter(documents(args.rounds * len(args.ratios) * len(texts), args.document, args.seed + 1))
+        for number in range(args.rounds):
+            for ratio in args.ratios:
+                old, fresh = split(ratio, args.document)
                 prompts = [text[:old] + next(new)[:fresh] for text in texts]
                 for place in range(len(sides)):
                     side = list(sides.values())[(place + number) % len(sides)]
-                    run_point(side, (ratio, side.name), prompts, given, (spent, cached, counts))
-    return [row_of(ratio, side, given, spent, cached, counts) for ratio in given.ratios for side in sides]
+                    run_point(side, (ratio, side.name), prompts, args, (spent, cached, counts))
+    return [row_of(ratio, side, args, spent, cached, counts) for ratio in args.ratios for side in sides]
 
 
-def fill_all(sides: dict[str, Side], texts: list[list[int]], given: Namespace) -> None:
+def fill_all(sides: dict[str, Side], texts: list[list[int]], args: Namespace) -> None:
     """Every document is asked once, and reaches the disks; then the slow one becomes slow."""
     for side in sides.values():
         if side.faults is not None:
@@ -71,17 +71,17 @@ def fill_all(sides: dict[str, Side], texts: list[list[int]], given: Namespace) -
         else:
             side.run(texts[:1] if side.name == "no cache" else texts, 1, 1)
     if "slow" in sides:
-        sides["slow"].break_disk(rate=given.slow_rate * 1e6, delay_s=given.slow_delay / 1e3)
+        sides["slow"].break_disk(rate=args.slow_rate * 1e6, delay_s=args.slow_delay / 1e3)
     time.sleep(0.5)
 
 
 def run_point(
-    side: Side, point: tuple[str, str], prompts: list[list[int]], given: Namespace, seen: tuple[Samples, ...]
+    side: Side, point: tuple[str, str], prompts: list[list[int]], args: Namespace, seen: tuple[Samples, ...]
 ) -> None:
     """One ratio on one side, once."""
     spent, cached, counts = seen
     before = [side.total(name) for name in TIERS]
-    total_s, answers = side.run(prompts, given.clients, given.answer)
+    total_s, answers = side.run(prompts, args.clients, args.answer)
     spent[point].append(total_s)
     cached[point].append(sum(answer.checked().cached for answer in answers))
     if side.faults is not None:
@@ -97,9 +97,9 @@ def split(ratio: str, document: int) -> tuple[int, int]:
     return old, round(old * new / cached)
 
 
-def row_of(ratio: str, side: str, given: Namespace, spent: Samples, cached: Samples, counts: Samples) -> dict[str, Any]:
+def row_of(ratio: str, side: str, args: Namespace, spent: Samples, cached: Samples, counts: Samples) -> dict[str, Any]:
     """Of one ratio and side. Tokens: a prompt, on average."""
-    prompts = given.documents * given.rounds
+    prompts = args.documents * args.rounds
     share = spent.ratio((ratio, side), (ratio, "no cache"))
     store, disk, failed, cut = (sum(counts[ratio, side, name]) for name in TIERS)
     verdict = ""
@@ -115,20 +115,20 @@ def row_of(ratio: str, side: str, given: Namespace, spent: Samples, cached: Samp
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, ratios=Commas("1:1", "4:1", "20:1", "100:1"), sides=Commas(*SIDES), rounds=3,
         documents=(12, "more than fit into memory of instance and store"), document=(1024, "tokens"), clients=2,
         answer=(4, "tokens of each answer"), kv_memory="64MiB", store_dram="64MiB", ssd="2GiB",
         slow_rate=(12.0, "MB a second"), slow_delay=(20.0, "milliseconds"), model="", folder=Path, seed=0,
         quick={"ratios": ["1:1", "20:1"], "rounds": 1, "documents": 7},
     )  # fmt: skip
-    if given.sides[0] != "no cache":
+    if args.sides[0] != "no cache":
         raise SystemExit("--sides begins with 'no cache'")
-    print(f"{given.documents} prompts a point of about {given.document} tokens, {given.clients} at a time,")
-    print(f"{given.answer} tokens of answer; medians of {given.rounds} rounds. Tokens: a prompt, on average.")
-    rows = measure(given)
+    print(f"{args.documents} prompts a point of about {args.document} tokens, {args.clients} at a time,")
+    print(f"{args.answer} tokens of answer; medians of {args.rounds} rounds. Tokens: a prompt, on average.")
+    rows = measure(args)
     show(rows, COLUMNS)
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -60,13 +60,13 @@ def timed(call: Callable[[], object], calls: int = 1) -> float:
     return seconds(lambda: [call() for _ in range(calls)] and None) / calls * 1e6
 
 
-def client(paths: tuple[str, str, str], given: Namespace, pipe: Connection) -> None:
+def client(paths: tuple[str, str, str], args: Namespace, pipe: Connection) -> None:
     """Measures; sends medians in microseconds."""
     reader = _core.TierReader(*paths)
-    block_bytes = given.block_bytes
+    block_bytes = args.block_bytes
     keys = keys_of(-1 % 2**32, BLOCKS + 1)
     blocks, value = keys[: 16 * BLOCKS], keys[16 * BLOCKS :]
-    everything = keys_of(0, given.entries)
+    everything = keys_of(0, args.entries)
     targets = [np.ones(block_bytes, np.uint8) for _ in range(BLOCKS)]
     names = [b""] * BLOCKS
     rng = np.random.default_rng(1)
@@ -75,12 +75,12 @@ def client(paths: tuple[str, str, str], given: Namespace, pipe: Connection) -> N
     addresses = [target.ctypes.data for target in targets]
 
     def hold() -> None:
-        found = reader.hold(value)
-        assert found is not None
-        reader.let_go(found[2])
+        results = reader.hold(value)
+        assert results is not None
+        reader.let_go(results[2])
 
     def some_keys() -> bytes:
-        places = rng.integers(0, given.entries, KEYS_AT_ONCE)
+        places = rng.integers(0, args.entries, KEYS_AT_ONCE)
         return b"".join(everything[16 * int(i) : 16 * int(i) + 16] for i in places)
 
     def copy_out() -> None:
@@ -93,7 +93,7 @@ def client(paths: tuple[str, str, str], given: Namespace, pipe: Connection) -> N
     assert reader.prefix(some_keys()) == KEYS_AT_ONCE
     copy_out()
     times = Samples()
-    for _ in range(given.reps):
+    for _ in range(args.reps):
         keys_in_turn = some_keys()
         for name, call, calls in (
             ("a call that does nothing", lambda: reader.closed, CALLS),
@@ -132,19 +132,19 @@ def owner_figures(tier: _core.MemoryTier, block_bytes: int) -> dict[str, float]:
     return figures
 
 
-def measure(given: Namespace) -> dict[str, Any]:
+def measure(args: Namespace) -> dict[str, Any]:
     """All figures, and the ratios that they are for."""
-    room = 2 * (BLOCKS + 2) * given.block_bytes + 64 * given.entries + (8 << 20)
+    room = 2 * (BLOCKS + 2) * args.block_bytes + 64 * args.entries + (8 << 20)
     start = time.perf_counter()
     name = f"bench-{os.getpid()}"
-    tier = _core.MemoryTier(room, given.block_bytes, name=name, entries=given.entries + 1000)
+    tier = _core.MemoryTier(room, args.block_bytes, name=name, entries=args.entries + 1000)
     made_s = time.perf_counter() - start
     try:
-        fill(tier, given.entries)
-        add_blocks(tier, given.block_bytes)
+        fill(tier, args.entries)
+        add_blocks(tier, args.block_bytes)
         paths = (tier.data_path, tier.index_path, tier.open_client(1))
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=client, args=(paths, given, theirs))
+        process = multiprocessing.get_context("spawn").Process(target=client, args=(paths, args, theirs))
         process.start()
         theirs.close()
         us: dict[str, float] = ours.recv()
@@ -152,12 +152,12 @@ def measure(given: Namespace) -> dict[str, Any]:
         hidden, entries, bookkeeping = tier.counters()["hidden"], len(tier), tier.nbytes
         del tier
         start = time.perf_counter()
-        tier = _core.MemoryTier(room, given.block_bytes, name=name, entries=given.entries + 1000)
+        tier = _core.MemoryTier(room, args.block_bytes, name=name, entries=args.entries + 1000)
         adopted_s = time.perf_counter() - start
-        us |= owner_figures(tier, given.block_bytes)
+        us |= owner_figures(tier, args.block_bytes)
     finally:
         tier.unlink()
-    copied = BLOCKS * given.block_bytes
+    copied = BLOCKS * args.block_bytes
     return {
         "us": us,
         "copy_gb_s": copied / us["copy of 64 blocks"] / 1e3,
@@ -172,9 +172,9 @@ def measure(given: Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    given = options(__doc__, reps=30, entries=1_000_000, geometry="llama3")
-    given.block_bytes = geometries.SHAPES[given.geometry].kv.block_bytes
-    figures = measure(given)
+    args = options(__doc__, reps=30, entries=1_000_000, geometry="llama3")
+    args.block_bytes = geometries.SHAPES[args.geometry].kv.block_bytes
+    figures = measure(args)
     table = Table(["figure", "value"])
     for name, us in figures["us"].items():
         table.show({"figure": name, "value": f"{us:,.2f} us"})
@@ -187,7 +187,7 @@ def main() -> None:
         "not shown for want of a place": f"{figures['hidden']:,}",
     }.items():
         table.show({"figure": name, "value": value})
-    save(given, figures)
+    save(args, figures)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def keys_of(count: int) -> Iterator[bytes]:
     rng = random.Random(7)
     while count > 0:
         block = rng.randbytes(16 * min(count, 4096))
-        yield from (block[at : at + 16] for at in range(0, len(block), 16))
+        yield from (block[place : place + 16] for place in range(0, len(block), 16))
         count -= 4096
 
 
@@ -159,22 +159,22 @@ def recover(folder: Path, records: int, *, is_last: bool) -> tuple[float, _core.
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, records=1_000_000, folder=Path, rounds=3, sparse=False, write=Path, hidden="write"
     )  # fmt: skip
-    if given.write:
-        write(given.write, given.records, given.sparse)
+    if args.write:
+        write(args.write, args.records, args.sparse)
         return
     times: list[float] = []
-    with tempfile.TemporaryDirectory(dir=given.folder, prefix="memserve-store-restart-") as name:
-        write_and_kill(Path(name), given.records, given.sparse)
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="memserve-store-restart-") as name:
+        write_and_kill(Path(name), args.records, args.sparse)
         path = Path(name) / FILE
-        for number in range(given.rounds):
+        for number in range(args.rounds):
             forget_pages(path)
-            if given.sparse:
+            if args.sparse:
                 spent_s, log = recover_sparse(path)
             else:
-                spent_s, log = recover(path.parent, given.records, is_last=number == given.rounds - 1)
+                spent_s, log = recover(path.parent, args.records, is_last=number == args.rounds - 1)
             times.append(spent_s)
     peak_mib = resident_bytes(os.getpid(), "VmHWM") / MIB
     show(
@@ -183,7 +183,7 @@ def main() -> None:
         {"records known again": "{found:,}", "median": "{median_s:.2f} s", "rounds": "{rounds}",
          "index": "{index_mib:,.0f} MiB", "the process at most": "{peak_mib:,.0f} MiB"},
     )  # fmt: skip
-    save(given, {"records": given.records, "seconds": times, "index_bytes": log.nbytes})
+    save(args, {"records": args.records, "seconds": times, "index_bytes": log.nbytes})
 
 
 if __name__ == "__main__":

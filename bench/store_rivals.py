@@ -268,7 +268,7 @@ class Mooncake(Contender):
             assert self._store.get_into(key, self.buffers.out.ctypes.data, MIB) == MIB
 
     def match(self, keys: list[bytes]) -> None:
-        assert all(found == 1 for found in self._store.batch_is_exist([key.decode() for key in keys]))
+        assert all(results == 1 for results in self._store.batch_is_exist([key.decode() for key in keys]))
 
     def fill(self, count: int) -> None:
         for number in range(min(count, MOONCAKE_KEYS)):

@@ -38,26 +38,26 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def start(stack: ExitStack, setting: str, given: Namespace) -> Served:
+def start(stack: ExitStack, setting: str, args: Namespace) -> Served:
     """The server of one setting."""
-    chat_bytes = (shape_of(given).longest_tokens + 64) * given.token_bytes
-    kv_mib = given.fit * chat_bytes // MIB + 1
+    chat_bytes = (shape_of(args).longest_tokens + 64) * args.token_bytes
+    kv_mib = args.fit * chat_bytes // MIB + 1
     flags = ["--colocated", "1", "--metadata", "none", "--served-model-name", "x", "--kv-memory", f"{kv_mib}MiB"]
-    flags += [*ADMISSION, str(given.wait)] if "admission" in setting else []
-    flags += ["--store-dram", f"{2 * max(given.levels) * kv_mib}MiB"] if "store" in setting else []
-    return stack.enter_context(serving(*flags, model=given.model))
+    flags += [*ADMISSION, str(args.wait)] if "admission" in setting else []
+    flags += ["--store-dram", f"{2 * max(args.levels) * kv_mib}MiB"] if "store" in setting else []
+    return stack.enter_context(serving(*flags, model=args.model))
 
 
-def measure(given: Namespace) -> list[dict[str, Any]]:
+def measure(args: Namespace) -> list[dict[str, Any]]:
     """The rows of one run."""
     rows = []
     with ExitStack() as stack:
-        servers = {setting: start(stack, setting, given) for setting in given.settings}
-        for number, setting in turns(len(given.levels), servers):
-            level = given.levels[number]
-            clients = level * given.fit
-            load = Load(shape_of(given), clients, clients, 1000 * given.seed + level)
-            seen = load.run_for(servers[setting].url, given.seconds, given.warm)
+        servers = {setting: start(stack, setting, args) for setting in args.settings}
+        for number, setting in turns(len(args.levels), servers):
+            level = args.levels[number]
+            clients = level * args.fit
+            load = Load(shape_of(args), clients, clients, 1000 * args.seed + level)
+            seen = load.run_for(servers[setting].url, args.seconds, args.warm)
             rows.append({
                 "setting": setting, "level": level, "clients": clients, "requests_per_s": seen.rate,
                 "hit_rate": seen.hit_rate, "of_ceiling": seen.cached_tokens / max(1, seen.reusable_tokens),
@@ -68,7 +68,7 @@ def measure(given: Namespace) -> list[dict[str, Any]]:
     for row in rows:
         peak = max(other["requests_per_s"] for other in rows if other["setting"] == row["setting"])
         row["of_peak"] = row["requests_per_s"] / peak if peak else 0.0
-    return sorted(rows, key=lambda row: given.settings.index(row["setting"]))
+    return sorted(rows, key=lambda row: args.settings.index(row["setting"]))
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -97,7 +97,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, settings=list(SETTINGS), levels=[1, 2, 4, 8], fit=(3, "chats that fit in the instance's memory"),
         seconds=(18.0, "that count, at each level and setting"), warm=(8.0, "seconds before them"),
         wait=(120.0, "--admission-wait, seconds"), **SHAPE | {"first_words": 150, "turn_words": 30},
@@ -105,12 +105,12 @@ def main() -> None:
         quick={"levels": [1, 4], "seconds": 10.0, "warm": 4.0},
     )  # fmt: skip
     end_in_order()
-    print(f"{given.fit} chats of up to about {shape_of(given).longest_tokens} tokens fit in memory", flush=True)
-    rows = measure(given)
+    print(f"{args.fit} chats of up to about {shape_of(args).longest_tokens} tokens fit in memory", flush=True)
+    rows = measure(args)
     show(rows, COLUMNS)
-    if given.plot is not None:
-        plot(rows, given.plot)
-    save(given, rows)
+    if args.plot is not None:
+        plot(rows, args.plot)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -41,17 +41,17 @@ def kill_everything(server: Served) -> None:
     wait_until(lambda: not any(map(is_alive, members.values())), "all have ended", pause_s=0.02)
 
 
-def measure(given: Namespace) -> Samples:
+def measure(args: Namespace) -> Samples:
     spent = Samples()
-    for number in range(given.rounds):
-        texts = documents(given.prompts, given.tokens, given.seed + number)
-        with tempfile.TemporaryDirectory(dir=given.folder, prefix="memserve-warm-") as home:
-            flags = ["--colocated", "1", "--served-model-name", "x", "--kv-memory", given.kv_memory]
-            flags += ["--metadata", f"{home}/state", "--ssd", f"{home}/kv=2GiB", "--store-dram", given.store_dram]
-            with serving(*flags, model=given.model) as server:
+    for number in range(args.rounds):
+        texts = documents(args.prompts, args.tokens, args.seed + number)
+        with tempfile.TemporaryDirectory(dir=args.folder, prefix="memserve-warm-") as home:
+            flags = ["--colocated", "1", "--served-model-name", "x", "--kv-memory", args.kv_memory]
+            flags += ["--metadata", f"{home}/state", "--ssd", f"{home}/kv=2GiB", "--store-dram", args.store_dram]
+            with serving(*flags, model=args.model) as server:
                 ask_before(Side("first", server), texts, spent)
                 kill_everything(server)
-            with serving(*flags, model=given.model) as server:
+            with serving(*flags, model=args.model) as server:
                 ask_after(Side("second", server), texts, spent)
                 server.stop()
     return spent
@@ -96,12 +96,12 @@ def first_s(side: Side, text: list[int], cached_min: int) -> float:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, tokens=2048, prompts=(6, "more than fit into the instance's memory"), rounds=2, kv_memory="128MiB",
         store_dram="512MiB", model="", folder=Path, seed=0,
     )  # fmt: skip
-    spent = measure(given)
-    print(f"TTFT of {given.tokens} tokens, medians of {len(spent['cold'])} prompts each:")
+    spent = measure(args)
+    print(f"TTFT of {args.tokens} tokens, medians of {len(spent['cold'])} prompts each:")
     rows = []
     for kind in KINDS:
         seconds, middle_s = spent[kind], spent.median(kind)
@@ -109,7 +109,7 @@ def main() -> None:
         rows.append({"kind": kind, "ms": 1e3 * middle_s, "gain": spent.median("cold") / middle_s, **times})
     show(rows, {"from": "{kind}", "TTFT": "{ms:.1f} ms", "least to most": "{least_ms:.1f} to {most_ms:.1f}",
                 "times cold": "{gain:.1f}"})  # fmt: skip
-    save(given, {row["kind"]: row | {"seconds": spent[row["kind"]]} for row in rows})
+    save(args, {row["kind"]: row | {"seconds": spent[row["kind"]]} for row in rows})
 
 
 if __name__ == "__main__":

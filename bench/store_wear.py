@@ -63,16 +63,16 @@ def repeated(trace: list[tuple[int, list[int]]], hours: float) -> Iterator[tuple
 class Store(DiskRig):
     """Disks behind a memory that is a list of keys."""
 
-    def __init__(self, folder: Path, given: Namespace, budget: int) -> None:
+    def __init__(self, folder: Path, args: Namespace, budget: int) -> None:
         self.found: Counter[str] = Counter()
         self.by_minute: Counter[int] = Counter()
         self.memory: OrderedDict[bytes, None] = OrderedDict()
         self.writing: dict[bytes, int] = {}
         self.reading: dict[int, tuple[bytes, int]] = {}
         self.now_ns = 0
-        config = DisksConfig(writes_per_day_bytes=budget, admission=given.admission)
-        super().__init__(folder, given.mib * MIB, config, given.block_kib << 10)
-        self.memory_blocks = given.mib * MIB // self.block_bytes // MEMORY_SHARE
+        config = DisksConfig(writes_per_day_bytes=budget, admission=args.admission)
+        super().__init__(folder, args.mib * MIB, config, args.block_kib << 10)
+        self.memory_blocks = args.mib * MIB // self.block_bytes // MEMORY_SHARE
 
     def now(self) -> int:
         return self.now_ns
@@ -166,12 +166,12 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def play(trace: list[tuple[int, list[int]]], given: Namespace, budget: int) -> dict[str, Any]:
+def play(trace: list[tuple[int, list[int]]], args: Namespace, budget: int) -> dict[str, Any]:
     """One run on a fresh file."""
-    with tempfile.TemporaryDirectory(dir=given.folder, prefix="memserve-store-wear-") as folder:
-        store = Store(Path(folder), given, budget)
+    with tempfile.TemporaryDirectory(dir=args.folder, prefix="memserve-store-wear-") as folder:
+        store = Store(Path(folder), args, budget)
         before = kernel_bytes()
-        for now_ns, keys in repeated(trace, given.hours):
+        for now_ns, keys in repeated(trace, args.hours):
             store.now_ns = now_ns
             for key in keys:
                 store.ask(key)
@@ -180,7 +180,7 @@ def play(trace: list[tuple[int, list[int]]], given: Namespace, budget: int) -> d
         counters, busiest = store.disks.counters(), store.busiest_day_bytes()
         written, wanted = counters["disk_bytes_written"], sum(store.found.values())
         row = {
-            "budget_mib": budget / MIB, "written_mib": written / MIB, "disks": written / (given.mib * MIB),
+            "budget_mib": budget / MIB, "written_mib": written / MIB, "disks": written / (args.mib * MIB),
             "kernel_mib": (kernel_bytes() - before) / MIB, "busiest_mib": busiest / MIB,
             "payload_mib": counters["payload_bytes_written"] / MIB, "amplification": store.disks.write_amplification,
             "is_within": busiest <= budget, "found": dict(store.found),
@@ -192,21 +192,21 @@ def play(trace: list[tuple[int, list[int]]], given: Namespace, budget: int) -> d
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, required="trace", trace=Path, folder=Path, mib=(2048, "size of the disk"), hours=0.5,
         block_kib=(64, "size of a block of the trace"), drive_writes_per_day=(2.0, "budget, in sizes of the disk"),
         admission=("second-hit", "", ("second-hit", "all")), quick={},
     )  # fmt: skip
-    if given.quick:  # an eighth of the disk, and of the trace's requests
-        given.mib = max(64, given.mib // 8)
-    trace = trace_of(need(given.trace, "trace"), 700 if given.quick else None)
+    if args.quick:  # an eighth of the disk, and of the trace's requests
+        args.mib = max(64, args.mib // 8)
+    trace = trace_of(need(args.trace, "trace"), 700 if args.quick else None)
     blocks = sum(len(keys) for _, keys in trace)
-    print(f"{len(trace)} requests, {blocks} blocks of {given.block_kib} KiB; a disk of {given.mib} MiB")
+    print(f"{len(trace)} requests, {blocks} blocks of {args.block_kib} KiB; a disk of {args.mib} MiB")
     table, rows = Table(COLUMNS), []
-    for budget in (0, round(given.drive_writes_per_day * given.mib * MIB)):
-        rows.append(play(trace, given, budget))
+    for budget in (0, round(args.drive_writes_per_day * args.mib * MIB)):
+        rows.append(play(trace, args, budget))
         table.show(rows[-1])
-    save(given, rows)
+    save(args, rows)
     if not rows[-1]["is_within"]:
         sys.exit("more was written within 24 hours than the budget allows")
 

@@ -85,21 +85,21 @@ COLUMNS = {
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, workers=2, model="", dtype="float32", rounds=5,
         cold=(False, "measure while KV memory is touched for the first time"),
     )  # fmt: skip
-    engine: dict[str, Any] = {"dtype": given.dtype, "threads": given.workers, "kv_memory": f"{KV_MEMORY_MIB}MiB"}
-    engine |= {"model": given.model} if given.model else {}
+    engine: dict[str, Any] = {"dtype": args.dtype, "threads": args.workers, "kv_memory": f"{KV_MEMORY_MIB}MiB"}
+    engine |= {"model": args.model} if args.model else {}
     lines, spawning, record = {}, multiprocessing.get_context("spawn"), {}
-    for way, more in (("threads", {}), ("workers", {"tensor_parallel": given.workers})):
+    for way, more in (("threads", {}), ("workers", {"tensor_parallel": args.workers})):
         lines[way], theirs = spawning.Pipe()
-        spawning.Process(target=serve, args=(engine | more, theirs, given.cold)).start()
+        spawning.Process(target=serve, args=(engine | more, theirs, args.cold)).start()
         lines[way].recv()
     table = Table(COLUMNS)
     for case in CASES:
         times, waited = Samples(), Samples()
-        for number, way in turns(given.rounds, lines, warm=1):  # the first is the first use of each shape
+        for number, way in turns(args.rounds, lines, warm=1):  # the first is the first use of each shape
             lines[way].send((case, 100 * (number + 1) + len(record)))
             ms, share = lines[way].recv()
             if number >= 0:
@@ -110,7 +110,7 @@ def main() -> None:
         table.show({"case": case, **record[case]})
     for line in lines.values():
         line.send(None)
-    save(given, record)
+    save(args, record)
 
 
 if __name__ == "__main__":

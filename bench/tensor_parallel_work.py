@@ -65,27 +65,27 @@ class Part:
 
 
 def main() -> None:
-    given = options(__doc__, workers=2, model=DEFAULT_MODEL, dtype="float32", rounds=6)
+    args = options(__doc__, workers=2, model=DEFAULT_MODEL, dtype="float32", rounds=6)
     torch.set_num_threads(1)
     cuts, record = {"own heads": False, "as served": True}, {}
-    parts = {("whole", 0): Part(given, 0, 1, lends=False)}
+    parts = {("whole", 0): Part(args, 0, 1, lends=False)}
     for cut, lends in cuts.items():
-        parts |= {(cut, rank): Part(given, rank, given.workers, lends=lends) for rank in range(given.workers)}
+        parts |= {(cut, rank): Part(args, rank, args.workers, lends=lends) for rank in range(args.workers)}
     table = Table({"step": "{case}", "cut": "{cut}", "whole for each worker": "{each:.1f} ms", "parts": "{text} ms",
                    "evenness": "{evenness:.2f}"})  # fmt: skip
     for case, (count, context) in CASES.items():
-        times, rounds = Samples(), given.rounds * (1 if count > 1 else DECODES_A_ROUND)
+        times, rounds = Samples(), args.rounds * (1 if count > 1 else DECODES_A_ROUND)
         for number, key in turns(rounds, parts, warm=1):  # the first is the first use of each shape
             ms = parts[key].cpu_ms(count, context)
             times[key] += [ms] if number >= 0 else []
-        each = times.median(("whole", 0)) / given.workers
+        each = times.median(("whole", 0)) / args.workers
         record[case] = {"each": each}
         for cut in cuts:
-            ms = [times.median((cut, rank)) for rank in range(given.workers)]
+            ms = [times.median((cut, rank)) for rank in range(args.workers)]
             record[case][cut] = {"ms": ms, "evenness": each / max(ms)}
             text = ", ".join(f"{part:.1f}" for part in ms)
             table.show({"case": case, "cut": cut, "each": each, "text": text, **record[case][cut]})
-    save(given, record)
+    save(args, record)
 
 
 if __name__ == "__main__":

@@ -207,53 +207,53 @@ def report(records: list[dict[str, Any]], works: dict[str, Ranges]) -> None:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, hidden="own links", mib=(128, "MiB moved at a time in the table of sizes"), rounds=9,
         ucx=(str, "transports that UCX may use (UCX_TLS), e.g. tcp"), without_nixl=False,
         small_pages=(False, "leave the shared memory on pages of 4 KiB"), geometry="smollm2",
         mooncake=(str, "a Python that has mooncake-transfer-engine"), own=int, links="shm",
     )  # fmt: skip
-    kv = geometries.SHAPES[given.geometry].kv
-    if given.own:
-        return own(given.own, kv, given.links)
-    if given.ucx:
-        os.environ["UCX_TLS"] = given.ucx
-    if given.small_pages:
+    kv = geometries.SHAPES[args.geometry].kv
+    if args.own:
+        return own(args.own, kv, args.links)
+    if args.ucx:
+        os.environ["UCX_TLS"] = args.ucx
+    if args.small_pages:
         os.environ["TRANSFER_PAGES"] = "small"
     prompt_bytes = PROMPT_TOKENS * kv.token_bytes
-    nbytes = max(given.mib << 20, prompt_bytes)
-    works = {f"{size >> 10} KiB": shuffled((given.mib << 20) // size, size) for size in PIECES}
+    nbytes = max(args.mib << 20, prompt_bytes)
+    works = {f"{size >> 10} KiB": shuffled((args.mib << 20) // size, size) for size in PIECES}
     pieces = zip(LAYOUTS, (kv.block_bytes, kv.page_bytes, 8 << 10), strict=True)
     works |= {name: shuffled(prompt_bytes // size, size) for name, size in pieces}
     with ExitStack() as stack:
-        links = "trusted" if has_nixl(given) else "shm"
-        words = ("--own", str(nbytes), "--geometry", given.geometry, "--links", links)
+        links = "trusted" if has_nixl(args) else "shm"
+        words = ("--own", str(nbytes), "--geometry", args.geometry, "--links", links)
         owner = LineChild(sys.executable, __file__, *words)
         stack.callback(owner.close)
-        records = measure(contenders(owner, nbytes, given, stack), works, given.rounds, owner)
+        records = measure(contenders(owner, nbytes, args, stack), works, args.rounds, owner)
     report(records, works)
-    if given.json:
-        given.json.write_text("".join(json.dumps(record) + "\n" for record in records))
+    if args.json:
+        args.json.write_text("".join(json.dumps(record) + "\n" for record in records))
     return None
 
 
-def has_nixl(given: Namespace) -> bool:
-    return nixl_is_installed() and not given.without_nixl
+def has_nixl(args: Namespace) -> bool:
+    return nixl_is_installed() and not args.without_nixl
 
 
-def contenders(owner: LineChild, nbytes: int, given: Namespace, stack: ExitStack) -> dict[str, Contender]:
+def contenders(owner: LineChild, nbytes: int, args: Namespace, stack: ExitStack) -> dict[str, Contender]:
     """Contenders that work on this machine."""
     join = wire.decode(bytes.fromhex(owner.hello))
     assert isinstance(join, Join)
     arena = {Tier.HBM: shared(nbytes)}
-    found = {"memcpy": memcpy(nbytes), "shm link": link_contender(ShmLink(arena), join.info, stack)}
-    if has_nixl(given):
-        found["nixl link"] = link_contender(NixlLink(arena, join.info.geometry.block_bytes), join.info, stack)
-        found["nixl alone"] = nixl_alone(join.info, nbytes)
-        found["nixl alone, a call each"] = one_by_one(found["nixl alone"])
-    if given.mooncake:
-        found["mooncake tcp"] = mooncake(given.mooncake, nbytes, stack)
-    return found
+    results = {"memcpy": memcpy(nbytes), "shm link": link_contender(ShmLink(arena), join.info, stack)}
+    if has_nixl(args):
+        results["nixl link"] = link_contender(NixlLink(arena, join.info.geometry.block_bytes), join.info, stack)
+        results["nixl alone"] = nixl_alone(join.info, nbytes)
+        results["nixl alone, a call each"] = one_by_one(results["nixl alone"])
+    if args.mooncake:
+        results["mooncake tcp"] = mooncake(args.mooncake, nbytes, stack)
+    return results
 
 
 if __name__ == "__main__":

@@ -46,43 +46,43 @@ def measure(server: Served, prompts: list[list[int]], clients: int, new_tokens: 
     }
 
 
-def start(stack: ExitStack, link: str, given: Namespace) -> dict[tuple[str, str], Served]:
+def start(stack: ExitStack, link: str, args: Namespace) -> dict[tuple[str, str], Served]:
     """A pair of instances for each mode and degree."""
     servers = {}
-    for mode, degree in product(given.modes, given.degrees):
+    for mode, degree in product(args.modes, args.degrees):
         prefill, _, decode = degree.partition(":")
         cut = ("--prefill-tensor-parallel", prefill, "--decode-tensor-parallel", decode)
         flags = ("--prefill", "1", "--decode", "1", *cut, "--transfer", mode, "--link", link, "--caching", "off")
-        flags += ("--served-model-name", "x", *given.serve.split())
-        servers[mode, degree] = stack.enter_context(serving(*flags, model=given.model))
+        flags += ("--served-model-name", "x", *args.serve.split())
+        servers[mode, degree] = stack.enter_context(serving(*flags, model=args.model))
     return servers
 
 
 def main() -> None:
     """Start all pairs of a link, take turns, print a row per case."""
-    given = options(
+    args = options(
         __doc__, model="", links=Commas("shm", "nixl"), modes=Commas(*MODES), prompt_tokens=2048, new_tokens=12,
         degrees=(Commas("1:1"), "pairs of tensor parallel degrees"), clients=Commas(1, 4), rounds=3,
         prompts=(4, "prompts per round and client"), serve=("", "further options of memserve serve, in one string"),
     )  # fmt: skip
     rng, rows, table = Random(0), [], Table(COLUMNS)
-    for link in given.links:
+    for link in args.links:
         with ExitStack() as stack:
-            servers = start(stack, link, given)
-            for clients in given.clients:
-                found: dict[tuple[str, str], list[dict[str, float]]] = {case: [] for case in servers}
-                for number, case in turns(given.rounds, servers, warm=1):
-                    count = given.prompts * clients if number >= 0 else 1
-                    prompts = token_prompts(count, given.prompt_tokens, rng)
-                    row = measure(servers[case], prompts, clients, given.new_tokens)
-                    found[case] += [row] if number >= 0 else []
-                figures = {case: medians(mine) for case, mine in found.items()}
+            servers = start(stack, link, args)
+            for clients in args.clients:
+                results: dict[tuple[str, str], list[dict[str, float]]] = {case: [] for case in servers}
+                for number, case in turns(args.rounds, servers, warm=1):
+                    count = args.prompts * clients if number >= 0 else 1
+                    prompts = token_prompts(count, args.prompt_tokens, rng)
+                    row = measure(servers[case], prompts, clients, args.new_tokens)
+                    results[case] += [row] if number >= 0 else []
+                figures = {case: medians(mine) for case, mine in results.items()}
                 for (mode, degree), mine in figures.items():
                     rows.append({"link": link, "clients": clients, "mode": mode, "degrees": degree, **mine})
                     whole = figures.get(("by-request", degree), {}).get("gap_ms", 0.0)
                     rows[-1]["hidden"] = 1 - mine["gap_ms"] / whole if whole > 0 else None
                     table.show(rows[-1])
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -50,11 +50,11 @@ SMALL = ("--num-gpu-blocks-override", "44", "--max-model-len", "1024", "--max-nu
 """1,376 tokens of KV, where the four requests that run at once need more: some are preempted."""
 
 
-def prompts_of(given: Namespace) -> list[list[int]]:
+def prompts_of(args: Namespace) -> list[list[int]]:
     """Openings of real chats. Without ``--data`` random tokens: each prompt shares 64 to 512 with some others."""
-    if given.data:
-        return opening_ids(given.data, given.model, given.prompts, 33, 900)
-    return openings(given.prompts, Random(1))
+    if args.data:
+        return opening_ids(args.data, args.model, args.prompts, 33, 900)
+    return openings(args.prompts, Random(1))
 
 
 # -- answers
@@ -116,23 +116,23 @@ def flip_bytes(store: ServedStore, rng: Random, count: int) -> None:
                 file.write(bytes([byte[0] ^ 1]))
 
 
-def reference(given: Namespace, folder: Path, prompts: list[list[int]]) -> list[Answer]:
+def reference(args: Namespace, folder: Path, prompts: list[list[int]]) -> list[Answer]:
     """The answers of a server without a connector and with room for all; kept in ``folder``."""
     path = folder / f"reference-{len(prompts)}.json"
     if path.exists():
         return [Answer(**fields) for fields in json.loads(path.read_text())]
-    alone = Vllm(given.vllm, given.model, log=folder / "alone.log")
+    alone = Vllm(args.vllm, args.model, log=folder / "alone.log")
     with running(alone):
         right = ask_all(lambda prompt: alone.ask(prompt, 32), prompts, 4)
     path.write_text(json.dumps([asdict(answer) for answer in right]))
     return right
 
 
-def pair_of(given: Namespace, folder: Path, store: ServedStore, name: str, **more: Any) -> list[Vllm]:
+def pair_of(args: Namespace, folder: Path, store: ServedStore, name: str, **more: Any) -> list[Vllm]:
     """Two servers on one store, with little memory of their own."""
     return [
-        Vllm(given.vllm, given.model, store, folder / f"{name}-{number}.log", cpus, SMALL, **more)
-        for number, cpus in enumerate(given.cpus.split("/"))
+        Vllm(args.vllm, args.model, store, folder / f"{name}-{number}.log", cpus, SMALL, **more)
+        for number, cpus in enumerate(args.cpus.split("/"))
     ]
 
 
@@ -143,12 +143,12 @@ def die_and_live(after_s: float, die: Callable[[], object], live: Callable[[], o
     live()
 
 
-def answers(given: Namespace, folder: Path) -> dict[str, Any]:
-    prompts, rng, record = prompts_of(given), Random(2), dict[str, Any]()
+def answers(args: Namespace, folder: Path) -> dict[str, Any]:
+    prompts, rng, record = prompts_of(args), Random(2), dict[str, Any]()
     print(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens, 32 new ones each")
-    right = reference(given, folder, prompts)
+    right = reference(args, folder, prompts)
     with ServedStore(folder, dram="2GiB") as store:
-        servers = pair_of(given, folder, store, "answers")
+        servers = pair_of(args, folder, store, "answers")
 
         def check(name: str, turn: int, fate: Thread | None = None) -> None:
             record[f"{len(record)}: {name}"] = compare(name, servers, prompts, right, turn, fate)
@@ -162,7 +162,7 @@ def answers(given: Namespace, folder: Path) -> dict[str, Any]:
                 ("the store", store.kill, store.restart),
                 ("a server", servers[1].kill, servers[1].start),
             ):
-                killing = Thread(target=die_and_live, args=(given.kill_after_s, die, live))
+                killing = Thread(target=die_and_live, args=(args.kill_after_s, die, live))
                 check(f"while {name} is killed", 1, killing)
                 check("after its restart", 0)
     print("  logs say:", Counter(
@@ -180,11 +180,11 @@ def log_lines(folder: Path, pattern: str) -> list[str]:
 # -- failures
 
 
-def failures(given: Namespace, folder: Path) -> dict[str, Any]:
-    prompts, record = prompts_of(given), dict[str, Any]()
-    right = reference(given, folder, prompts)
+def failures(args: Namespace, folder: Path) -> dict[str, Any]:
+    prompts, record = prompts_of(args), dict[str, Any]()
+    right = reference(args, folder, prompts)
     with ServedStore(folder, dram="2GiB") as store:
-        servers = pair_of(given, folder, store, "faulty", connector=("FaultyConnector", "faulty_connector"))
+        servers = pair_of(args, folder, store, "faulty", connector=("FaultyConnector", "faulty_connector"))
         with running(*servers):
             for turn, name in enumerate(("first", "each from the other's", "and back")):
                 record[name] = compare(name, servers, prompts, right, turn)
@@ -199,17 +199,17 @@ def failures(given: Namespace, folder: Path) -> dict[str, Any]:
 # -- restart
 
 
-def restart(given: Namespace, folder: Path) -> dict[str, Any]:
+def restart(args: Namespace, folder: Path) -> dict[str, Any]:
     spent, cached = Samples(), list[int]()
-    prompts = token_prompts(given.rounds, given.tokens, Random(3))
+    prompts = token_prompts(args.rounds, args.tokens, Random(3))
     with ServedStore(folder, dram="2GiB") as store:
-        server = Vllm(given.vllm, given.model, store, folder / "restart.log")
+        server = Vllm(args.vllm, args.model, store, folder / "restart.log")
         with running(server):
             server.ask(prompts[0][::-1], 2)
             for prompt in prompts:
                 spent["cold"].append(server.ask(prompt, 1).first_s)
                 spent["vLLM's own"].append(server.ask(prompt, 1).first_s)
-            blocks = len(prompts) * (given.tokens // 32)
+            blocks = len(prompts) * (args.tokens // 32)
             with store.client() as client:  # what was computed last is still on its way
                 wait_until(lambda: client.statistics()["dram_values"] >= blocks, "all blocks in the store", 30)
             server.kill()
@@ -219,7 +219,7 @@ def restart(given: Namespace, folder: Path) -> dict[str, Any]:
                 answer = server.ask(prompt, 1)
                 spent["store, after kill -9"].append(answer.first_s)
                 cached.append(answer.cached)
-    print(f"TTFT of {given.tokens} tokens, medians of {given.rounds}:")
+    print(f"TTFT of {args.tokens} tokens, medians of {args.rounds}:")
     rows = ({"kind": kind, "ms": 1e3 * median(times), "gain": spent.median("cold") / median(times)}
             for kind, times in spent.items())  # fmt: skip
     show(rows, {"from": "{kind}", "TTFT": "{ms:.1f} ms", "times cold": "{gain:.1f}"})
@@ -230,15 +230,15 @@ def restart(given: Namespace, folder: Path) -> dict[str, Any]:
 # -- cost
 
 
-def cost(given: Namespace, folder: Path) -> dict[str, Any]:
+def cost(args: Namespace, folder: Path) -> dict[str, Any]:
     names, rng, beside = ("none", "connector", "dead store"), Random(4), Samples()
     with ServedStore(folder, dram="2GiB") as store, ServedStore(folder, dram="2GiB") as dead:
         servers = {
-            name: Vllm(given.vllm, given.model, where, folder / f"{name}.log", given.cpus.partition("/")[0])
+            name: Vllm(args.vllm, args.model, where, folder / f"{name}.log", args.cpus.partition("/")[0])
             for name, where in zip(names, (None, store, dead), strict=True)
         }
         with running(*servers.values()):
-            for number in range(-1, given.rounds * 3):
+            for number in range(-1, args.rounds * 3):
                 order = rng.sample(names, len(names))
                 spent = {name: spent_on(servers[name], random_tokens(512, rng)) for name in order}
                 if number < 0:
@@ -250,7 +250,7 @@ def cost(given: Namespace, folder: Path) -> dict[str, Any]:
                 for name in names[1:]:
                     for what, seconds in spent[name].items():
                         beside[f"{name}, {what}"].append(seconds / spent["none"][what])
-    print(f"beside no connector, {given.rounds * 3} prompts of 512 tokens that are found nowhere, 64 new ones each:")
+    print(f"beside no connector, {args.rounds * 3} prompts of 512 tokens that are found nowhere, 64 new ones each:")
     show(({"what": name, "ratio": spread(values)} for name, values in beside.items()), ("what", "ratio"))
     return beside
 
@@ -267,11 +267,11 @@ PARTS = {"answers": answers, "failures": failures, "restart": restart, "cost": c
 
 
 def main() -> None:
-    def measure(given: Namespace, folder: Path) -> dict[str, Any]:
+    def measure(args: Namespace, folder: Path) -> dict[str, Any]:
         record = {}
-        for name, part in parts_of(given.only, PARTS).items():
+        for name, part in parts_of(args.only, PARTS).items():
             print(f"\n{name}", flush=True)
-            record[name] = part(given, folder)
+            record[name] = part(args, folder)
         return record
 
     record = recorded(

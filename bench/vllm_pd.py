@@ -131,19 +131,19 @@ def kill_halfway(chats: Chats, url: str, first: Vllm, second: Vllm) -> dict[str,
     return {**counts, "decode": done_since("prompt tokens, the second", second, before)}
 
 
-def measure(given: Namespace, folder: Path) -> dict[str, Any]:
+def measure(args: Namespace, folder: Path) -> dict[str, Any]:
     """Both passes, with chats of their own."""
-    sessions = chat_sessions(given.data, 2 * given.chats, given.turns, given.system_chars)
-    passes = [Chats(sessions[place::2], given.tokens) for place in (0, 1)]
-    alone = Vllm(given.vllm, given.model, cpus="0-3", log=folder / "alone.log")
+    sessions = chat_sessions(args.data, 2 * args.chats, args.turns, args.system_chars)
+    passes = [Chats(sessions[place::2], args.tokens) for place in (0, 1)]
+    alone = Vllm(args.vllm, args.model, cpus="0-3", log=folder / "alone.log")
     with running(alone):
         for chats in passes:
             chats.answer_all(alone)
             lengths = sorted(map(chats.prompt_tokens, chats.right))
-            print(f"{len(chats.right)} prompts of {lengths[0]} to {lengths[-1]} tokens, {given.tokens} new ones each")
+            print(f"{len(chats.right)} prompts of {lengths[0]} to {lengths[-1]} tokens, {args.tokens} new ones each")
     with ServedStore(folder, dram="2GiB") as store:
         servers = [
-            EventServer(given.vllm, given.model, store, folder / f"{role}.log", cpus)
+            EventServer(args.vllm, args.model, store, folder / f"{role}.log", cpus)
             for role, cpus in (("prefill", "0-1"), ("decode", "2-3"))
         ]
         with running(*servers):

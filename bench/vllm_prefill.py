@@ -37,39 +37,39 @@ class Spent:
             setattr(connector, name, self._timed(getattr(connector, name)))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*args: Any, **named: Any) -> Any:
             begin = time.perf_counter()
             try:
-                return call(*given, **named)
+                return call(*args, **named)
             finally:
                 self.seconds += time.perf_counter() - begin
 
         return timed
 
 
-def engine_of(given: Namespace, store: ServedStore) -> Any:
+def engine_of(args: Namespace, store: ServedStore) -> Any:
     for name, value in (
         ("HF_HUB_OFFLINE", "1"), ("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_ENABLE_V1_MULTIPROCESSING", "0"),
     ):  # fmt: skip
         os.environ.setdefault(name, value)
     import vllm
 
-    more: dict[str, Any] = {} if given.device else {"dtype": "float32", "block_size": 32, "enforce_eager": True}
+    more: dict[str, Any] = {} if args.device else {"dtype": "float32", "block_size": 32, "enforce_eager": True}
     return vllm.LLM(
-        given.model, max_model_len=given.tokens + 32, max_num_batched_tokens=max(2048, given.tokens + 32),
+        args.model, max_model_len=args.tokens + 32, max_num_batched_tokens=max(2048, args.tokens + 32),
         max_num_seqs=4, enable_prefix_caching=True, skip_tokenizer_init=True,
-        kv_transfer_config=transfer_config(store, threads=given.threads), **more,
+        kv_transfer_config=transfer_config(store, threads=args.threads), **more,
     )  # fmt: skip
 
 
-def measure(given: Namespace, folder: Path) -> dict[str, Any]:
+def measure(args: Namespace, folder: Path) -> dict[str, Any]:
     """Ratios, and shares of the prefill, by setting."""
     import vllm
     from vllm.distributed.kv_transfer import kv_transfer_state as state
 
     beside, shares, rng = Samples(), Samples(), random.Random(7)
     with ServedStore(folder, dram="2GiB") as store:
-        llm = engine_of(given, store)
+        llm = engine_of(args, store)
         connector = state._KV_CONNECTOR_AGENT
         save_layer, spent = connector.save_kv_layer, Spent(connector)
         by_layer = connector.save_kv_layer
@@ -77,8 +77,8 @@ def measure(given: Namespace, folder: Path) -> dict[str, Any]:
 
         def prefill(setting: str) -> tuple[float, float]:
             state._KV_CONNECTOR_AGENT = None if setting == "off" else connector
-            connector.save_kv_layer = by_layer if setting == "by layer" else lambda *given, **named: None
-            prompt = {"prompt_token_ids": random_tokens(given.tokens, rng)}
+            connector.save_kv_layer = by_layer if setting == "by layer" else lambda *args, **named: None
+            prompt = {"prompt_token_ids": random_tokens(args.tokens, rng)}
             spent.seconds = 0.0
             took_s = seconds(lambda: llm.generate([prompt], first, use_tqdm=False))
             state._KV_CONNECTOR_AGENT = connector
@@ -86,16 +86,16 @@ def measure(given: Namespace, folder: Path) -> dict[str, Any]:
                 worker._savers.drain()
             return took_s, spent.seconds / took_s
 
-        for number in range(-1, given.rounds):
-            found = {name: prefill(name) for name in rng.sample(SETTINGS, len(SETTINGS))}
+        for number in range(-1, args.rounds):
+            results = {name: prefill(name) for name in rng.sample(SETTINGS, len(SETTINGS))}
             for name in SETTINGS[1:] if number >= 0 else ():
-                beside[name].append(found[name][0] / found["off"][0])
-                shares[name].append(found[name][1])
+                beside[name].append(results[name][0] / results["off"][0])
+                shares[name].append(results[name][1])
         connector.save_kv_layer = save_layer
         with store.client() as client:  # what is measured has saved something
             stored = int(client.statistics()["dram_values"])
         llm.llm_engine.engine_core.shutdown()
-    print(f"{given.rounds} rounds, prompts of {given.tokens} tokens, {stored} values in the store:")
+    print(f"{args.rounds} rounds, prompts of {args.tokens} tokens, {stored} values in the store:")
     show(
         ({"name": name, "ratio": spread(beside[name]), "share": shares.median(name)} for name in SETTINGS[1:]),
         {"copies": "{name}", "prefill beside off": "{ratio}", "vLLM's thread in the connector's calls": "{share:.2%}"},

@@ -36,15 +36,13 @@ from harness.served import bundled_model
 TTFT = "time_to_first_token_seconds"
 
 
-def servers_of(given: Namespace, kind: str, store: ServedStore, folder: Path) -> list[Vllm]:
-    blocks = given.own_blocks + (0 if kind == "pool" else given.store_blocks // 2)
-    flags = ("--num-gpu-blocks-override", str(blocks), "--max-num-seqs", str(given.running))
-    flags += ("--max-model-len", str(given.context))
+def servers_of(args: Namespace, kind: str, store: ServedStore, folder: Path) -> list[Vllm]:
+    blocks = args.own_blocks + (0 if kind == "pool" else args.store_blocks // 2)
+    flags = ("--num-gpu-blocks-override", str(blocks), "--max-num-seqs", str(args.running))
+    flags += ("--max-model-len", str(args.context))
     shared = store if kind == "pool" else None
     log = folder / f"{kind}.log"
-    return [
-        Vllm(given.vllm, given.model, shared, log, cpus, flags, dtype=given.dtype) for cpus in given.cpus.split("/")
-    ]
+    return [Vllm(args.vllm, args.model, shared, log, cpus, flags, dtype=args.dtype) for cpus in args.cpus.split("/")]
 
 
 SETTINGS = {"private, in turn": in_turn, "private, sticky": sticky, "pool, in turn": in_turn}
@@ -57,30 +55,30 @@ def kv_bytes(model: str, dtype: str) -> int:
     return block_bytes(json.loads((Path(model) / "config.json").read_text()), dtype)
 
 
-def measure(setting: str, servers: list[Vllm], load: Load, given: Namespace) -> tuple[Pass, dict[str, float]]:
+def measure(setting: str, servers: list[Vllm], load: Load, args: Namespace) -> tuple[Pass, dict[str, float]]:
     """``--warm`` requests that do not count, then ``--requests``; and what vLLM says of them."""
     urls, route = [server.url for server in servers], SETTINGS[setting]
-    load.run(urls, route, requests=given.warm)
+    load.run(urls, route, requests=args.warm)
     before = [sum(server.total(name) for server in servers) for name in COUNTERS]
-    seen = load.run(urls, route, requests=given.requests)
+    seen = load.run(urls, route, requests=args.requests)
     after = [sum(server.total(name) for server in servers) for name in COUNTERS]
     spent_s, count, stored, tokens = (later - earlier for earlier, later in zip(before, after, strict=True))
     return seen, {"ttft_s": spent_s / max(1, count), "from_store": stored / max(1, tokens)}
 
 
-def measure_all(given: Namespace, folder: Path) -> list[dict[str, Any]]:
+def measure_all(args: Namespace, folder: Path) -> list[dict[str, Any]]:
     """All settings in turn; a row for each."""
-    settings, nbytes = parts_of(given.settings.split(";"), SETTINGS), kv_bytes(given.model, given.dtype)
+    settings, nbytes = parts_of(args.settings.split(";"), SETTINGS), kv_bytes(args.model, args.dtype)
     passes: dict[str, list[Pass]] = {name: [] for name in settings}
     counted: dict[str, list[dict[str, float]]] = {name: [] for name in settings}
-    with ServedStore(folder, dram=f"{given.store_blocks * nbytes >> 10}KiB") as store:
+    with ServedStore(folder, dram=f"{args.store_blocks * nbytes >> 10}KiB") as store:
         kinds = dict.fromkeys(name.partition(",")[0] for name in settings)
-        servers = {kind: servers_of(given, kind, store, folder) for kind in kinds}
+        servers = {kind: servers_of(args, kind, store, folder) for kind in kinds}
         with running(*(server for pair in servers.values() for server in pair)):
-            for number, name in turns(given.rounds, settings):
-                seed = len(settings) * (given.seed + number) + list(settings).index(name)
-                load = Load(shape_of(given), given.users, given.at_once, seed)
-                seen, counts = measure(name, servers[name.partition(",")[0]], load, given)
+            for number, name in turns(args.rounds, settings):
+                seed = len(settings) * (args.seed + number) + list(settings).index(name)
+                load = Load(shape_of(args), args.users, args.at_once, seed)
+                seen, counts = measure(name, servers[name.partition(",")[0]], load, args)
                 passes[name].append(seen)
                 counted[name].append(counts)
                 print(f"round {number + 1}: {name}: {seen.hit_rate:.1%}, {seen.rate:.2f}/s, {counts}", flush=True)
@@ -93,7 +91,7 @@ def measure_all(given: Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    given = options(
+    args = options(
         __doc__, vllm="python", model="", dtype="bfloat16", rounds=2, users=8, at_once=(4, "users that do not think"),
         requests=(40, "that count, in each pass"), warm=(24, "before them"),
         **SHAPE | {"first_words": 1500, "turn_words": 40}, context=2048,
@@ -101,15 +99,15 @@ def main() -> None:
         running=(1, "requests that a server computes at once"), cpus=("0-1/2-3", "cores of each server"), seed=1,
         settings=(";".join(SETTINGS), "A;B"), folder=Path,
     )  # fmt: skip
-    given.model = given.model or bundled_model(given.dtype)
-    total, tokens = 2 * given.own_blocks + given.store_blocks, shape_of(given).longest_tokens
-    nbytes = kv_bytes(given.model, given.dtype)
-    print(f"{given.users} users, {given.at_once} at once, chats of up to about {tokens} tokens; in every setting KV")
+    args.model = args.model or bundled_model(args.dtype)
+    total, tokens = 2 * args.own_blocks + args.store_blocks, shape_of(args).longest_tokens
+    nbytes = kv_bytes(args.model, args.dtype)
+    print(f"{args.users} users, {args.at_once} at once, chats of up to about {tokens} tokens; in every setting KV")
     print(f"memory of {total} blocks ({total * BLOCK_TOKENS:,} tokens, {total * nbytes >> 20} MiB)", flush=True)
-    with working_folder(given.folder) as folder:
-        rows = measure_all(given, folder)
+    with working_folder(args.folder) as folder:
+        rows = measure_all(args, folder)
     show(rows, COLUMNS | MORE)
-    save(given, rows)
+    save(args, rows)
 
 
 if __name__ == "__main__":

@@ -54,43 +54,43 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 def chat_sessions(data: Path, count: int, turns: int, system_chars: int = 1200) -> list[Session]:
     """``count`` chats of ``turns`` user turns each, longest messages first; every second chat has a system prompt that
     it shares with other chats."""
-    found: list[Session] = []
+    results: list[Session] = []
     for name in SESSION_FILES:
-        for at, record in enumerate(read(data / name)):
+        for place, record in enumerate(read(data / name)):
             users = [m["content"] for m in record["messages"] if m["role"] == "user"]
             if len(users) >= turns:
-                found.append(Session(f"{Path(name).name.split('.')[0]}-{at}", users[:turns]))
-    found.sort(key=lambda s: (-sum(map(len, s.turns)), s.name))
+                results.append(Session(f"{Path(name).name.split('.')[0]}-{place}", users[:turns]))
+    results.sort(key=lambda s: (-sum(map(len, s.turns)), s.name))
     shared = next(read(data / DOCUMENT_FILES[0]))["document"][:system_chars]
-    for session in found[:count:2]:
+    for session in results[:count:2]:
         session.system = "Answer from this text where you can.\n\n" + shared
-    return found[:count]
+    return results[:count]
 
 
 def opening_ids(data: Path, model: str, count: int, tokens_min: int, tokens_max: int) -> list[list[int]]:
     """Token ids of the openings of ``count`` chats, cut to ``tokens_max``; those below ``tokens_min`` are left out.
     ``SystemExit``: ``data`` has fewer."""
     tokenizer = load_tokenizer(model)
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     for session in chat_sessions(data, 3 * count, 3):
         text = tokenizer.apply_chat_template(session.messages(), tokenize=False, add_generation_prompt=True)
         ids = tokenizer(text + " ".join(session.turns), add_special_tokens=False)["input_ids"]
         if len(ids) >= tokens_min:
-            found.append(ids[:tokens_max])
-    if len(found) < count:
-        raise SystemExit(f"{data} has {len(found)} such chats, {count} are wanted")
-    return found[:count]
+            results.append(ids[:tokens_max])
+    if len(results) < count:
+        raise SystemExit(f"{data} has {len(results)} such chats, {count} are wanted")
+    return results[:count]
 
 
 def document_sessions(data: Path, tokenizer: Any, count: int, document_tokens: int, turns: int = 2) -> list[Session]:
     """Questions about one long document each: the document opens the first turn."""
     records = [record for name in DOCUMENT_FILES for record in read(data / name)]
     sessions = []
-    for at, record in enumerate(records[:count]):
-        ids = tokenizer(record["document"], add_special_tokens=False)["input_ids"][: document_tokens + 50 * at]
+    for place, record in enumerate(records[:count]):
+        ids = tokenizer(record["document"], add_special_tokens=False)["input_ids"][: document_tokens + 50 * place]
         questions = [q["question"] for q in record["questions"]] * turns
         first = tokenizer.decode(ids) + "\n\n" + questions[0]
-        sessions.append(Session(f"document-{at}", [first, *questions[1:turns]]))
+        sessions.append(Session(f"document-{place}", [first, *questions[1:turns]]))
     return sessions
 
 

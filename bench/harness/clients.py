@@ -99,7 +99,7 @@ class Answer:
 
 def _gaps(logprobs: Json) -> list[float]:
     tops = [list(top.values()) for top in logprobs.get("top_logprobs") or []]
-    tops += [[one["logprob"] for one in token["top_logprobs"]] for token in logprobs.get("content") or []]
+    tops += [[item["logprob"] for item in token["top_logprobs"]] for token in logprobs.get("content") or []]
     best = (sorted(top, reverse=True)[:2] for top in tops)
     return [two[0] - two[1] if len(two) > 1 else 0.0 for two in best]
 

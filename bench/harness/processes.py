@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,10 @@ def without_path(**more: str) -> dict[str, str]:
 class LineChild:
     """A process that answers lines with lines. ``hello`` is its first one; empty: it has ended."""
 
-    def __init__(self, *command: str, starts: Callable[..., Any] = subprocess.Popen, **more: Any) -> None:
-        self.process = starts(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **more)
+    def __init__(self, *command: str, start: Callable[..., Any] | None = None, **more: Any) -> None:
+        """``start``: in place of ``Popen``, with pipes of text."""
+        start = start or partial(subprocess.Popen, text=True)
+        self.process = start(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, **more)
         self.hello = self.read()
 
     def ask(self, line: str) -> str:
@@ -127,8 +130,8 @@ class LineChild:
 
 def resident_bytes(pid: int, field: str = "VmRSS") -> int:
     """``VmRSS`` = resident now, ``VmHWM`` = the most so far, ``RssAnon`` = without files and shared memory."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) * 1024 if found else 0
+    results = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(results[1]) * 1024 if results else 0
 
 
 def process_cpu_s(pid: int) -> float:
@@ -154,11 +157,11 @@ def thread_cpu_s(pid: int) -> float:
 
 def children(pid: int) -> dict[str, int]:
     """The members that a ``memserve serve`` has started: name -> process id."""
-    found = {}
+    results = {}
     for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in tasks.read_text().split():
             with suppress(OSError):
                 words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
                 if "--name" in words:
-                    found[words[words.index("--name") + 1]] = int(child)
-    return found
+                    results[words[words.index("--name") + 1]] = int(child)
+    return results
