@@ -82,7 +82,6 @@ class Cluster:
         return set()
 
     def end(self, name: str) -> None:
-        """In good order."""
         process = self._processes[name]
         process.send_signal(signal.SIGTERM)
         print(f"  {name} has ended with status {process.wait(STEP_S)}", flush=True)
@@ -118,7 +117,6 @@ class Clients:
         self.slowest_s = 0.0
 
     def learn(self) -> None:
-        """The right answers."""
         self._answers = [self._ask(question, 0)[0] for question in self._questions]
 
     def __enter__(self) -> Clients:
