@@ -97,7 +97,7 @@ def bench_acquire(pool: BlockPool, prompts: int, reps: int) -> Iterator[Record]:
         lease = acquire(pool.acquire, "", tokens)
         back(pool.unpin, lease)
         pool.release(lease.blocks)
-        pool.release(borrow(pool.borrow, "", tokens))
+        pool.release(borrow(pool.borrow_blocks, "", tokens))
     yield acquire.record("acquire_100% (list of blocks)")
     yield borrow.record("borrow_100% (native blocks)")
     yield back.record("unpin")

@@ -144,11 +144,11 @@ def measure_ceiling(args: Namespace) -> None:
         tokens = block * len(hashes) + 1  # every block whole
         names = b"".join(hashlib.blake2b(str(item).encode(), digest_size=IDENTITY_BYTES).digest() for item in hashes)
         started = time.perf_counter()
-        ceiling.prompt("", names, tokens, block)
+        ceiling.count_prompt("", names, tokens, block)
         sketch_s += time.perf_counter() - started
         seen, new = seen + tokens, new + block * len(set(hashes) - known) + 1
         known |= set(hashes)
-    exact, estimate = 1 - new / seen, ceiling.whole().attainable
+    exact, estimate = 1 - new / seen, ceiling.total_counts().attainable
     sizes = sum(sketch.nbytes for sketch, _ in ceiling._tenants.values())
     print(f"{len(known):,} different blocks, {seen:,} prompt tokens")
     print(f"attainable: exact {exact:.4%}, sketch {estimate:.4%}, off by {100 * abs(estimate / exact - 1):.3f} %")

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from harness import need, options, save
 
-from memserve.instance.scheduler.drafts import EXPECTED, Chances, Pace, Price, following, length
+from memserve.instance.scheduler.drafts import EXPECTED, Chances, Pace, Price, paying_length, repeated_draft
 from memserve.instance.scheduler.speculation import FADE_SEEN
 
 Answer = tuple[list[int], list[int]]
@@ -64,14 +64,14 @@ def decode(answers: list[Answer], drafts_max: int, price: Price) -> dict[str, fl
         pace, place = Pace(), 1
         while place < len(answer):
             known = np.array(prompt + answer[:place], np.int32)
-            draft = following(known, min(drafts_max, len(answer) - place, -len(known) % BLOCK_TOKENS))
-            chance = pace.own.chance(draft.source, seen.chance(draft.source, EXPECTED[draft.source]))
-            count = length(chance, price, len(draft.tokens))
+            draft = repeated_draft(known, min(drafts_max, len(answer) - place, -len(known) % BLOCK_TOKENS))
+            chance = pace.chances.chance_of(draft.source, seen.chance_of(draft.source, EXPECTED[draft.source]))
+            count = paying_length(chance, price, len(draft.tokens))
             right = agreeing(draft.tokens[:count], answer[place:])
             if count:
                 pace.source = draft.source
-                pace.told(count, right)
-                seen.told(draft.source, count, right)
+                pace.learn_outcome(count, right)
+                seen.learn_outcome(draft.source, count, right)
             steps, drafted, kept, place = steps + 1, drafted + count, kept + right, place + 1 + right
         tokens += len(answer) - 1
     return {"tokens_a_step": round(tokens / max(1, steps), 3), "drafts": drafted, "kept": kept}
@@ -82,7 +82,7 @@ def chances(answers: list[Answer]) -> dict[int, tuple[int, float, float]]:
     counts: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for prompt, answer in answers:
         for place in range(1, len(answer) - 1):
-            draft = following(np.array(prompt + answer[:place], np.int32), 8)
+            draft = repeated_draft(np.array(prompt + answer[:place], np.int32), 8)
             right = agreeing(draft.tokens, answer[place:])
             if draft.tokens:
                 more = 1, int(right > 0), min(8, right + 1), right

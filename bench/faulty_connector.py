@@ -27,7 +27,7 @@ class FaultyConnector(MemserveConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        for worker in self._workers():
+        for worker in self._worker_sides():
             _break(worker._pool)
 
 

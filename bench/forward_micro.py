@@ -18,7 +18,7 @@ from harness import Commas, Samples, options, save, seconds, show
 from torch import Tensor
 
 from memserve.model.attention.backends import choose_attention
-from memserve.model.attention.context import StepRows, attending
+from memserve.model.attention.context import StepRows, step_attention
 from memserve.model.capture.forward import capture_forward, release_weights
 from memserve.model.forward import EagerForward, Forward
 from memserve.model.loading.loader import LoadedModel, load_model
@@ -64,7 +64,7 @@ class Case:
 
     def run(self, forward: Forward) -> Tensor:
         """One step, as the device runs it."""
-        with attending(self._factory(self._rows)):
+        with step_attention(self._factory(self._rows)):
             return forward(self._ids, self._positions, self._last)
 
 

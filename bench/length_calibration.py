@@ -68,13 +68,13 @@ class Seen:
         return prompt if self._kinds == 1 else 1 << int(self._kinds * math.log2(prompt + 1))
 
     def learn(self, prompt: int, tokens: int) -> None:
-        self.lengths.learn("", self._size(prompt), tokens)
+        self.lengths.learn_length("", self._size(prompt), tokens)
 
     def guess(self, prompt: int, edges: list[int]) -> Guess | None:
-        known = self.lengths._known("", self._size(prompt))
+        known = self.lengths._lengths_like("", self._size(prompt))
         if known is None:
             return None
-        beyond = [known.total, *(known.beyond(edge) for edge in edges), 0.0]
+        beyond = [known.total, *(known.count_longer(edge) for edge in edges), 0.0]
         shares = -np.diff(beyond) + 0.5
         percentiles = tuple(float(known.length_at(known.total * (1 - share))) for share in QUANTILES)
         return Guess(shares / shares.sum(), percentiles)
@@ -211,11 +211,11 @@ class Replay:
         self.classifier.learn(features, answer.prompt, answer.tokens)
 
     def _watch(self, answer: Answer) -> None:
-        said = self.kinds.lengths.predict("", answer.prompt, 0, MOST)
+        said = self.kinds.lengths.predict_length("", answer.prompt, 0, MOST)
         if said.answers:
             self.held["lower"].append(answer.tokens >= said.lower)
             self.held["median"].append(answer.tokens <= said.median)
-        later = self.kinds.lengths.predict("", answer.prompt, 64, MOST)
+        later = self.kinds.lengths.predict_length("", answer.prompt, 64, MOST)
         if answer.tokens > 64 and later.answers:
             self.held["lower at 64"].append(answer.tokens >= later.lower)
 

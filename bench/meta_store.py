@@ -67,7 +67,7 @@ class World:
         self._seeds = np.random.default_rng(entries)
         self.tokens = [self._seeds.integers(1, 32_000, blocks * 32, dtype=np.int32) for blocks in self.prompts]
         trees = Cluster(ClusterConfig())._trees
-        self.identities = [trees.identities("", "weights", tokens, 32) for tokens in self.tokens]
+        self.identities = [trees.prompt_identities("", "weights", tokens, 32) for tokens in self.tokens]
 
     def peer(self, prompt: int) -> Peer:
         """The instance that holds ``prompt``."""
@@ -102,12 +102,12 @@ class Journal:
     def write(self, batches: list[list[AnyRecord]]) -> None:
         """Write all of them, durably."""
         for batch in batches:
-            self.store.write(batch)
+            self.store.write_records(batch)
         self.store.sync()
 
     def one_more(self, number: int) -> None:
         """Write one more record, durably."""
-        self.store.write([SessionRouted("", f"s{number}", (ROUTER,))])
+        self.store.write_records([SessionRouted("", f"s{number}", (ROUTER,))])
         self.store.sync()
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class Journal:
     def read(self) -> RecoveredState:
         """Read everything from the files."""
         self.store = Store(FileMedium(self.folder))
-        return self.store.state.recovered(0)
+        return self.store.state.recovered_state(0)
 
     def disk_bytes(self) -> int:
         return sum(path.stat().st_size for path in self.folder.iterdir())
@@ -217,8 +217,8 @@ def share_kept(router: Cluster, world: World, recovered: RecoveredState) -> floa
     sample = random.Random(1).sample(range(len(world.prompts)), min(SAMPLE, len(world.prompts)))
     trees, results = router._trees, 0
     for prompt in sample:
-        member = router._registry.named(world.peer(prompt).name)
-        matches = trees.match(world.identities[prompt], len(router._loads))
+        member = router._registry.member_by_name(world.peer(prompt).name)
+        matches = trees.match_prompt(world.identities[prompt], len(router._loads))
         results += member is not None and int(matches.blocks[member.number]) == world.prompts[prompt]
     return results / len(sample)
 
@@ -252,7 +252,7 @@ def lost_at_kill_points(points: int) -> int:
         rng, medium = random.Random(seed), FaultyMedium()
         store, acknowledged, written = Store(medium, checkpoint_bytes_min=rng.choice([300, 1 << 20])), 0, 0
         for written in range(1, rng.randrange(2, 80)):
-            store.write([SessionRouted("", f"s{written}", (ROUTER,))])
+            store.write_records([SessionRouted("", f"s{written}", (ROUTER,))])
             if rng.random() < 0.3:
                 store.sync()
                 acknowledged = written

@@ -40,7 +40,7 @@ from memserve.model.loading.card import ModelCard
 from memserve.protocol.peers import Peer, PeerInfo
 from memserve.system.memory import keep_heap_small
 from memserve.system.process import new_generation
-from memserve.system.secrets import followed
+from memserve.system.secrets import as_followed
 from memserve.transport.data_port import open_data_port
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.ports import Device
@@ -82,10 +82,10 @@ def be_instance(name: str, model: Path, join: str) -> None:
     geometry = KVGeometry(num_layers=30, num_kv_heads=3, head_dim_k=64, head_dim_v=64, dtype="bfloat16")
     me = Peer(name, new_generation())
     config = InstanceConfig(
-        context, "null", PoolConfig(4096, identity_key=identity_key(followed(secret).first)),
+        context, "null", PoolConfig(4096, identity_key=identity_key(as_followed(secret).initial_value)),
         SchedulerConfig(max_step_tokens=65536), Role.COLOCATED, ExchangeConfig(shares_kv=False), vocabulary,
     )  # fmt: skip
-    machine = Instance(config, geometry.block_tokens, me=me, geometry=geometry)
+    machine = Instance(config, geometry.block_tokens, self_peer=me, geometry=geometry)
     card = ModelCard(model.name, context, vocabulary, (0,), {}, "TokenizersBackend").encode()
     info = PeerInfo(
         me, Role.COLOCATED, "", "null", geometry, 4096, 0, machine.context_tokens, True,

@@ -241,7 +241,7 @@ def bench_policy(cluster: Cluster, world: World, policy: str, reps: int) -> Iter
         for i, tokens in enumerate(prompts(world, kind, reps)):
             request = Request(f"{kind} {i}", tokens, stop=StopParams(max_tokens=256), session=f"s{i % 100}")
             if i % 2:
-                choose(cluster._lifecycle._placer.place, RequestState(request, now))
+                choose(cluster._lifecycle._placer.choose_placement, RequestState(request, now))
                 continue
             now += 1000
             arrive(cluster.handle, RequestArrived(request), now)

@@ -241,21 +241,21 @@ def walk(schemas: list[Json], seed: int) -> None:
     for place, schema in enumerate(schemas):
         said: list[int] = []
         grammar, built = json_grammar(schema, "schema"), threading.Event()
-        grammars.build(place, grammar, lambda _, built=built: built.set())
+        grammars.build_grammar(place, grammar, lambda _, built=built: built.set())
         built.wait()
-        grammars.open(0, place, [])
+        grammars.open_slot(0, place, [])
         while len(said) < TOKENS_MAX and (not said or said[-1] != eos):
             begun_s = time.perf_counter()
-            while (mask := grammars.mask(0)) is None:
+            while (mask := grammars.next_mask(0)) is None:
                 pass
             allowed = np.flatnonzero(mask)
             said.append(eos if eos in allowed else int(draw.choice(allowed)))
             spent_s += [time.perf_counter() - begun_s]
             if said[-1] != eos:
-                grammars.drawn(0, said[-1])
-                grammars.flush()
-        grammars.close(0)
-        grammars.forget(place)
+                grammars.take_token(0, said[-1])
+                grammars.flush_tokens()
+        grammars.close_slot(0)
+        grammars.forget_grammar(place)
         text = tokenizer.decode(said, skip_special_tokens=True)
         why = fault(text, "stop" if said[-1] == eos else "length", schema)
         valid, tokens = valid + (not why), tokens + len(said)

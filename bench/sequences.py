@@ -101,9 +101,9 @@ def hold(tokens: int, pipe: Connection) -> None:
     geometry = KVGeometry(1, 3, 64, 64, "float32")
     arena = torch.zeros(tokens // 32 * geometry.block_bytes, dtype=torch.uint8)
     held = HeldKv(arena.data_ptr(), geometry)
-    held.hold("x", list(range(tokens // 32)), tokens)
+    held.hold_segment("x", list(range(tokens // 32)), tokens)
     torch.set_num_threads(1)
-    server = SegmentServer(SECRET, "127.0.0.1", "float32", held.attend)
+    server = SegmentServer(SECRET, "127.0.0.1", "float32", held.answer_query)
     pipe.send(server.address)
     pipe.recv()
     server.close()
@@ -121,7 +121,7 @@ def round_trips(tokens: int) -> list[Json]:
         outputs, sums = torch.empty((count, 9, 64)), torch.empty((count, 9))
 
         def trip(query: Query = query, outputs: torch.Tensor = outputs, sums: torch.Tensor = sums) -> None:
-            lines.answer(lines.ask(segment, query), outputs, sums)
+            lines.receive_answer(lines.send_query(segment, query), outputs, sums)
 
         took_us = [1e6 * seconds(trip) for _ in range(1000 if count < 512 else 100)]
         rows.append({"rows": count, "tokens": tokens, "tenth": percentile(took_us, 0.1), "half": median(took_us)})

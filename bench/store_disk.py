@@ -56,7 +56,7 @@ class Store(DiskRig):
 
     def run(self, kind: str, seconds: float, depth: int) -> float:
         """Bytes of payload a second."""
-        keys = self.disks.keys()
+        keys = self.disks.all_keys()
         known = [keys[place : place + 16] for place in range(0, len(keys), 16)]
         self.seal(range(EXTENTS))
         extents, under_way, count = list(range(depth)), dict[bytes | int, int](), 0

@@ -99,14 +99,14 @@ class Store(DiskRig):
         """The bytes are those of the extent; no two extents are equal, and blocks need not differ."""
         while len(self.writing) >= self.config.writes_max or not self.free:
             self.step()
-        if not self.disks.wants(key, self.block_bytes, self.now_ns):
+        if not self.disks.wants_value(key, self.block_bytes, self.now_ns):
             return
         extent = self.free.pop()
         for _ in range(1000):  # a segment may have to be emptied first
             if self.write(key, extent):
                 self.writing[key] = extent
                 return
-            if self.disks.idle:
+            if self.disks.is_idle:
                 break
             self.step()
         self.free.append(extent)

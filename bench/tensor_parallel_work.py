@@ -21,10 +21,10 @@ from harness import Samples, Table, options, save, turns
 
 from memserve.base.kv_layout import Parallel, shares
 from memserve.model.attention.backends import choose_attention
-from memserve.model.attention.context import StepRows, attending
+from memserve.model.attention.context import StepRows, step_attention
 from memserve.model.capture.forward import best_forward
 from memserve.model.loading.loader import DEFAULT_MODEL, load_model
-from memserve.model.workers.group import exchanging
+from memserve.model.workers.group import collectives
 from memserve.model.workers.sharding import shard
 
 CASES = {"decode behind 512 tokens": (1, 513), "prefill of 512": (512, 512), "512 behind 1,536": (512, 2048)}
@@ -58,7 +58,7 @@ class Part:
         starts, contexts = np.array([0, count], np.int32), np.array([context], np.int32)
         attention = self._attention(StepRows(self._table, np.zeros(1, np.int32), starts, contexts))
         ids, positions = torch.arange(count) % 4000 + 7, torch.arange(context - count, context)
-        with torch.inference_mode(), attending(attention), exchanging(self._exchange):
+        with torch.inference_mode(), step_attention(attention), collectives(self._exchange):
             begin = time.thread_time()
             self._forward(ids, positions, torch.tensor([count - 1]))
             return (time.thread_time() - begin) * 1e3

@@ -117,15 +117,15 @@ def nixl_alone(owner: PeerInfo, nbytes: int) -> Contender:
     """NIXL alone: straight into registered memory, unchecked."""
     agent, target = Agent(f"alone {os.getpid()}"), _core.Arena(nbytes)
     np.frombuffer(target, np.uint8)[:] = 0
-    agent.register(target.address, nbytes)
+    agent.register_memory(target.address, nbytes)
     name = agent.add_peer(owner.nixl_agent)
 
     def copy(ranges: Ranges) -> None:
-        transfer = agent.read(name, owner.arenas[0].address, target.address, ranges)
+        transfer = agent.post_read(name, owner.arenas[0].address, target.address, ranges)
         while not transfer.is_over():
             pass
-        assert transfer.succeeded
-        transfer.release()
+        assert transfer.has_succeeded
+        transfer.release_handle()
 
     return copy
 
@@ -135,7 +135,7 @@ def one_by_one(contender: Contender) -> Contender:
 
     def copy(ranges: Ranges) -> None:
         for i in range(len(ranges)):
-            contender(ranges.part(i, i + 1))
+            contender(ranges.slice_ranges(i, i + 1))
 
     return copy
 

@@ -32,7 +32,9 @@ class Calls:
         import torch
 
         caches = {f"layers.{place}": torch.rand(160, 3, 32, 128) for place in range(30)}
-        where = PoolOptions.of({"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0})
+        where = PoolOptions.from_mapping(
+            {"pool": store.address, "secret_file": str(store.secret_file), "timeout_s": 30.0}
+        )
         memory = HostMemory(caches, 160)
         self._pool = BlockCache(where)
         names = RankNames(b"vllm/bench/", memory.layout)
@@ -60,22 +62,24 @@ class Calls:
         side = self._side
         misses = [_request(f"miss {number}{when}") for number in range(102)]
         self.timed(
-            f"look-up of 2,048 tokens that are nowhere{when}", lambda place: side.matched(misses[place], 0, 0), 100
+            f"look-up of 2,048 tokens that are nowhere{when}",
+            lambda place: side.match_request(misses[place], 0, 0),
+            100,
         )
         decoding = [_request(f"decoding {number}{when}") for number in range(64)]
         for item in decoding:
-            side.allocated(item, [[]], 0)
+            side.on_blocks_allocated(item, [[]], 0)
             side._saved[item.request_id], item.num_computed_tokens = BLOCKS, BLOCKS * 32 + 3
         output = self._step({item.request_id: 1 for item in decoding})
-        self.timed(f"a step of 64 requests that fill no block{when}", lambda place: side.step(output, 0), 100)
+        self.timed(f"a step of 64 requests that fill no block{when}", lambda place: side.plan_step(output, 0), 100)
 
     def without_its_store(self, store: ServedStore) -> None:
         """What is left of the cost when the store is dead, and what looking for it takes."""
         when = ", store dead"
         prompts = [_request(f"prompt {number}{when}") for number in range(13)]
         for item in prompts:
-            self._side.allocated(item, [[]], 0)
-        orders = [self._side.step(self._step({item.request_id: BLOCKS * 32}), 0) for item in prompts]
+            self._side.on_blocks_allocated(item, [[]], 0)
+        orders = [self._side.plan_step(self._step({item.request_id: BLOCKS * 32}), 0) for item in prompts]
         store.kill()
         self._save(orders[0])  # the first that asks waits for an answer, in a thread of its own
         deadline_s = time.monotonic() + NOTICED_S
@@ -97,15 +101,15 @@ class Calls:
         prompts = [_request(f"prompt {number}") for number in range(12)]
 
         def ordered(place: int) -> None:
-            side.allocated(prompts[place], [[]], 0)
-            orders.append(side.step(self._step({prompts[place].request_id: BLOCKS * 32}), 0))
+            side.on_blocks_allocated(prompts[place], [[]], 0)
+            orders.append(side.plan_step(self._step({prompts[place].request_id: BLOCKS * 32}), 0))
 
         self.timed("a step that fills 64 blocks: what to save", ordered, 10)
         # copies run in two threads, and the other one's time does not count here: wall time beside memcpy
         begin_s, spent_s = time.perf_counter(), time.process_time() + cpu_s(store.pid)
         for order in orders:
             self._save(order)
-            worker._savers.drain()
+            worker._savers.wait_until_idle()
         self.record["64 blocks to the store, wall"] = (time.perf_counter() - begin_s) / len(orders)
         name = "64 blocks to the store: CPU time of all threads, and of the store"
         self.record[name] = (time.process_time() + cpu_s(store.pid) - spent_s) / len(orders)
@@ -122,9 +126,11 @@ class Calls:
         values = [
             value
             for save in orders.saves
-            for value in self._mover.values([(0, *item) for item in zip(save.hashes, save.block_ids, strict=True)])
+            for value in self._mover.block_values(
+                [(0, *item) for item in zip(save.hashes, save.block_ids, strict=True)]
+            )
         ]
-        for _, memory in self._pool.collect(values):
+        for _, memory in self._pool.collect_copies(values):
             memory.release()
 
     def _save(self, orders: Any) -> None:

@@ -35,14 +35,14 @@ def staged() -> Iterator[Row]:
     ways = {"down": (far, near), "up": (near, far)}
     limits = {name: far.numel() / milliseconds(lambda pair=pair: pair[0].copy_(pair[1], non_blocking=True), 6) / 1e6
               for name, pair in ways.items()}  # fmt: skip
-    saves, loads = memory.saving.take(MOVED), memory.loading.take(MOVED)
+    saves, loads = memory.saving.take_slots(MOVED), memory.loading.take_slots(MOVED)
     together, scattered = list(range(MOVED)), torch.randperm(BLOCKS)[:MOVED].tolist()
     for order, ids in (("side by side", together), ("scattered", scattered)):
         yield from _there_and_back(memory, caches, saves, loads, ids, order)
         down = _seconds(lambda ids=ids: _saved(memory, saves, ids).wait())
         yield _rate(f"vLLM's blocks {order}, down", MOVED * nbytes, down, limits["down"])
-        behind = gpu.current().mark()
-        up = _seconds(lambda ids=ids, behind=behind: memory.land(loads, ids, behind).last.wait())
+        behind = gpu.current_stream().record_mark()
+        up = _seconds(lambda ids=ids, behind=behind: memory.load_blocks(loads, ids, behind).last.wait())
         yield _rate(f"vLLM's blocks {order}, up", MOVED * nbytes, up, limits["up"])
     yield from _beside_compute(memory, saves, together)
 

@@ -47,16 +47,16 @@ class DiskRig:
     def write(self, key: bytes, extent: int) -> bool:
         """Whether it was begun; else a segment is being prepared first."""
         offset = extent * self.block_bytes
-        return self.disks.write(key, offset, self.block_bytes, self.now(), seal=self.seals[extent])
+        return self.disks.write_value(key, offset, self.block_bytes, self.now(), seal=self.seals[extent])
 
     def read(self, key: bytes, extent: int) -> int | None:
         """The number of the read. None: it cannot be begun now."""
-        return self.disks.read(key, extent * self.block_bytes, self.now(), NEVER_NS)
+        return self.disks.read_value(key, extent * self.block_bytes, self.now(), NEVER_NS)
 
     def take(self) -> list[ev.DiskOutcome]:
         """What has ended; further work goes to the disk. Ends the script where a block was not read back."""
         for action in self.disks.take_actions():
-            self.host.perform(action)
+            self.host.perform_action(action)
         outcomes = self.disks.take_outcomes()
         for outcome in outcomes:
             if isinstance(outcome, ev.ReadEnded) and not outcome.ok:
@@ -70,7 +70,7 @@ class DiskRig:
     def step(self) -> list[ev.DiskOutcome]:
         """The same, after waiting for the disk where nothing has ended yet."""
         outcomes = self.take()
-        if not outcomes and not self.disks.idle:
+        if not outcomes and not self.disks.is_idle:
             self.disks.handle(self.done.get(timeout=60), self.now())
             outcomes = self.take()
         return outcomes
@@ -83,7 +83,7 @@ class DiskRig:
     def settle(self) -> None:
         """Until nothing is under way."""
         self.take()
-        while not self.disks.idle:
+        while not self.disks.is_idle:
             self.step()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from asking_clients import QUESTIONS, Load, truth_of
-from memserve.cli.cluster.ray import _DROPPED, without
+from memserve.cli.cluster.ray import _DROPPED, without_flags
 from on_ray import CLIENTS, COUNT, PAUSE_S, WAIT_S, OnRay
 from served_cluster import eventually
 from tiny_models import save_folder, tiny_module
@@ -169,7 +169,7 @@ def test_unsuitable_gpus_are_refused_before_placement(
 
 def test_words_of_the_driver_are_not_those_of_the_router() -> None:
     words = ["serve", "--on", "ray", "--port=1", "--dtype", "float32", "--api-key", "k", "--lenient", "--prefill", "2"]
-    assert without(words, _DROPPED) == ["serve", "--dtype", "float32", "--lenient"]
+    assert without_flags(words, _DROPPED) == ["serve", "--dtype", "float32", "--lenient"]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from memserve.host.stats import RouterStats
 from memserve.instance.scheduler.sequence import Group
 from memserve.kv.identity import NAMES_MAX
 from memserve.kv.pool import BlockPool
-from memserve.router.admission.needs import on_terms
+from memserve.router.admission.needs import with_operator_settings
 from memserve.router.events import PrefixPinned
 from memserve.router.machine import Cluster
 from memserve.router.outbox import Timers
@@ -74,11 +74,11 @@ def test_priority_orders_the_requests_of_one_tenant_alone(priority):
 
 def test_an_operator_may_let_priority_count_among_all_tenants():
     terms = AdmissionConfig(weights=(("b", 3),), priority_across_tenants=True)
-    urgent = on_terms(request("x", [1], tenant="a", priority=-4), terms)
+    urgent = with_operator_settings(request("x", [1], tenant="a", priority=-4), terms)
     assert (urgent.urgency, urgent.weight) == (-4, 1)
-    assert on_terms(request("x", [1], tenant="b", priority=0), terms).weight == 3
+    assert with_operator_settings(request("x", [1], tenant="b", priority=0), terms).weight == 3
     plain = request("x", [1], tenant="b", priority=-4)
-    assert on_terms(plain, AdmissionConfig()) is plain
+    assert with_operator_settings(plain, AdmissionConfig()) is plain
     world = World(config(running=1, depth=1))
     for at in range(4):
         world.arrive(request(f"a{at}", PROMPT[:4], max_tokens=1, tenant="a"))
@@ -267,7 +267,7 @@ def test_a_hundred_thousand_salts_leave_nothing_behind():
     before = 0
     for at in range(100_000):
         name = isolation("tenant", f"salt{at}")
-        trees.identities(name, "model", tokens, 4)
+        trees.prompt_identities(name, "model", tokens, 4)
         lease = pool.acquire(name, tokens)
         blocks = pool.allocate(2)
         assert blocks is not None
@@ -371,16 +371,20 @@ def test_pin_retries_back_off_without_a_holder():
     """A pin of what was evicted: 100,000 of them must not cost a look a second each."""
     cluster = Cluster(ClusterConfig())
     cluster.handle(a_pin("a", "s"), 0)
-    looks = [now for now in range(300) if cluster._handles._by_wire["1:a:s"].wake_ns == _tick(cluster, now)]
+    looks = [now for now in range(300) if cluster._named_prefixes._by_wire["1:a:s"].wake_ns == _tick(cluster, now)]
     assert len(looks) <= 15
 
 
 def _tick(cluster: Cluster, second: int) -> int:
     from memserve.router.events import ClockTicked
 
-    due = cluster._handles._by_wire["1:a:s"].wake_ns
+    due = cluster._named_prefixes._by_wire["1:a:s"].wake_ns
     cluster.handle(ClockTicked(), second * 10**9)
-    return -1 if due == cluster._handles._by_wire["1:a:s"].wake_ns else cluster._handles._by_wire["1:a:s"].wake_ns or 0
+    return (
+        -1
+        if due == cluster._named_prefixes._by_wire["1:a:s"].wake_ns
+        else cluster._named_prefixes._by_wire["1:a:s"].wake_ns or 0
+    )
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6), st.integers(1, 4), st.booleans()), max_size=80))
@@ -416,10 +420,10 @@ def test_tenant_store_equals_its_twin(operations):
 def test_debts_of_tenants_that_never_come_back_are_forgotten():
     turns = Turns()
     for at in range(20_000):
-        turns.enter(f"t{at}")
-        turns.serve(f"t{at}", 5)
-        turns.serve(f"t{at}", 5)
-        turns.leave(f"t{at}")
+        turns.add_tenant(f"t{at}")
+        turns.serve_tenant(f"t{at}", 5)
+        turns.serve_tenant(f"t{at}", 5)
+        turns.remove_tenant(f"t{at}")
     turns.check_invariants()
     assert len(turns._away) <= 2048
 
@@ -428,12 +432,12 @@ def test_served_at_once_is_served_as_often():
     """Many steps told as one leave the clocks as those steps would have."""
     one, many = Turns(), Turns()
     for turns in (one, many):
-        turns.enter("a", 3)
-        turns.enter("b")
-    one.serve("a", 7, 5)
+        turns.add_tenant("a", 3)
+        turns.add_tenant("b")
+    one.serve_tenant("a", 7, 5)
     for _ in range(5):
-        many.serve("a", 7)
-    assert (one.at("a"), one._clock) == (many.at("a"), many._clock)
+        many.serve_tenant("a", 7)
+    assert (one.clock_of("a"), one._clock) == (many.clock_of("a"), many._clock)
 
 
 # -- the fuzzer
@@ -458,11 +462,11 @@ def test_checker_notices_a_starved_tenant(monkeypatch: pytest.MonkeyPatch):
 
 def test_metrics_name_tenants_to_those_alone_that_may_know():
     gate = AdmissionStats(1, 1, 0, 0, {}, 1, 3, {"secret-a": 2, "": 1})
-    stats = RouterStats.of(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
+    stats = RouterStats.from_cluster(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
     metrics = ApiMetrics()
-    metrics.answered("secret-a", 7, 3)
-    page = metrics.render(stats).decode()
+    metrics.count_answer("secret-a", 7, 3)
+    page = metrics.render_page(stats).decode()
     assert "secret-a" not in page and "memserve_admission_waiting 3.0" in page
-    named = metrics.render(stats, names_tenants=True).decode()
+    named = metrics.render_page(stats, names_tenants=True).decode()
     assert 'memserve_admission_waiting{tenant="secret-a"} 2.0' in named
     assert 'memserve_tenant_prompt_tokens_total{tenant="secret-a"} 7.0' in named

@@ -110,7 +110,7 @@ class Impostor:
         self.mailbox.connect(STORE, f"tcp://{address}")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._raw = self._context.socket(zmq.PUSH)
-        CurveKeys.derived_from(SECRET).speak(self._raw)
+        CurveKeys.derived_from(SECRET).configure_client(self._raw)
         self._raw.connect(f"tcp://{address}")
         self._number = 0
 

@@ -48,12 +48,12 @@ def shard_ranges(src: Shard, dst: Shard, src_blocks: Sequence[int], dst_blocks: 
     layers, range_bytes = end_layer - first_layer, (end_head - first_head) * run_bytes
 
     def offsets(shard: Shard, blocks: Sequence[int]) -> Offsets:
-        pages = np.arange(layers, dtype=np.int64) * shard.local.page_bytes
-        base = layer_offsets(shard.local, blocks, first_layer - shard.first_layer)
+        pages = np.arange(layers, dtype=np.int64) * shard.local_geometry.page_bytes
+        base = layer_offsets(shard.local_geometry, blocks, first_layer - shard.first_layer)
         return (base[:, None] + pages + (first_head - shard.first_head) * run_bytes).ravel()
 
     ranges = Ranges(offsets(src, src_blocks), offsets(dst, dst_blocks), range_bytes)
-    if range_bytes == src.local.page_bytes == dst.local.page_bytes:
+    if range_bytes == src.local_geometry.page_bytes == dst.local_geometry.page_bytes:
         return Ranges(ranges.src_offsets[::layers], ranges.dst_offsets[::layers], range_bytes * layers)
     return ranges
 

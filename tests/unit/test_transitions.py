@@ -36,12 +36,12 @@ MACHINE = Transitions("Sequence", Phase.QUEUED, TABLE)
 def test_moves_outside_the_table_are_refused() -> None:
     for phase in Phase:
         for cause in Cause:
-            assert MACHINE.allows(phase, cause) == ((phase, cause) in TABLE)
+            assert MACHINE.allows_move(phase, cause) == ((phase, cause) in TABLE)
             if (phase, cause) in TABLE:
-                assert MACHINE.step(phase, cause) is TABLE[phase, cause]
+                assert MACHINE.next_phase(phase, cause) is TABLE[phase, cause]
             else:
                 with pytest.raises(InvariantError, match=f"Sequence: {cause.name} is no legal cause in {phase.name}"):
-                    MACHINE.step(phase, cause)
+                    MACHINE.next_phase(phase, cause)
 
 
 def test_a_phase_without_a_way_out_is_final() -> None:

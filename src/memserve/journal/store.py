@@ -11,8 +11,9 @@ In the runtime a thread does this (``journal/keeper.py``), one ``sync`` for all 
 calls it in virtual time, on a medium that fails as disks do.
 
 The journal is replaced by a checkpoint of the state when it has grown to three times the last one, and by its host
-(:meth:`Store.checkpoint`) some time after it :attr:`holds what was deleted <Store.holds_deleted>`. After a failure
-nothing is written until a whole checkpoint succeeds (:meth:`Store.checkpoint`): a journal never continues after a hole.
+(:meth:`Store.write_checkpoint`) some time after it :attr:`holds what was deleted <Store.holds_deleted>`. After a
+failure nothing is written until a whole checkpoint succeeds (:meth:`Store.write_checkpoint`): a journal never
+continues after a hole.
 
 How records are encoded, and read again even if a journal is torn or damaged:
 
@@ -92,18 +93,18 @@ class JournalWriter:
         self._key = _key_of(number)
         self._sequence = sequence
 
-    def begin(self, batches: Iterable[Iterable[AnyRecord]]) -> bytes:
+    def encode_checkpoint(self, batches: Iterable[Iterable[AnyRecord]]) -> bytes:
         """The head, and a checkpoint of one frame per batch: a journal to be put in place as a whole."""
-        frames = b"".join(self.frame(records, 0) for records in batches)
+        frames = b"".join(self.encode_frame(records, 0) for records in batches)
         start = _HEAD.pack(_MAGIC, FORMAT, self.number, _HEAD.size + len(frames), b"")[:_HEAD_SEALED_BYTES]
         return b"".join((start, _core.siphash128(self._key, start), frames))
 
-    def frame(self, records: Iterable[AnyRecord], durable_bytes: int) -> bytes:
+    def encode_frame(self, records: Iterable[AnyRecord], durable_bytes: int) -> bytes:
         """The next frame. ``durable_bytes``: how much of this journal is safe."""
         body = _encoder.encode(list(records))
-        return self._seal(body, durable_bytes)
+        return self._encode_checksummed(body, durable_bytes)
 
-    def _seal(self, body: bytes, durable_bytes: int) -> bytes:
+    def _encode_checksummed(self, body: bytes, durable_bytes: int) -> bytes:
         start = _FRAME.pack(_FRAME_MAGIC, len(body), self._sequence, durable_bytes, b"")[:_SEALED_BYTES]
         self._sequence += 1
         return b"".join((start, _core.siphash128(self._key, start + body), body))
@@ -114,27 +115,27 @@ def read_journal(data: bytes) -> JournalReading:
     number, checkpoint_bytes = _read_head(data)
     view, key = memoryview(data), _key_of(number)
     bodies: list[memoryview] = []
-    at = _HEAD.size
-    while (frame := _frame_at(view, at, key)) is not None and frame.sequence == len(bodies):
+    offset = _HEAD.size
+    while (frame := _frame_at(view, offset, key)) is not None and frame.sequence == len(bodies):
         bodies.append(frame.body)
-        at = frame.end
-    safe_bytes = max(checkpoint_bytes, _vouched_bytes(data, view, at, key))
-    if safe_bytes > at:
-        message = f"the metadata is damaged: bytes {at} to {safe_bytes} are not as they were written"
+        offset = frame.end
+    safe_bytes = max(checkpoint_bytes, _vouched_bytes(data, view, offset, key))
+    if safe_bytes > offset:
+        message = f"the metadata is damaged: bytes {offset} to {safe_bytes} are not as they were written"
         raise UserError(message, hint=_HINT, param="metadata")
-    return JournalReading(number, tuple(bodies), at, len(data) - at)
+    return JournalReading(number, tuple(bodies), offset, len(data) - offset)
 
 
 def _read_head(data: bytes) -> tuple[int, int]:
     if not data:  # a journal is put in place as a whole: it is never empty by itself
         raise UserError("the metadata is lost: the journal is empty", hint=_HINT, param="metadata")
     if len(data) >= _HEAD.size and data.startswith(_MAGIC):
-        _, version, number, checkpoint_bytes, seal = _HEAD.unpack_from(data)
+        _, version, number, checkpoint_bytes, checksum = _HEAD.unpack_from(data)
         if version != FORMAT:
             age = "a newer memserve wrote it" if version > FORMAT else "it is no longer supported"
             message = f"the metadata has format {version}, this memserve reads {FORMAT}: {age}"
             raise UserError(message, hint=_HINT, param="metadata")
-        if _core.siphash128(_key_of(number), data[:_HEAD_SEALED_BYTES]) == seal:
+        if _core.siphash128(_key_of(number), data[:_HEAD_SEALED_BYTES]) == checksum:
             return number, checkpoint_bytes
     raise UserError("the metadata is damaged at its very beginning", hint=_HINT, param="metadata")
 
@@ -160,16 +161,16 @@ def _key_of(number: int) -> bytes:
     return b"journal:" + number.to_bytes(8, "little")
 
 
-def _frame_at(view: memoryview, at: int, key: bytes) -> _Frame | None:
-    """The frame that begins at ``at``; None: there is none, or not a whole one."""
-    if len(view) - at < _FRAME.size:
+def _frame_at(view: memoryview, offset: int, key: bytes) -> _Frame | None:
+    """The frame that begins at ``offset``; None: there is none, or not a whole one."""
+    if len(view) - offset < _FRAME.size:
         return None
-    magic, body_bytes, sequence, durable_bytes, seal = _FRAME.unpack_from(view, at)
-    start, end = at + _FRAME.size, at + _FRAME.size + body_bytes
+    magic, body_bytes, sequence, durable_bytes, checksum = _FRAME.unpack_from(view, offset)
+    start, end = offset + _FRAME.size, offset + _FRAME.size + body_bytes
     if magic != _FRAME_MAGIC or end > len(view):
         return None
-    sealed = bytes(view[at : at + _SEALED_BYTES]) + bytes(view[start:end])
-    if _core.siphash128(key, sealed) != seal:
+    checksummed = bytes(view[offset : offset + _SEALED_BYTES]) + bytes(view[start:end])
+    if _core.siphash128(key, checksummed) != checksum:
         return None
     return _Frame(sequence, durable_bytes, view[start:end], end)
 
@@ -177,12 +178,12 @@ def _frame_at(view: memoryview, at: int, key: bytes) -> _Frame | None:
 def _vouched_bytes(data: bytes, view: memoryview, end: int, key: bytes) -> int:
     """How many bytes are safe according to the frames after ``end``, where reading stopped."""
     vouched_bytes = 0
-    at = data.find(_FRAME_MAGIC, end)
-    while at >= 0:
-        frame = _frame_at(view, at, key)
+    offset = data.find(_FRAME_MAGIC, end)
+    while offset >= 0:
+        frame = _frame_at(view, offset, key)
         if frame is not None:
             vouched_bytes = max(vouched_bytes, frame.durable_bytes)
-        at = data.find(_FRAME_MAGIC, at + 1 if frame is None else frame.end)
+        offset = data.find(_FRAME_MAGIC, offset + 1 if frame is None else frame.end)
     return vouched_bytes
 
 
@@ -245,39 +246,39 @@ class Store:
         """The journal has documents or pinned prefixes that the state no longer has; a checkpoint removes them."""
         self._writer = JournalWriter(0)
         self._bytes = self._durable_bytes = self._checkpoint_bytes = 0
-        self._open()
+        self._recover_journal()
 
-    def _open(self) -> None:
+    def _recover_journal(self) -> None:
         data = self._medium.load()
         if data is None:
-            self.checkpoint()
+            self.write_checkpoint()
             return
         reading = read_journal(data)
         for body in reading.bodies:
-            self._apply(records_of(body))
+            self._apply_records(records_of(body))
         self._writer = JournalWriter(reading.number, len(reading.bodies))
         self._bytes = self._checkpoint_bytes = reading.good_bytes
         self.torn_bytes = reading.torn_bytes
         if self.torn_bytes:
             with suppress(MediumFailed):  # broken then, until one gets through: what can be read is whole
-                self.checkpoint()
+                self.write_checkpoint()
 
     @property
     def bytes_written(self) -> int:
         """Length of the journal."""
         return self._bytes
 
-    def write(self, records: Iterable[AnyRecord]) -> None:
+    def write_records(self, records: Iterable[AnyRecord]) -> None:
         """Apply ``records`` to the state and append them to the journal. Not safe before :meth:`sync`; not written at
         all while the store is broken. Raises :class:`MediumFailed`, and is broken then."""
         records = list(records)
-        self._apply(records)
+        self._apply_records(records)
         if self.is_broken:
             return
-        frame = self._writer.frame(records, self._durable_bytes)
+        frame = self._writer.encode_frame(records, self._durable_bytes)
         self._guarded_append(frame)
         if self._bytes - self._checkpoint_bytes > max(self._checkpoint_bytes_min, 2 * self._checkpoint_bytes):
-            self.checkpoint()
+            self.write_checkpoint()
 
     def sync(self) -> None:
         """All that was written is safe when this returns. Raises :class:`MediumFailed`, and is broken then."""
@@ -292,10 +293,10 @@ class Store:
             raise
         self._durable_bytes = self._bytes
 
-    def checkpoint(self) -> None:
+    def write_checkpoint(self) -> None:
         """A new journal that begins with the whole state. Raises :class:`MediumFailed`, and is broken then."""
         writer = JournalWriter(self._writer.number + 1)
-        data = writer.begin(_batches(self.state.records()))
+        data = writer.encode_checkpoint(_batches(self.state.checkpoint_records()))
         try:
             self._medium.replace(data)
         except MediumFailed:
@@ -308,18 +309,18 @@ class Store:
     def forget_expired(self, now_unix_ns: int) -> None:
         """Remove expired documents from the state, as the next router would."""
         expired = [record for record in self.state.documents.values() if record.expires_unix_ns <= now_unix_ns]
-        self._apply([DocumentDropped(record.tenant, record.document_id) for record in expired])
+        self._apply_records([DocumentDropped(record.tenant, record.document_id) for record in expired])
 
     def close(self) -> None:
         """Close the medium, without a :meth:`sync`."""
         self._medium.close()
 
-    def _apply(self, records: list[AnyRecord]) -> None:
+    def _apply_records(self, records: list[AnyRecord]) -> None:
         for record in records:
             match record:
                 case DocumentPut(tenant, document_id, body):
-                    known = self.state.documents.get((tenant, document_id))
-                    self.holds_deleted |= known is not None and known.body != body
+                    document = self.state.documents.get((tenant, document_id))
+                    self.holds_deleted |= document is not None and document.body != body
                 case DocumentDropped(tenant, document_id):
                     self.holds_deleted |= (tenant, document_id) in self.state.documents
                 case HandleDropped(tenant, handle):

@@ -28,7 +28,7 @@ class RouterParts:
     tables: MemberTables
     admission: RequestAdmission
     sessions: Sessions
-    handles: NamedPrefixes
+    named_prefixes: NamedPrefixes
     placer: Placer
     timers: Timers
     outbox: Outbox
@@ -41,20 +41,20 @@ class RouterParts:
 class RequestFlow(Protocol):
     """The way of requests, as those see it that change where a request stands on it."""
 
-    def enqueue(self, req: RequestState, now_ns: int) -> None:
+    def enqueue_request(self, req: RequestState, now_ns: int) -> None:
         """Ask for the admission of a request that has entered."""
 
     def admit_waiting(self, now_ns: int) -> None:
         """Admit and place queued requests as long as there is room."""
 
-    def place(self, req: RequestState, now_ns: int) -> None:
+    def place_request(self, req: RequestState, now_ns: int) -> None:
         """Dispatch a request that is admitted; else it waits, or ends when waiting cannot help."""
 
     def place_waiting(self, now_ns: int) -> None:
         """Something has changed: try all unplaced requests, in order."""
 
-    def give_up(self, request_id: str, now_ns: int) -> None:
+    def give_up_request(self, request_id: str, now_ns: int) -> None:
         """End a request for which no client has come."""
 
-    def end(self, req: RequestState, reason: FinishReason, now_ns: int, error: str = "") -> None:
+    def end_request(self, req: RequestState, reason: FinishReason, now_ns: int, error: str = "") -> None:
         """End a request that has begun."""

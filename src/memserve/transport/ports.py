@@ -81,7 +81,7 @@ class Mailbox(Protocol):
     def send(self, to: Peer, message: AnyMessage) -> None:
         """Queue ``message``; unknown peers and full queues lose it, counted. Generation 0: any process of that name."""
 
-    def become(self, me: Peer) -> None:
+    def restart_as(self, self_peer: Peer) -> None:
         """Go on as another generation: letters to the former one are dropped from now on."""
 
     def read_in(self, loop: AbstractEventLoop | None) -> None:

@@ -57,7 +57,7 @@ def router_stats() -> RouterStats:
         view("d1", Role.DECODE, EngineStats(6, 1, 10, instance=d1), Load(sequences_running=4, transfers_open=1)),
         view("d2", Role.DECODE, None, Load(), "draining"),
     ]
-    return RouterStats.of(ClusterStats(4, 1, 3, 1, 14, 2048, 2, counters), views, router_ns=500_000_000)
+    return RouterStats.from_cluster(ClusterStats(4, 1, 3, 1, 14, 2048, 2, counters), views, router_ns=500_000_000)
 
 
 class RouterFake(FakeEngine):

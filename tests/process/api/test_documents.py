@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from api_world import CONTEXT_TOKENS, MODEL, SCRIPT_TEXT, TinyModel, World, encode, running_server, says, serve
 from fake_engine import BLOCK_TOKENS, FakeEngine
 from memserve.api.http.errors import ApiError
-from memserve.api.openai.documents import DOCUMENTS_MAX, Document, Documents, prepare
+from memserve.api.openai.documents import DOCUMENTS_MAX, Document, Documents, prepare_document
 from memserve.api.openai.interfaces import PinningEngine
 from memserve.api.openai.prefixes import PIN_ANSWER_S
 from memserve.api.openai.request.messages import check_messages
@@ -45,12 +45,12 @@ class PinningFake(FakeEngine):
         self.looks = 0
         self.silent = False
 
-    def pin(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
+    def pin_prefix(self, handle: str, tenant: str, tokens: TokenArray, ttl_ns: int, salt: str = "") -> None:
         with self._changed:
             self.pins[tenant, handle] = (tokens.tolist(), ttl_ns)
             self._changed.notify_all()
 
-    def unpin(self, handle: str, tenant: str) -> None:
+    def unpin_prefix(self, handle: str, tenant: str) -> None:
         self.unpinned.append((tenant, handle))
         self.pins.pop((tenant, handle), None)
 
@@ -391,34 +391,34 @@ def test_document_store_expires_entries_and_has_a_limit() -> None:
     now = SimpleNamespace(ns=0)
     documents = Documents(lambda: now.ns)
     for at in range(DOCUMENTS_MAX):
-        documents.put("t", document(f"d{at}", ttl_s=1.0 + at))
+        documents.put_document("t", document(f"d{at}", ttl_s=1.0 + at))
     with pytest.raises(ApiError, match="delete one"):
-        documents.put("t", document("more"))
-    documents.put("t", document("d5"))  # renewing is not one more
-    documents.put("u", document("more"))  # and others have their own limit
+        documents.put_document("t", document("more"))
+    documents.put_document("t", document("d5"))  # renewing is not one more
+    documents.put_document("u", document("more"))  # and others have their own limit
     now.ns = NS_PER_S - 1
-    assert documents.get("t", "d0").document_id == "d0"
+    assert documents.get_document("t", "d0").document_id == "d0"
     now.ns = NS_PER_S
     for gone in ("d0", "d5"):
         with pytest.raises(ApiError, match="no document"):
-            documents.get("t", gone)
-    assert len(documents.all("t")) == DOCUMENTS_MAX - 2 and documents.all("u") == []
+            documents.get_document("t", gone)
+    assert len(documents.list_documents("t")) == DOCUMENTS_MAX - 2 and documents.list_documents("u") == []
 
 
 def test_document_expiry_starts_at_acknowledgement() -> None:
     now = SimpleNamespace(ns=0)
     documents = Documents(lambda: now.ns)
-    kept = documents.put("t", document("d", ttl_s=1.0), grace_s=2.0)
+    kept = documents.put_document("t", document("d", ttl_s=1.0), grace_s=2.0)
     now.ns = 3 * NS_PER_S - 1
-    documents.begin_time("t", kept)
+    documents.restart_ttl("t", kept)
     now.ns += NS_PER_S - 1
-    assert documents.expires_in_s(documents.get("t", "d")) == 1e-9
-    newer = documents.put("t", document("d", ttl_s=1.0))
-    documents.begin_time("t", kept)  # it was replaced meanwhile
-    assert documents.get("t", "d") is newer
-    documents.delete("t", "d")
-    documents.begin_time("t", newer)
-    assert not documents.knows("t", "d")
+    assert documents.expires_in_s(documents.get_document("t", "d")) == 1e-9
+    newer = documents.put_document("t", document("d", ttl_s=1.0))
+    documents.restart_ttl("t", kept)  # it was replaced meanwhile
+    assert documents.get_document("t", "d") is newer
+    documents.delete_document("t", "d")
+    documents.restart_ttl("t", newer)
+    assert not documents.has_document("t", "d")
 
 
 ENCODER = PromptEncoder(TinyModel(max_model_tokens=4096))
@@ -435,7 +435,7 @@ def test_pinned_prefix_begins_every_conversation(
     text: str, turns: list[dict[str, str]], system: str | None, as_messages: list[dict[str, str]] | None
 ) -> None:
     body = DocumentBody(messages=as_messages) if as_messages else DocumentBody(text=text)
-    put = prepare(body, "d", ENCODER, TinyModel(max_model_tokens=4096))
+    put = prepare_document(body, "d", ENCODER, TinyModel(max_model_tokens=4096))
     asked = check_messages([*([{"role": "system", "content": system}] if system else []), *turns])
     if as_messages and system:
         asked = asked[1:]  # a system message behind a conversation is the template's to judge

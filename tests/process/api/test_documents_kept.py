@@ -22,10 +22,10 @@ class RememberingFake(FakeEngine):
         self.known: tuple[DocumentPut, ...] = ()
         self.has_room = True
 
-    def documents(self) -> tuple[DocumentPut, ...]:
+    def stored_documents(self) -> tuple[DocumentPut, ...]:
         return self.known
 
-    def remember(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
+    def write_record(self, record: DocumentPut | DocumentDropped) -> Future[bool]:
         answer: Future[bool] = Future()
         if self.has_room:
             self.records.append(record)
@@ -68,5 +68,5 @@ def test_a_document_that_cannot_be_kept_is_not_acknowledged() -> None:
 
 def test_an_engine_without_memory_keeps_nothing() -> None:
     documents = Documents()
-    DocumentMemory(FakeEngine(says(SCRIPT_TEXT))).restore(documents)
-    assert documents.all("") == []
+    DocumentMemory(FakeEngine(says(SCRIPT_TEXT))).restore_documents(documents)
+    assert documents.list_documents("") == []

@@ -293,7 +293,7 @@ def test_bodies_count_together_and_by_tenant() -> None:
         for key in ("key-a", "key-b", "key-c"):
             still_answers(world, key)  # small ones always pass
         stack.pop_all().close()
-    assert world.server._edge.bodies.held_bytes == 0 and not world.server._edge.bodies._of
+    assert world.server._edge.bodies.reserved_bytes == 0 and not world.server._edge.bodies._bytes_by_client
 
 
 def test_body_bytes_are_counted_until_parsed() -> None:
@@ -301,7 +301,7 @@ def test_body_bytes_are_counted_until_parsed() -> None:
     with serve(engine) as world, connect(world.url) as connection:
         connection.sendall(post("/v1/completions", json.dumps({**ASK, "user": "u" * MIB}).encode()))
         assert engine.wait_until(lambda: len(engine.submitted) == 1)
-        assert world.server._edge.bodies.held_bytes == 0
+        assert world.server._edge.bodies.reserved_bytes == 0
         engine.step()
         assert Answers(connection).next()[0] == 200
 

@@ -9,7 +9,7 @@ import pytest
 
 from api_world import TinyModel, running_server, says
 from fake_engine import FakeEngine
-from memserve.api.openai.interfaces import chosen_sampling
+from memserve.api.openai.interfaces import sampling_params_of
 from memserve.base.config import EngineOptions
 from memserve.base.errors import UserError
 from memserve.base.types import KVGeometry
@@ -102,6 +102,6 @@ def test_a_chat_without_max_tokens_ends_at_the_servers_bound() -> None:
 
 def test_unset_sampling_is_the_models_then_openais() -> None:
     model = TinyModel(generation_defaults={"temperature": 0.2, "top_k": -1})
-    chosen = chosen_sampling(model, {"top_p": 0.5, "temperature": None, "seed": 3})
+    chosen = sampling_params_of(model, {"top_p": 0.5, "temperature": None, "seed": 3})
     assert (chosen.temperature, chosen.top_p, chosen.top_k, chosen.min_p) == (0.2, 0.5, 0, 0.0)
-    assert chosen_sampling(model, {"temperature": 0.0}).temperature == 0.0
+    assert sampling_params_of(model, {"temperature": 0.0}).temperature == 0.0

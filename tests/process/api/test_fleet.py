@@ -228,7 +228,7 @@ def test_engine_metrics_count_as_load(engines: list[ScriptedEngine]) -> None:
     )
     engines[1].metrics = b'vllm:num_requests_running{engine="0"} 0.0\n'
     with fleet_server([spec_of(engine) for engine in engines], ClusterConfig(policy="least-load")) as server:
-        (busy, idle) = server.host.machine.engines()
+        (busy, idle) = server.host.machine.engine_views()
         report = busy.report
         assert (report.running, report.waiting, report.kv_usage, report.kv_tokens) == (9, 4, 0.5, 16_000)
         assert idle.report.running == 0
@@ -295,4 +295,4 @@ def test_conversation_stays_at_its_engine(engines: list[ScriptedEngine]) -> None
                 opening = asked.fields["messages"][0]["content"][:7]
                 places.setdefault(opening, set()).add(engine.name)
         assert len(places) == 4 and all(len(place) == 1 for place in places.values())
-        assert sum(view.matched_tokens for view in server.host.machine.engines()) > 0
+        assert sum(view.matched_tokens for view in server.host.machine.engine_views()) > 0

@@ -52,7 +52,7 @@ def test_the_prompt_is_computed_and_then_answered(engines: list[ScriptedEngine])
         assert first.fields["prompt"] == LONG and first.fields["temperature"] == 0.5
         assert second.pop("kv_transfer_params") == PARAMS
         assert {name: second[name] for name in fields} == fields and second["stream_options"]
-        view = server.host.machine.engines()[0]
+        view = server.host.machine.engine_views()[0]
         assert (view.prefills, view.failed) == (1, 0)
         assert f'memserve_fleet_prefills_total{{engine="{view.name}"}} 1.0' in server.get("/metrics").text
 

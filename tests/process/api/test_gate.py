@@ -20,7 +20,7 @@ from memserve.base.config import AdmissionConfig, ClusterConfig, EngineOptions, 
 from memserve.base.errors import UserError
 from memserve.base.types import Admission, Request, SamplingParams, StopParams
 from memserve.base.units import NS_PER_MS, NS_PER_S
-from memserve.cli.cluster.serve import _alone
+from memserve.cli.cluster.serve import _standalone_options
 from memserve.cli.main import run
 from memserve.host.engine import Refusal, Rejected
 from memserve.host.router import RouterEngine
@@ -69,10 +69,10 @@ def test_full_queue_rejects_a_burst_of_its_tenant(monkeypatch):
 
 def test_admission_metrics():
     gate = AdmissionStats(12, 9, 5, 3 * NS_PER_S, {"queue": 4, "wait": 2}, 1, 3, {"a": 2, "": 1})
-    stats = RouterStats.of(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
+    stats = RouterStats.from_cluster(ClusterStats(6, 0, 0, 0, 0, 0, 0, Counters(), gate), (), router_ns=1)
     samples = {
         (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(ApiMetrics().render(stats, names_tenants=True).decode())
+        for family in text_string_to_metric_families(ApiMetrics().render_page(stats, names_tenants=True).decode())
         for sample in family.samples
     }
     expected = {
@@ -135,11 +135,11 @@ def test_ineffective_options_are_refused_before_loading(options, complaint, caps
 def test_single_engine_takes_the_admission_limits():
     options = EngineOptions(scheduler=SchedulerConfig(max_running=64))
     gate = AdmissionConfig(Admission.BOUNDED, 3, waiting_max=5)
-    bounded = _alone(options, gate, None, None)
+    bounded = _standalone_options(options, gate, None, None)
     assert (bounded.scheduler.max_running, bounded.scheduler.max_waiting) == (3, 5)
-    assert _alone(options, AdmissionConfig(), None) == options
+    assert _standalone_options(options, AdmissionConfig(), None) == options
     with pytest.raises(UserError):
-        _alone(options, gate, 1)
+        _standalone_options(options, gate, 1)
 
 
 # -- threads
@@ -151,7 +151,7 @@ def gated_router():
     machine = Cluster(ClusterConfig(admission=gate))
     engine = RouterEngine(machine, partial(ZmqMailbox, Peer(ROUTER, time.time_ns()), ListenAddress(SECRET)))
     member = FakeInstance("c1", engine.address, token_s=0.005)
-    assert engine.wait_for(["c1"], WAIT_S)
+    assert engine.wait_for_members(["c1"], WAIT_S)
     yield engine
     engine.close(WAIT_S)
     member.die()

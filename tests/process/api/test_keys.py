@@ -12,7 +12,7 @@ import pytest
 from api_world import MODEL, SCRIPT_TEXT, World, says, serve
 from fake_engine import FakeEngine
 from memserve.api.http.limits import TENANT_KEY
-from memserve.api.openai.response.idempotency import key_of, singles
+from memserve.api.openai.response.idempotency import key_of, split_tokens
 from memserve.base.types import FinishReason, TokenLogprobs, TokenOutput
 
 BODY = {"model": MODEL, "prompt": "hi", "max_tokens": 12, "ignore_eos": True}
@@ -123,7 +123,7 @@ def test_headers_that_make_no_sense_are_refused(world: World, key, last, body, s
 def test_the_events_of_a_stream_are_those_of_single_tokens() -> None:
     entries = tuple(TokenLogprobs(token, -1.0) for token in (1, 2, 3))
     output = TokenOutput("r", 0, (1, 2, 3), entries, FinishReason.LENGTH, cached_tokens=5, story=(("a", 1),), offset=4)
-    parts = list(singles(output))
+    parts = list(split_tokens(output))
     assert [(p.tokens, p.offset, p.finish_reason) for p in parts] == [
         ((1,), 4, None),
         ((2,), 5, None),

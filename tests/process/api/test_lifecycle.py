@@ -207,7 +207,7 @@ def test_removed_key_is_refused_while_open_streams_continue(tmp_path: Path, monk
     file.write_text("ada=k-old\n")
     file.chmod(0o600)
     engine = FakeEngine(says(SCRIPT_TEXT), step_s=None)
-    with serve(engine, api_keys=GivenKeys(file=file).follow()) as world, httpx.Client(base_url=world.url) as http:
+    with serve(engine, api_keys=GivenKeys(file=file).follow_keys()) as world, httpx.Client(base_url=world.url) as http:
         old, new = ({"authorization": f"Bearer {key}"} for key in ("k-old", "k-new"))
         assert http.get("/v1/models", headers=old).status_code == 200
         with httpx.Client(base_url=world.url) as other:
@@ -246,11 +246,15 @@ def test_tenants_and_salts_do_not_share_the_cache() -> None:
 
 def test_key_ring() -> None:
     ring = KeyRing(["a=1=2", "abc==", "b=k"])
-    assert ring.tenant("Bearer 1=2") == "a" and ring.tenant("bearer abc==") == "" and ring.tenant("Bearer k") == "b"
+    assert (
+        ring.tenant_of("Bearer 1=2") == "a"
+        and ring.tenant_of("bearer abc==") == ""
+        and ring.tenant_of("Bearer k") == "b"
+    )
     for header in (None, "", "Bearer", "Bearer ", "Basic k", "k", "Bearer a", "Bearer k\udcff"):
         with pytest.raises(ApiError):
-            ring.tenant(header)
-    assert KeyRing().is_open and KeyRing().tenant(None) == ""
+            ring.tenant_of(header)
+    assert KeyRing().is_open and KeyRing().tenant_of(None) == ""
     for bad in (["a=k", "b=k"], ["with space"], ["é"], ["a=\x7f"]):
         with pytest.raises(UserError):
             KeyRing(bad)

@@ -61,7 +61,7 @@ def model(template: str) -> Model:
 def rendered(template: str, messages: list[Any], **fields: Any) -> str:
     encoder = PromptEncoder(model(template))
     try:
-        text = encoder._render(check_messages(messages), ChatBody(model=MODEL, **fields))
+        text = encoder._render_template(check_messages(messages), ChatBody(model=MODEL, **fields))
     finally:
         encoder.close()
     return text

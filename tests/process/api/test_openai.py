@@ -206,9 +206,9 @@ def test_echo_and_logprobs(client: openai.OpenAI) -> None:
 
 def test_the_chosen_token_stands_first_among_the_alternatives() -> None:
     columns = _TokenColumns(lambda token: (f"t{token}", b""))
-    columns.add(TokenLogprobs(9, -3.0, ((5, -0.1), (6, -0.2))), 0)
-    columns.add(TokenLogprobs(6, -0.2, ((5, -0.1), (6, -0.2))), 2)
-    told = [list(entry.items()) for entry in json.loads(columns.encoded())["top_logprobs"]]
+    columns.add_token(TokenLogprobs(9, -3.0, ((5, -0.1), (6, -0.2))), 0)
+    columns.add_token(TokenLogprobs(6, -0.2, ((5, -0.1), (6, -0.2))), 2)
+    told = [list(entry.items()) for entry in json.loads(columns.encode_columns())["top_logprobs"]]
     assert told == [[("t9", -3.0), ("t5", -0.1), ("t6", -0.2)], [("t6", -0.2), ("t5", -0.1)]]
 
 

@@ -131,10 +131,10 @@ def test_small_work_runs_inline_and_short_work_passes_long() -> None:
             assert go_on.wait(20)
             return threading.current_thread().name
 
-        assert await workers.run("a", INLINE_BYTES_MAX, threading.current_thread) is here
-        first = [asyncio.create_task(workers.run("a", SHORT_BYTES_MAX + 1, long)) for _ in range(3)]
+        assert await workers.run_work("a", INLINE_BYTES_MAX, threading.current_thread) is here
+        first = [asyncio.create_task(workers.run_work("a", SHORT_BYTES_MAX + 1, long)) for _ in range(3)]
         await asyncio.to_thread(begun.wait, 20)
-        short = await workers.run("b", SHORT_BYTES_MAX, threading.current_thread)  # while the long ones wait
+        short = await workers.run_work("b", SHORT_BYTES_MAX, threading.current_thread)  # while the long ones wait
         assert short is not here and not any(task.done() for task in first)
         go_on.set()
         assert len(set(await asyncio.gather(*first))) == 1, "one thread, however much is long"
@@ -151,7 +151,7 @@ def test_of_a_burst_two_requests_begin_in_each_round_of_the_loop() -> None:
         workers, order = TextWorkers(), list[str]()
 
         async def request(tenant: str) -> None:
-            await workers.turn(tenant)
+            await workers.wait_turn(tenant)
             order.append(tenant)
             if tenant == "a" and order.count("a") == 1:
                 asyncio.get_running_loop().call_soon(order.append, "another callback")
@@ -177,7 +177,7 @@ def test_of_a_long_burst_no_tenant_is_passed_over() -> None:
         workers, order = TextWorkers(), list[str]()
 
         async def request(tenant: str) -> None:
-            await workers.turn(tenant)
+            await workers.wait_turn(tenant)
             order.append(tenant)
 
         await asyncio.gather(*(request(tenant) for tenant in "aaaaaabbbbbbcccccc"))
@@ -203,7 +203,7 @@ def test_text_workers_are_fair_to_tenants_after_cancellation() -> None:
             return run
 
         def enter(tenant: str, name: str) -> asyncio.Task[None]:
-            return asyncio.create_task(workers.run(tenant, SHORT_BYTES_MAX + 1, work(name)))
+            return asyncio.create_task(workers.run_work(tenant, SHORT_BYTES_MAX + 1, work(name)))
 
         tasks = [enter("a", f"a{at}") for at in range(4)]
         await asyncio.to_thread(begun.wait, 20)
@@ -214,7 +214,7 @@ def test_text_workers_are_fair_to_tenants_after_cancellation() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         tasks = [enter("a", "again")]
         await asyncio.gather(*tasks)
-        assert not workers._long._waiting._lines and not workers._long._taken
+        assert not workers._long._waiting._lines and not workers._long._is_busy
         workers.close()
         return done
 
@@ -226,8 +226,8 @@ def test_error_frees_the_text_worker() -> None:
         workers = TextWorkers()
         for _ in range(2):
             with pytest.raises(ZeroDivisionError):
-                await workers.run("a", SHORT_BYTES_MAX, lambda: 1 // 0)
-        assert await workers.run("a", SHORT_BYTES_MAX, lambda: 5) == 5
+                await workers.run_work("a", SHORT_BYTES_MAX, lambda: 1 // 0)
+        assert await workers.run_work("a", SHORT_BYTES_MAX, lambda: 5) == 5
         workers.close()
 
     asyncio.run(main())
@@ -260,7 +260,7 @@ def test_long_body_is_parsed_off_the_event_loop(name: str, monkeypatch: pytest.M
     noting(schema, "json_shape")
     noting(schema.msgspec.json, "decode")
     noting(PromptEncoder, "_encode")
-    noting(PromptEncoder, "_render")
+    noting(PromptEncoder, "_render_template")
     noting(messages, "_check_message")
     path, body = LONG_BODIES[name]
     with serve(FakeEngine(says("x"))) as world:

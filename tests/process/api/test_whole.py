@@ -85,7 +85,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeWorld]:
             httpx.Client(base_url=world.url, timeout=60) as http,
         ):
             yield WholeWorld(world, http)
-        assert engine.outstanding == 0
+        assert engine.requests_outstanding == 0
     finally:
         engine.close(10)
 

@@ -35,15 +35,15 @@ def private(path: Path, data: bytes | str) -> Path:
 
 def test_keys_of_all_places_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = private(tmp_path / "keys", "# tenants\n\nteam-a=ka\n  kb  \r\n# c=kc\n#d\n")
-    assert api_keys(None, None).read() == ()
-    assert api_keys(None, file).read() == ("team-a=ka", "kb")
-    assert api_keys(["x"], file).read() == ("x", "team-a=ka", "kb")
+    assert api_keys(None, None).read_keys() == ()
+    assert api_keys(None, file).read_keys() == ("team-a=ka", "kb")
+    assert api_keys(["x"], file).read_keys() == ("x", "team-a=ka", "kb")
     monkeypatch.setenv("MEMSERVE_API_KEY", "v w=x")
     monkeypatch.setenv("MEMSERVE_API_KEY_FILE", str(file))
-    assert api_keys(None, None).read() == ("v", "w=x", "team-a=ka", "kb")
+    assert api_keys(None, None).read_keys() == ("v", "w=x", "team-a=ka", "kb")
     assert not [name for name in os.environ if name.startswith("MEMSERVE_API_KEY")]  # children inherit none
     monkeypatch.setenv("MEMSERVE_API_KEY", "v")
-    assert api_keys(["x"], None).read() == ("x",)  # as with other options, the command line comes first
+    assert api_keys(["x"], None).read_keys() == ("x",)  # as with other options, the command line comes first
 
 
 @pytest.mark.parametrize("value", ["", " ", "\n"])

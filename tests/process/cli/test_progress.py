@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from memserve.cli.output import shown
+from memserve.cli.output import progress_bar
 
 SOON = "from memserve.cli import output; output.SHOWN_AFTER_S = 0; "
 RUN = f"import sys; {SOON}sys.argv = sys.argv[1:]; from memserve.cli.main import main; main()"
@@ -71,7 +71,7 @@ def test_without_a_terminal_nothing_is_drawn(tmp_path: Path, monkeypatch: pytest
     with (tmp_path / "err").open("w") as file:
         monkeypatch.setattr(sys, "stderr", file)
         monkeypatch.setattr("memserve.cli.output.SHOWN_AFTER_S", 0)
-        with shown("doing it", 8, lambda: 2):
+        with progress_bar("doing it", 8, lambda: 2):
             pass
     assert (tmp_path / "err").read_text() == ""
 

@@ -103,7 +103,7 @@ def subscribed(server: FleetServer, publisher: Publisher) -> None:
 
 
 def view(server: FleetServer) -> EngineView:
-    return server.host.machine.engines()[1]
+    return server.host.machine.engine_views()[1]
 
 
 def blocks(first: int, last: int) -> bytes:

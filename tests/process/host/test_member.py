@@ -109,7 +109,7 @@ class Node:
         me = Peer(name, new_generation())
         pool = PoolConfig(BLOCKS)
         self.machine = Instance(
-            InstanceConfig(256, namespace, pool, SchedulerConfig(8, 128, 64)), BLOCK, me=me, geometry=GEOMETRY
+            InstanceConfig(256, namespace, pool, SchedulerConfig(8, 128, 64)), BLOCK, self_peer=me, geometry=GEOMETRY
         )
         self.device = Device()
         info = PeerInfo(me, Role.COLOCATED, "", namespace, GEOMETRY, BLOCKS, 0, self.machine.context_tokens, True)
@@ -265,7 +265,7 @@ def test_members_come_back_to_a_router_that_was_started_anew(router, node) -> No
     router.close(WAIT_S)
     successor = new_router(int(router.address.rpartition(":")[2]))
     try:
-        assert successor.wait_for(["c1"], WAIT_S)
+        assert successor.wait_for_members(["c1"], WAIT_S)
         request, truth = ask("again", 5)
         assert answer(submit(successor, request)) == (truth, FinishReason.LENGTH)
         assert it.member.me.generation > first.generation
@@ -347,8 +347,8 @@ def test_new_router_gets_held_answers_before_further_tokens(node, monkeypatch) -
     assert [type(message) for message in told] == [AnswersHeld, *[Tokens] * (len(told) - 1)]
     [held] = told[0].answers
     log = AnswerLog(held.told)
-    assert held.runs and all(log.take(output) >= 0 for message in told[1:] for output in message.outputs)
-    assert [token for output in log.outputs("kept") for token in output.tokens] == truth
+    assert held.runs and all(log.append_output(output) >= 0 for message in told[1:] for output in message.outputs)
+    assert [token for output in log.outputs_for("kept") for token in output.tokens] == truth
     for mailbox in (old, new):
         mailbox.close()
 
@@ -372,7 +372,7 @@ def test_member_joins_next_router_that_has_no_record_of_it(router, node) -> None
     router.close(WAIT_S)
     standby = new_router(standby_port)
     try:
-        assert standby.wait_for(["c1"], WAIT_S)
+        assert standby.wait_for_members(["c1"], WAIT_S)
         again = submit(standby, request)
         assert answer(again) == (truth, FinishReason.LENGTH)
         assert it.machine.stats().cached_tokens > 0
@@ -386,7 +386,7 @@ def test_idle_router_is_not_abandoned(router, node, monkeypatch) -> None:
     arrived = MemberProcess._message_arrived
     monkeypatch.setattr(
         MemberProcess,
-        "_message_arrived",
+        "_on_message",
         lambda self, sender, message: (words.append(message), arrived(self, sender, message)),
     )
     it = node("c1", f"{router.address},tcp://127.0.0.1:9", config=IMPATIENT)
@@ -401,7 +401,7 @@ def test_member_cut_off_for_a_while_returns_to_its_router(router, node, monkeypa
     """For a while nothing of the router arrives: the instance looks elsewhere, and hears it when it turns back."""
     arrived, deaf = MemberProcess._message_arrived, threading.Event()
     monkeypatch.setattr(
-        MemberProcess, "_message_arrived", lambda self, *letter: None if deaf.is_set() else arrived(self, *letter)
+        MemberProcess, "_on_message", lambda self, *letter: None if deaf.is_set() else arrived(self, *letter)
     )
     it = node("c1", f"{router.address},tcp://127.0.0.1:9", config=IMPATIENT)
     assert router.wait_for(["c1"], WAIT_S)
@@ -424,7 +424,7 @@ def test_late_join_accepted_sets_address_of_the_join(router, node, monkeypatch) 
             self._mailbox.connect(Peer(ROUTER, 0), away)
         arrived(self, sender, message)
 
-    monkeypatch.setattr(MemberProcess, "_message_arrived", arrive)
+    monkeypatch.setattr(MemberProcess, "_on_message", arrive)
     it = node("c1", f"{router.address},{away}")
     assert it.member.wait_joined(WAIT_S) and late.is_set()
     assert it.addresses.address == it.addresses.home == router.address

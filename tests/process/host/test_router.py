@@ -40,7 +40,7 @@ def router(machine: Cluster) -> Iterator[RouterEngine]:
     engine = RouterEngine(machine, partial(ZmqMailbox, me, ListenAddress(SECRET)))
     yield engine
     engine.close(WAIT_S)
-    assert engine.outstanding == 0
+    assert engine.requests_outstanding == 0
     machine.check_invariants()
 
 
@@ -51,7 +51,7 @@ def instance(router: RouterEngine) -> Iterator[Callable[..., FakeInstance]]:
 
     def make(name: str, **options: float) -> FakeInstance:
         made.append(FakeInstance(name, router.address, **options))
-        assert router.wait_for([name], WAIT_S)
+        assert router.wait_for_members([name], WAIT_S)
         return made[-1]
 
     yield make

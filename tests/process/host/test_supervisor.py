@@ -34,7 +34,7 @@ class Script(ChildOrder):
     """A child that runs a script instead of an instance."""
 
     @property
-    def command(self) -> list[str]:
+    def command_line(self) -> list[str]:
         return [sys.executable, "-c", CHILD.format(body=self.flags[0]), *self.flags[1:]]
 
 
@@ -70,7 +70,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     yield make
     for each in made:
         each.supervisor.close()
-        assert not each.supervisor.pids
+        assert not each.supervisor.child_pids
 
 
 def is_alive(pid: int) -> bool:
@@ -148,22 +148,22 @@ def test_added_child_is_supervised_and_retired_one_stays_ended(world) -> None:
     try:
         supervisor.start()
         eventually(it.lives)
-        supervisor.settle()
-        assert supervisor.names_of(Role.DECODE) == ["x1"] and supervisor.add(Role.PREFILL) is None
-        assert supervisor.add(Role.DECODE) == "x2" and supervisor.add(Role.DECODE) is None
+        supervisor.confirm_started()
+        assert supervisor.names_of(Role.DECODE) == ["x1"] and supervisor.add_child(Role.PREFILL) is None
+        assert supervisor.add_child(Role.DECODE) == "x2" and supervisor.add_child(Role.DECODE) is None
         eventually(lambda: len(it.lives()) == 2)
-        os.kill(supervisor.pids["x2"], signal.SIGKILL)
+        os.kill(supervisor.child_pids["x2"], signal.SIGKILL)
         eventually(lambda: len(it.lives()) == 3)
         assert it.deaths == ["x2"]
-        supervisor.let_go("x2")
+        supervisor.expect_end_of("x2")
         assert supervisor.names_of(Role.DECODE) == ["x1"]
-        supervisor.remove("x2", 0.0)
-        assert supervisor.names == ["x1"] and it.deaths == ["x2"] and len(it.lives()) == 3, "its end was no death"
-        assert supervisor.add(Role.DECODE) == "x2", "the name is free again"
+        supervisor.remove_child("x2", 0.0)
+        assert supervisor.child_names == ["x1"] and it.deaths == ["x2"] and len(it.lives()) == 3, "its end was no death"
+        assert supervisor.add_child(Role.DECODE) == "x2", "the name is free again"
         eventually(lambda: len(it.lives()) == 4)
     finally:
         supervisor.close()
-    assert not supervisor.pids and supervisor.add(Role.DECODE) is None
+    assert not supervisor.child_pids and supervisor.add_child(Role.DECODE) is None
 
 
 PARENT = """
@@ -213,8 +213,8 @@ class Spawns:
 
 class Named(Script):
     @property
-    def command(self) -> list[str]:
-        return [*super().command, self.name]
+    def command_line(self) -> list[str]:
+        return [*super().command_line, self.name]
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def test_children_file_write_is_retried_after_failure(world, tmp_path: Path, mon
     it = world("time.sleep(60)", folder=tmp_path)
     eventually((tmp_path / "children.json").exists)
     eventually(it.lives)
-    assert ChildrenFile(tmp_path).living(["x1"]) == ["x1"] and not it.supervisor._failure
+    assert ChildrenFile(tmp_path).living_names(["x1"]) == ["x1"] and not it.supervisor._failure
 
 
 def test_no_child_is_started_again_once_the_end_has_begun(world) -> None:
@@ -381,7 +381,7 @@ while True: time.sleep(1)
     supervisor = Supervisor(orders, ChildStart("the secret"), lambda name, how: None)
     supervisor.start()
     eventually(lambda: all((tmp_path / name).exists() for name in ("s1", "x1", "x2")))
-    supervisor.settle()
+    supervisor.confirm_started()
     supervisor.close()
     ends = (tmp_path / "ends").read_text().split()
     assert sorted(ends[:2]) == ["x1", "x2"] and ends[2:] == ["s1"]

@@ -112,7 +112,7 @@ def fail_loads(patched: pytest.MonkeyPatch) -> list[int]:
 
     from memserve.integrations.block_cache import BlockCache
 
-    get, failures, calls = BlockCache.get, list[int](), iter(range(1 << 30))
+    get, failures, calls = BlockCache.get_values, list[int](), iter(range(1 << 30))
 
     def lossy(pool: BlockCache, values: Any) -> list[bool]:
         found = get(pool, values)
@@ -123,7 +123,7 @@ def fail_loads(patched: pytest.MonkeyPatch) -> list[int]:
             found[failures[-1]] = False
         return found
 
-    patched.setattr(BlockCache, "get", lossy)
+    patched.setattr(BlockCache, "get_values", lossy)
     return failures
 
 

@@ -42,13 +42,13 @@ NEVER_NS = 1 << 62
 
 def keep(keeper: MetaKeeper, *records: AnyRecord) -> None:
     done: queue.Queue[bool] = queue.Queue()
-    keeper.keep(records, done.put)
+    keeper.write_durably(records, done.put)
     assert done.get(timeout=WAIT_S)
 
 
 def open_once(folder: Path) -> None:
     with open_metadata(MetadataPlace(folder), lambda line: None) as kept:
-        keep(kept.keeper, RouterStarted(kept.router("router", 5), "tcp://h:1"))
+        keep(kept.keeper, RouterStarted(kept.next_router("router", 5), "tcp://h:1"))
         kept.keeper.close()
 
 
@@ -110,17 +110,17 @@ ODD_CHILDREN = [
 def test_damaged_children_list_is_reported_and_ends_no_process(text: str, tmp_path: Path, caplog) -> None:
     (tmp_path / "children.json").write_text(text)
     file = ChildrenFile(tmp_path)
-    assert file.living(["p1"]) == []
+    assert file.living_names(["p1"]) == []
     file.end_useless({})
     assert str(tmp_path / "children.json") in caplog.records[0].message
     (tmp_path / "children.json").write_bytes(b"\xff\xfe")
-    assert ChildrenFile(tmp_path).living(["p1"]) == []
+    assert ChildrenFile(tmp_path).living_names(["p1"]) == []
 
 
 def test_unwritable_children_file_does_not_end_the_supervisor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = ChildrenFile(tmp_path / "gone")
-    file.started("p1", os.getpid(), ["x"])
-    assert file.living(["p1"]) == ["p1"] and caplog.records[0].levelno == logging.ERROR
+    file.record_start("p1", os.getpid(), ["x"])
+    assert file.living_names(["p1"]) == ["p1"] and caplog.records[0].levelno == logging.ERROR
 
 
 def test_a_password_for_etcd_is_not_taken_from_the_command_line() -> None:
@@ -146,7 +146,7 @@ def test_an_etcd_whose_current_names_no_journal_is_refused(etcd: str, current: b
 
     def opened() -> EtcdMedium:
         medium = EtcdMedium([etcd], name=f"odd-{(current or b'none')[:9].decode()}")
-        medium.elect("test", lambda leader: None, lambda: None)
+        medium.await_election("test", lambda leader: None, lambda: None)
         return medium
 
     keeper = MetaKeeper(opened())
@@ -155,8 +155,8 @@ def test_an_etcd_whose_current_names_no_journal_is_refused(etcd: str, current: b
     medium = opened()
     medium.load()
     medium.replace(medium.load())  # a second journal
-    key = medium._key("current")
-    medium._do(lambda client: client.delete(key) if current is None else client.put(key, current))
+    key = medium._key_of("current")
+    medium._call_and_wait(lambda client: client.delete(key) if current is None else client.put(key, current))
     medium.close()
     with pytest.raises(UserError, match=words) as caught:
         MetaKeeper(opened())
@@ -222,7 +222,7 @@ def test_a_crash_leaves_no_deleted_text_for_ever(used: Path, monkeypatch: pytest
     monkeypatch.setattr(meta_keeper, "ERASE_S", 0.0)
     medium = FileMedium(used)
     store = Store(medium)
-    store.write(WAYS_TO_GO["deleted"])
+    store.write_records(WAYS_TO_GO["deleted"])
     medium.close()
     (used / "journal.new").write_bytes(TEXT)
     keeper = MetaKeeper(FileMedium(used))
@@ -234,9 +234,9 @@ def test_nothing_is_rewritten_as_long_as_nothing_was_deleted() -> None:
     medium = FaultyMedium()
     store = Store(medium)
     drawn = Drawn(3)
-    store.write([document(), document(), HandlePinned("t", "h", TEXT, 1), HandleDropped("t", "x")])
+    store.write_records([document(), document(), HandlePinned("t", "h", TEXT, 1), HandleDropped("t", "x")])
     assert not store.holds_deleted
-    store.write([DocumentDropped("tenant", "doc")])
+    store.write_records([DocumentDropped("tenant", "doc")])
     assert store.holds_deleted
     assert Store(medium).holds_deleted  # the next router finds it out by reading
     medium.room_bytes = 10
@@ -263,7 +263,7 @@ def test_all_of_a_state_folder_is_for_its_owner_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         open_once(folder)
-        ChildrenFile(folder).started("p1", os.getpid(), ["x"])
+        ChildrenFile(folder).record_start("p1", os.getpid(), ["x"])
         wanted = {".": "0o700", "lock": "0o600", "secret": "0o600", "journal": "0o600", "children.json": "0o600"}
         assert modes(folder) == wanted
         for path in (folder, *folder.iterdir()):
@@ -295,7 +295,7 @@ def test_a_mutated_state_folder_is_refused_in_one_line_or_works(seed: int, tmp_p
     store = Store(FileMedium(folder))
     drawn = Drawn(seed)
     for _ in range(5):
-        store.write([drawn.record() for _ in range(3)])
+        store.write_records([drawn.record() for _ in range(3)])
         store.sync()
     store.close()
     (folder / "secret").write_text("0123456789abcdef0123456789abcdef\n")
@@ -308,5 +308,5 @@ def test_a_mutated_state_folder_is_refused_in_one_line_or_works(seed: int, tmp_p
     except UserError as error:
         assert error.hint and "\n" not in str(error) and len(str(error)) < 600 and str(folder) in error.message
     file = ChildrenFile(folder)
-    assert file.living(["p1", "d1"]) == []
+    assert file.living_names(["p1", "d1"]) == []
     file.end_useless({})

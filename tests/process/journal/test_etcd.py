@@ -57,7 +57,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 def elected(cluster: EtcdCluster, access: EtcdAccess | None = None, lost: threading.Event | None = None) -> EtcdMedium:
     medium = EtcdMedium(cluster.hosts, "test", access)
-    medium.elect("me", lambda leader: None, (lost or threading.Event()).set)
+    medium.await_election("me", lambda leader: None, (lost or threading.Event()).set)
     return medium
 
 
@@ -72,7 +72,7 @@ class Journal:
         """One record, and whether it is durable."""
         name, done = f"s{self._count}", queue.Queue[bool]()
         self._count += 1
-        self.keeper.keep([SessionRouted("", name, ())], done.put)
+        self.keeper.write_durably([SessionRouted("", name, ())], done.put)
         is_durable = done.get(timeout=WAIT_S)
         if is_durable:
             self.acknowledged.append(name)
@@ -91,7 +91,7 @@ def test_etcd_members_die_and_one_returns(
     medium = elected(three, lost=lost)
     journal, keeper = (made := Journal(medium)), made.keeper
     second = EtcdMedium(three.hosts, "test")
-    wins = threading.Thread(target=second.elect, args=("second", standing_by.put, lambda: None))
+    wins = threading.Thread(target=second.await_election, args=("second", standing_by.put, lambda: None))
     wins.start()
     assert standing_by.get(timeout=WAIT_S) == "me"
     assert all(journal.write() for _ in range(5))
@@ -160,7 +160,7 @@ def test_standby_starts_with_any_member_and_waits_for_quorum(three: EtcdCluster)
     active.load()
     active.replace(b"what is kept")
     standby, told = EtcdMedium(three.hosts, "test"), queue.Queue[str]()
-    wins = threading.Thread(target=standby.elect, args=("standby", told.put, lambda: None))
+    wins = threading.Thread(target=standby.await_election, args=("standby", told.put, lambda: None))
     wins.start()
     assert told.get(timeout=WAIT_S) == "me"
     three.kill(1)
@@ -207,7 +207,7 @@ def test_a_checkpoint_whose_answer_was_lost_is_not_written_over(tmp_path: Path, 
     assert after.load() == b"second"
     after.replace(b"fourth")
     assert after.load() == b"fourth"
-    pieces = after._do(lambda client: client.get_prefix(after._key("journal/"), keys_only=True))
+    pieces = after._call_and_wait(lambda client: client.get_prefix(after._key_of("journal/"), keys_only=True))
     assert len(list(pieces)) == 1
     after.close()
     cluster.close()

@@ -57,7 +57,7 @@ def reopened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
         from memserve.journal.etcd import EtcdMedium
 
         medium = EtcdMedium([request.getfixturevalue("etcd")], name=tmp_path.name)
-        medium.elect("test", lambda leader: None, lambda: None)
+        medium.await_election("test", lambda leader: None, lambda: None)
         return medium
 
     yield again
@@ -93,11 +93,11 @@ def test_journal_store_reloads_state_on_any_medium(reopened) -> None:
     drawn, records = Drawn(4), []
     for _ in range(4):
         store = Store(reopened(), checkpoint_bytes_min=3000)
-        assert list(store.state.records()) == records
+        assert list(store.state.checkpoint_records()) == records
         for _ in range(20):
-            store.write([drawn.record()])
+            store.write_records([drawn.record()])
         store.sync()
-        records = list(store.state.records())
+        records = list(store.state.checkpoint_records())
 
 
 @NEEDS_ETCD
@@ -106,9 +106,9 @@ def test_one_router_is_elected_and_paused_one_is_fenced(etcd: str) -> None:
 
     first, second = EtcdMedium([etcd], "election"), EtcdMedium([etcd], "election")
     waiting, lost = queue.Queue(), threading.Event()
-    first.elect("first", waiting.put, lost.set)
+    first.await_election("first", waiting.put, lost.set)
     first.replace(b"first")
-    elected = threading.Thread(target=second.elect, args=("second", waiting.put, lambda: None))
+    elected = threading.Thread(target=second.await_election, args=("second", waiting.put, lambda: None))
     elected.start()
     assert waiting.get(timeout=WAIT_S) == "first" and elected.is_alive()
     first._refresher.cancel()  # it stands still: nobody keeps its lease
@@ -131,10 +131,10 @@ def test_lease_expired_while_idle_is_taken_again(etcd: str) -> None:
     from memserve.journal.etcd import EtcdMedium
 
     medium, lost = EtcdMedium([etcd], "outage"), threading.Event()
-    medium.elect("me", lambda leader: None, lost.set)
+    medium.await_election("me", lambda leader: None, lost.set)
     medium.replace(b"a")
     before = medium._created
-    medium._do(lambda client: client.revoke_lease(medium._lease_id))
+    medium._call_and_wait(lambda client: client.revoke_lease(medium._lease_id))
     with pytest.raises(MediumFailed):
         medium.replace(b"b")
     eventually(lambda: medium._created > before)
@@ -148,10 +148,10 @@ def test_lease_expired_while_idle_is_taken_again(etcd: str) -> None:
 
 def test_truncated_file_or_full_disk_is_handled(tmp_path: Path) -> None:
     store = Store(FileMedium(tmp_path))
-    store.write([RouterStarted(Peer("router", 5), "")])
+    store.write_records([RouterStarted(Peer("router", 5), "")])
     store.sync()
     safe = (tmp_path / "journal").stat().st_size
-    store.write([HandleDropped("", "h")])
+    store.write_records([HandleDropped("", "h")])
     store.close()
     (tmp_path / "journal.new").write_bytes(b"half a checkp")
     os.truncate(tmp_path / "journal", safe + 9)
@@ -187,7 +187,7 @@ def test_a_state_folder_belongs_to_one_process(tmp_path: Path) -> None:
     other.wait()
     assert not is_locked(tmp_path)
     mine = StateFolder(tmp_path)
-    assert mine.secret() == secret and (tmp_path / "secret").stat().st_mode & 0o077 == 0
+    assert mine.read_or_create_secret() == secret and (tmp_path / "secret").stat().st_mode & 0o077 == 0
     before = (tmp_path / "secret").stat().st_ctime_ns
     mine.close()
     mine = StateFolder(tmp_path)
@@ -223,10 +223,10 @@ def test_unusable_default_metadata_folder_is_skipped(tmp_path: Path) -> None:
         pass
     for generation in (5, 6):
         with open_metadata(MetadataPlace(tmp_path), said.append) as kept:
-            me = kept.router("router", 5)  # the clock stands still
+            me = kept.next_router("router", 5)  # the clock stands still
             assert me == Peer("router", generation)
             done: queue.Queue[bool] = queue.Queue()
-            kept.keeper.keep([RouterStarted(me, "tcp://h:1")], done.put)
+            kept.keeper.write_durably([RouterStarted(me, "tcp://h:1")], done.put)
             assert done.get(timeout=WAIT_S)
             kept.keeper.close()
 
@@ -253,10 +253,10 @@ def session(number: int) -> SessionRouted:
 def test_records_during_a_sync_share_the_next_one() -> None:
     medium, done = SlowMedium(), queue.Queue()
     keeper = MetaKeeper(medium)
-    keeper.keep([session(0)], lambda ok: done.put((0, ok)))
+    keeper.write_durably([session(0)], lambda ok: done.put((0, ok)))
     eventually(lambda: medium.unsafe_bytes)
     for number in range(1, 50):
-        keeper.keep([session(number)], lambda ok, number=number: done.put((number, ok)))
+        keeper.write_durably([session(number)], lambda ok, number=number: done.put((number, ok)))
     medium.go.release()
     assert done.get(timeout=WAIT_S) == (0, True) and done.empty()
     medium.go.release()
@@ -295,10 +295,10 @@ def test_full_disk_stops_no_writer_and_is_logged_once(monkeypatch: pytest.Monkey
     medium.room_bytes = 60
     with caplog.at_level(logging.WARNING):
         for number in range(3):
-            keeper.keep([session(number)], done.put)
+            keeper.write_durably([session(number)], done.put)
             assert done.get(timeout=WAIT_S) is False
         medium.room_bytes = None
-        eventually(lambda: (keeper.keep([session(9)], done.put), done.get(timeout=WAIT_S))[1])
+        eventually(lambda: (keeper.write_durably([session(9)], done.put), done.get(timeout=WAIT_S))[1])
     keeper.close()
     assert {name for _, name in Store(medium).state.sessions} == {"s0", "s1", "s2", "s9"}
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
@@ -310,17 +310,17 @@ def test_a_router_starts_again_while_its_disk_is_full(monkeypatch: pytest.Monkey
     monkeypatch.setattr(meta_keeper, "REPAIR_S", 0.05)
     medium, done = FaultyMedium(), queue.Queue()
     store = Store(medium)
-    store.write([session(1)])
+    store.write_records([session(1)])
     store.sync()
     torn = FaultyMedium()
     torn.replace(medium.load() + b"\x99" * 7)
     torn.room_bytes = 20
     with caplog.at_level(logging.WARNING):
         keeper = MetaKeeper(torn)
-        keeper.keep([session(2)], done.put)
+        keeper.write_durably([session(2)], done.put)
         assert done.get(timeout=WAIT_S) is False and not keeper.durability().is_kept
         torn.room_bytes = None
-        eventually(lambda: (keeper.keep([session(3)], done.put), done.get(timeout=WAIT_S))[1])
+        eventually(lambda: (keeper.write_durably([session(3)], done.put), done.get(timeout=WAIT_S))[1])
     keeper.close()
     assert {name for _, name in Store(torn).state.sessions} == {"s1", "s2", "s3"}
     assert "takes nothing more" in caplog.text and "kept again" in caplog.text
@@ -372,25 +372,25 @@ def test_children_are_found_again_and_those_of_no_use_are_ended(tmp_path: Path) 
     file = ChildrenFile(tmp_path)
     made = {name: sleeper("--join", "old", name) for name in ("same", "other", "gone", "left")}
     for name, (process, command) in made.items():
-        file.started(name, process.pid, command)
+        file.record_start(name, process.pid, command)
     made["gone"][0].kill()
     made["gone"][0].wait()
     again = ChildrenFile(tmp_path)
-    assert again.living(["same", "gone", "new"]) == ["same"]
+    assert again.living_names(["same", "gone", "new"]) == ["same"]
     moved = [*made["same"][1][:3], "--join", "new", "same"]
-    adopted = again.adopt("same", moved)
+    adopted = again.adopt_child("same", moved)
     assert adopted.pid == made["same"][0].pid and adopted.poll() is None
-    assert again.adopt("other", [*made["other"][1], "--threads", "2"]) is None
+    assert again.adopt_child("other", [*made["other"][1], "--threads", "2"]) is None
     assert made["other"][0].wait(WAIT_S) == -signal.SIGTERM
     commands = {name: made[name][1] for name in ("other", "gone")} | {"same": moved}
     again.end_useless(commands)
     assert made["left"][0].wait(WAIT_S) == -signal.SIGTERM
-    assert again.adopt("gone", made["gone"][1]) is None and again.adopt("new", []) is None
+    assert again.adopt_child("gone", made["gone"][1]) is None and again.adopt_child("new", []) is None
     adopted.send_signal(signal.SIGKILL)
     assert adopted.communicate("") == ("", None) and adopted.poll() == 0
     assert made["same"][0].wait(WAIT_S) == -signal.SIGKILL
     (tmp_path / "children.json").write_text("{'half")
-    assert ChildrenFile(tmp_path).living(["same"]) == []
+    assert ChildrenFile(tmp_path).living_names(["same"]) == []
 
 
 ORPHAN = """

@@ -232,7 +232,7 @@ def test_ranks_of_other_degrees_get_their_layers_and_heads(way: str, pair: tuple
     link.add_peer(owner.info)
     try:
         for shard in targets:
-            arena = arenas[Tier.HBM] = _core.SharedArena(6 * shard.local.block_bytes)
+            arena = arenas[Tier.HBM] = _core.SharedArena(6 * shard.local_geometry.block_bytes)
             for index, ranges in pull_plan(sources, shard, src_blocks, dst_blocks):
                 seals = link.read(owner.peer, Tier(index), Tier.HBM, ranges)
                 source = content(Tier(index), BLOCKS * BLOCK)
@@ -240,7 +240,7 @@ def test_ranks_of_other_degrees_get_their_layers_and_heads(way: str, pair: tuple
                     seals.tolist()
                     == _core.seal_ranges(source.ctypes.data, ranges.src_offsets, ranges.range_bytes).tolist()
                 )
-            local = shard.local
+            local = shard.local_geometry
             got = view(arena).reshape(6, local.num_layers, local.num_kv_heads, -1)
             layers, heads = slice(shard.first_layer, shard.end_layer), slice(shard.first_head, shard.end_head)
             np.testing.assert_array_equal(got[list(dst_blocks)], whole[list(src_blocks), layers, heads])

@@ -24,8 +24,8 @@ from memserve.protocol.messages import AnyMessage, Cancel, Expelled, Leave, Quer
 from memserve.protocol.peers import ROUTER, Peer
 from memserve.transport.curve import CurveKeys
 from memserve.transport.mailbox import ZmqMailbox
-from memserve.transport.outbound import LETTERS_QUEUED_MAX, configure
-from memserve.transport.probe import ProbeResult, knock, no_router, what_is_waited_for
+from memserve.transport.outbound import SEND_QUEUE_MAX, configure
+from memserve.transport.probe import ProbeResult, no_router_error, probe_address, waiting_lines
 from memserve.transport.request_server import ListenAddress
 from waiting import eventually
 
@@ -79,7 +79,7 @@ def raw_push() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
         push = context.socket(zmq.PUSH)
         push.linger = 0
         if keys:
-            keys.speak(push)
+            keys.configure_client(push)
         push.connect(address)
         return push
 
@@ -120,7 +120,7 @@ def test_only_the_generation_that_is_meant_hears(open_box: Callable[..., Reader]
         a.box.send(Peer("b", generation), QueryKvEvents(generation))
         eventually(lambda g=generation: sum(vars_of(b)) == {6: 1, 0: 2, 8: 3, 7: 4}[g])
     assert [message.first for message in b.wait(2)] == [0, 7]
-    b.box.become(Peer("b", 8))
+    b.box.restart_as(Peer("b", 8))
     a.box.send(Peer("b", 7), QueryKvEvents(70))
     eventually(lambda: b.box.counters.misdirected == 3)
     a.box.connect(Peer("c", 1), b.box.address)
@@ -181,7 +181,7 @@ def test_strangers_are_not_heard_but_named(
     fresh = CurveKeys(*zmq.curve_keypair())
 
     class KnowsOnlyThePublicKey(CurveKeys):
-        def speak(self, socket: zmq.Socket[bytes]) -> None:
+        def configure_client(self, socket: zmq.Socket[bytes]) -> None:
             socket.curve_serverkey = ours.public
             socket.curve_publickey, socket.curve_secretkey = fresh.public, fresh.secret
 
@@ -238,8 +238,10 @@ def test_probe_does_not_count_as_failed_handshake(
     b = open_box(B)
     with socket.create_connection(("127.0.0.1", b.port)):
         with ThreadPoolExecutor(4) as threads:
-            assert set(threads.map(lambda _: knock(b.box.address, SECRET, 20.0), range(8))) == {ProbeResult.LET_IN}
-        assert knock(b.box.address, "some other cluster's secret", 20.0) is ProbeResult.TURNED_AWAY
+            assert set(threads.map(lambda _: probe_address(b.box.address, SECRET, 20.0), range(8))) == {
+                ProbeResult.LET_IN
+            }
+        assert probe_address(b.box.address, "some other cluster's secret", 20.0) is ProbeResult.TURNED_AWAY
         eventually(lambda: "it has another cluster secret" in caplog.text)
     eventually(lambda: "it broke off before it had shown" in caplog.text)
     assert "it does not speak this protocol" not in caplog.text
@@ -251,9 +253,9 @@ def test_probe_does_not_count_as_failed_handshake(
 def test_probe_reports_the_reason_for_no_answer(
     open_box: Callable[..., Reader], secret: str, expected: ProbeResult
 ) -> None:
-    assert knock(open_box(B).box.address, secret, 20.0) is expected
-    assert knock("tcp://127.0.0.1:9", secret, 0.1) is ProbeResult.SILENT
-    assert knock("no address", secret, 0.1) is ProbeResult.SILENT
+    assert probe_address(open_box(B).box.address, secret, 20.0) is expected
+    assert probe_address("tcp://127.0.0.1:9", secret, 0.1) is ProbeResult.SILENT
+    assert probe_address("no address", secret, 0.1) is ProbeResult.SILENT
 
 
 @pytest.mark.parametrize(
@@ -273,8 +275,8 @@ def test_probe_reports_the_reason_for_no_answer(
     ],
 )
 def test_process_reports_why_no_router_answers(answer: ProbeResult, waits: str, hint: str) -> None:
-    assert what_is_waited_for({"tcp://h:1": answer}, "the owner") == [waits]
-    error = no_router({"tcp://h:1": answer}, "the owner")
+    assert waiting_lines({"tcp://h:1": answer}, "the owner") == [waits]
+    error = no_router_error({"tcp://h:1": answer}, "the owner")
     ends = "the owner at h:1 refuses the secret" if answer is ProbeResult.TURNED_AWAY else "no owner answers at h:1"
     assert error.message == ends and error.hint.startswith(hint)
 
@@ -360,7 +362,7 @@ def test_another_process_stopped_killed_and_started_again(open_box: Callable[...
         os.kill(child.pid, signal.SIGSTOP)
         begin = time.monotonic()
         long = Cancel("x" * 4096)
-        for _ in range(3 * LETTERS_QUEUED_MAX):
+        for _ in range(3 * SEND_QUEUE_MAX):
             a.box.send(B, long)
         assert time.monotonic() - begin < 5
         assert a.box.counters.lost_full > 0
@@ -452,7 +454,7 @@ def test_lines_are_configured_to_bound_what_they_hold() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     push = context.socket(zmq.PUSH)
     configure(push)
-    assert (push.sndhwm, push.linger) == (LETTERS_QUEUED_MAX, 0)
+    assert (push.sndhwm, push.linger) == (SEND_QUEUE_MAX, 0)
     assert push.maxmsgsize == wire.LETTER_BYTES_MAX + 33, "with what CURVE adds"
     context.destroy()
 
@@ -476,7 +478,7 @@ def test_mailbox_moves_to_an_event_loop_and_back_to_a_thread(open_box: Callable[
         for n in range(600):
             a.box.send(B, QueryKvEvents(n))
         await arrived(1200)
-        found = await asyncio.to_thread(knock, box.address, "the secret of another cluster", 10)
+        found = await asyncio.to_thread(probe_address, box.address, "the secret of another cluster", 10)
         assert found is ProbeResult.TURNED_AWAY
         async with asyncio.timeout(10):
             while not box.counters.handshakes_failed:

@@ -32,7 +32,7 @@ from memserve.transport.curve import CurveKeys, Socket
 from memserve.transport.links.encrypted import CurveLink
 from memserve.transport.mailbox import ZmqMailbox
 from memserve.transport.ports import LinkError
-from memserve.transport.probe import ProbeResult, knock
+from memserve.transport.probe import ProbeResult, probe_address
 from memserve.transport.ranges import Ranges
 from memserve.transport.request_server import Line, ListenAddress
 from secret_steps import NEW, OLD, STEPS, put
@@ -93,7 +93,7 @@ def hears_all(listener: Talker, speaker: Talker) -> None:
 
 
 def takes(talker: Talker, secret: str) -> ProbeResult:
-    return knock(talker.box.address, secret, 5.0)
+    return probe_address(talker.box.address, secret, 5.0)
 
 
 @pytest.mark.parametrize("order", ["one after the other", "the other way round", "at once"])
@@ -200,10 +200,10 @@ def test_queries_of_attention_go_on_while_the_secret_changes(tmp_path: Path, mon
     segment = Segment(Peer("i", 1), server.address, 32)
 
     def ask_some(lines: ZmqSegmentLines = lines) -> None:
-        numbers = [lines.ask(segment, Query("x", layer, torch.ones((3, 4, 8)), 1.0, 0.0)) for layer in range(3)]
+        numbers = [lines.send_query(segment, Query("x", layer, torch.ones((3, 4, 8)), 1.0, 0.0)) for layer in range(3)]
         for layer in (2, 0, 1):
             outputs, statistics = torch.empty((3, 4, 8)), torch.empty((3, 4))
-            lines.answer(numbers[layer], outputs, statistics)
+            lines.receive_answer(numbers[layer], outputs, statistics)
             assert outputs.unique().tolist() == [1.0 + layer]
 
     def takes(secret: str) -> bool:
@@ -223,7 +223,7 @@ def test_queries_of_attention_go_on_while_the_secret_changes(tmp_path: Path, mon
         ask_some()
         with half_way(monkeypatch, answering):
             put(theirs, STEPS[1])
-            eventually(lambda: all(map(is_dead, lines._lines.values())))
+            eventually(lambda: all(map(is_dead, lines._connections.values())))
         ask_some()
         for text in STEPS:
             for file in (theirs, ours) if text != STEPS[0] else (ours, theirs):
@@ -281,7 +281,7 @@ def test_pages_are_read_while_the_secret_changes(tmp_path: Path, monkeypatch: py
         assert reader.read(info.peer, Tier.HBM, Tier.HBM, order).tolist() == want
         with half_way(monkeypatch, answering):
             put(theirs, STEPS[1])
-            eventually(lambda: all(map(is_dead, reader._lines[info.peer])))
+            eventually(lambda: all(map(is_dead, reader._connections[info.peer])))
         eventually(lambda: takes(NEW))
         for _ in range(2):  # as many as there may be lines from before
             assert reader.read(info.peer, Tier.HBM, Tier.HBM, order).tolist() == want

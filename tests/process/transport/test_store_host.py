@@ -139,8 +139,8 @@ class Cluster:
             blocks = self.pool.allocate(8)
             for at, block in enumerate(blocks):
                 view[block] = self.content(at)
-            offer = self.exchange.offer(self.store.peer, OfferedBlocks("t", self.tokens, blocks), 0)
-            self.exchange.computed(offer, 0, 8)
+            offer = self.exchange.offer_blocks(self.store.peer, OfferedBlocks("t", self.tokens, blocks), 0)
+            self.exchange.announce_computed(offer, 0, 8)
             self.pool.release(blocks)
             self._take([])
         (ended,) = self._all(Released)
@@ -156,13 +156,13 @@ class Cluster:
         with self.lock:
             self.pool.clear_cache()
             self.outcomes.clear()
-            self.exchange.fetch(self.store.peer, "t", self.tokens, 0, 8, 0, 1 << 60)
+            self.exchange.fetch_blocks(self.store.peer, "t", self.tokens, 0, 8, 0, 1 << 60)
             self._take([])
         (ended,) = self._all(FetchEnded)
         assert ended.ok, ended.reason
         view = np.frombuffer(self.arena, np.uint8).reshape(-1, self.geometry.block_bytes)
         with self.lock:
-            blocks, _ = self.pool.lend("t", self.tokens)
+            blocks, _ = self.pool.export_blocks("t", self.tokens)
             for at, block in enumerate(blocks):
                 assert np.array_equal(view[block], self.content(at)), f"block {at} is wrong"
             self.pool.release(blocks)
@@ -262,7 +262,7 @@ def test_kv_of_an_instance_outlives_the_store(cluster: Cluster, new_store, tmp_p
     cluster.forget_store()
     assert "0 values in memory, 8 on disks" in store.start()
     eventually(lambda: cluster.ready and cluster.known() == {Tier.SSD: 8})
-    assert CostModel.decoded(cluster.store.costs).disk.byte_ns > 0, "it has read a little of its disk"
+    assert CostModel.from_json(cluster.store.costs).disk.byte_ns > 0, "it has read a little of its disk"
     assert cluster.fetch() == 8
     eventually(lambda: cluster.known() == {Tier.DRAM: 8})
     assert store.end() == 0

@@ -136,7 +136,7 @@ def test_published_blocks_decide() -> None:
     assert world.machine.kv_counts("c:3") == dict.fromkeys(range(1, 17), (1, 0))
     world.tell(AnswerEnded("r"))
     world.well("c:3", started_s=5.0)  # it has restarted
-    assert world.machine.engines()[2].cached_blocks == 0
+    assert world.machine.engine_views()[2].cached_blocks == 0
 
 
 def test_a_gap_asks_for_a_replay() -> None:
@@ -174,7 +174,7 @@ def test_gap_during_a_replay_is_requested_after_it() -> None:
     world.tell(ReplayEnded("a:1"))
     assert world.replays == [RequestReplay("a:1", 1), RequestReplay("a:1", 3)]
     world.tell(ReplayEnded("a:1"))
-    assert world.machine.engines()[0].kv_gaps == 2 and len(world.replays) == 2
+    assert world.machine.engine_views()[0].kv_gaps == 2 and len(world.replays) == 2
 
 
 def test_recovered_engine_is_queried_once_more() -> None:
@@ -200,7 +200,7 @@ def test_text_prompts_are_tracked_as_if_without_kv_events() -> None:
         world.tell(PromptArrived(prompt, "m", PromptSpace.TEXT))
         world.tell(AnswerEnded(name))
         world.tell(TimePassed(), 300 * NS_PER_S)
-    assert sum(view.matched_tokens for view in world.machine.engines()) > 0
+    assert sum(view.matched_tokens for view in world.machine.engine_views()) > 0
 
 
 def test_silence_aborts_and_refusal_does_not() -> None:
@@ -217,15 +217,15 @@ def test_an_engine_that_streams_is_not_silent() -> None:
     world = World()
     name = str(world.ask("r"))
     world.now += 20 * NS_PER_S
-    world.tell(EngineMissed(name, "no answer", heard_ns=world.now - NS_PER_S))
-    assert not world.aborted and world.machine.engines()[NAMES.index(name)].up
+    world.tell(EngineMissed(name, "no answer", last_seen_ns=world.now - NS_PER_S))
+    assert not world.aborted and world.machine.engine_views()[NAMES.index(name)].up
 
 
 def test_an_engine_joins_and_leaves() -> None:
     """It gets no new requests at once, and is gone with its last one; another one takes its place."""
     world = World(ClusterConfig(policy="least-load"), events=True)
     world.tell(EngineJoined(read_engine("sglang=http://d:4,events=tcp://x:1")))
-    assert not world.machine.engines()[3].up
+    assert not world.machine.engine_views()[3].up
     world.well("d:4")
     names = {world.ask(f"r{number}") for number in range(4)}
     assert names == {*NAMES, "d:4"}
@@ -235,9 +235,9 @@ def test_an_engine_joins_and_leaves() -> None:
     world.well("a:1")
     assert world.ask("late") != "a:1" and not world.gone
     world.tell(AnswerEnded(request))
-    assert world.gone == ["a:1"] and [view.name for view in world.machine.engines()] == ["b:2", "c:3", "d:4"]
+    assert world.gone == ["a:1"] and [view.name for view in world.machine.engine_views()] == ["b:2", "c:3", "d:4"]
     world.tell(EngineJoined(read_engine("vllm=http://e:5")))
-    assert world.machine.engines()[3].cached_blocks == 0
+    assert world.machine.engine_views()[3].cached_blocks == 0
     world.tell(EngineLeft("e:5"))
     assert world.gone == ["a:1", "e:5"]
 
@@ -283,7 +283,7 @@ def test_long_prompt_is_prefilled_and_decoded_at_two_engines() -> None:
     assert world.at["r"] in ("b:2", "c:3") and world.fail("r") in ("b:2", "c:3")
     assert world.fail("r") == "a:1", "any engine with the model can answer"
     world.tell(AnswerEnded("r"))
-    assert [view.prefills for view in world.machine.engines()] == [1, 0, 0]
+    assert [view.prefills for view in world.machine.engine_views()] == [1, 0, 0]
 
 
 def test_cached_prompt_is_not_prefilled_elsewhere() -> None:
@@ -302,7 +302,7 @@ def test_prompt_is_answered_when_its_prefill_engine_fails() -> None:
     assert world.fail("r") in ("b:2", "c:3")
     world.ask("s", tokens=LONG[::-1])
     world.tell(AttemptFailed("s", "its port is closed", refuses=True))
-    assert world.at["s"] in ("b:2", "c:3") and not world.machine.engines()[0].up
+    assert world.at["s"] in ("b:2", "c:3") and not world.machine.engine_views()[0].up
     assert world.ask("t", tokens=[*LONG, *LONG]) in ("b:2", "c:3") and not world.computing
 
 
@@ -338,7 +338,7 @@ def test_random_lives(seed: int) -> None:
         world.now += draw.randrange(NS_PER_S)
         live = [name for name in live if name not in world.ended]
         choice, engine = draw.random(), draw.choice(NAMES)
-        present = {view.name for view in world.machine.engines()}
+        present = {view.name for view in world.machine.engine_views()}
         if engine not in present:
             world.tell(EngineJoined(read_engine(f"vllm=http://{engine},events=tcp://x:1")))
         elif choice < 0.05:
@@ -368,4 +368,6 @@ def test_random_lives(seed: int) -> None:
                 world.computing.pop(name, None)
     for name in [name for name in live if name not in world.ended]:
         world.tell(AnswerEnded(name))
-    assert world.machine.admission().active == 0 and not any(view.requests_open for view in world.machine.engines())
+    assert world.machine.admission_stats().active == 0 and not any(
+        view.requests_open for view in world.machine.engine_views()
+    )

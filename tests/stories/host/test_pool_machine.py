@@ -155,7 +155,7 @@ class PoolWorld:
         other = random.choice([each.peer.name for each in self.nodes if each is not node])
         kind = random.choice(KINDS)
         if kind == "meet":
-            node.call(lambda now_ns: machine.meet(self.network.nodes[other].machine.info, now_ns))
+            node.call(lambda now_ns: machine.add_peer(self.network.nodes[other].machine.info, now_ns))
         elif kind == "store":
             node.call(lambda now_ns: self.store(memory, tokens))
         elif kind == "match":
@@ -212,7 +212,9 @@ class PoolWorld:
             offered = OfferedBlocks(node.memory.tenant, tokens if insert else tokens[:0], blocks)
             self.count(
                 node.call(
-                    lambda now_ns: machine.start_offer(machine.known(other), offered, now_ns, OfferTerms(**terms))
+                    lambda now_ns: machine.start_offer(
+                        machine.require_peer(other), offered, now_ns, OfferTerms(**terms)
+                    )
                 )
             )
         node.memory.free_mem(found)
@@ -308,7 +310,7 @@ def test_group_repeats_greeting_until_answered_then_heartbeats() -> None:
     assert group.handle(free, 12 * MS) == [ForwardMessage(B.peer, Free("x"))] and group.has_answered("b")
     assert group.handle(ClockTicked(), 20 * MS) == [BEAT]
     assert group.handle(MessageArrived(B.peer, Leave()), 21 * MS) == [RemovePeer(B.peer)]
-    assert group.peers() == [] and group.next_deadline_ns is None
+    assert group.live_peers() == [] and group.next_deadline_ns is None
 
 
 def test_silent_peer_is_removed_unless_this_process_was_stopped() -> None:
@@ -324,7 +326,7 @@ def test_silent_peer_is_removed_unless_this_process_was_stopped() -> None:
     assert group.handle(MessageArrived(B.peer, PeerJoined(B)), 562 * MS) == [expelled]  # what it promised is void
     again = told("b", 2)
     joined = MessageArrived(again.peer, PeerJoined(again))
-    assert group.handle(joined, 563 * MS)[0] == AddPeer(again) and group.find("b") == again.peer
+    assert group.handle(joined, 563 * MS)[0] == AddPeer(again) and group.find_peer("b") == again.peer
 
 
 def test_expelled_process_restarts_and_greets_all_peers() -> None:
@@ -338,7 +340,7 @@ def test_expelled_process_restarts_and_greets_all_peers() -> None:
     new = told("a", 2)
     parted, met = group.handle(GenerationChanged(new), 4 * MS)[:2], group.handle(ClockTicked(), 5 * MS)
     assert parted == [RemovePeer(B.peer), RemovePeer(c.peer)] and met == []
-    assert group.peers() == [B.peer, c.peer] and not group.has_answered("b") and not group.has_answered("c")
+    assert group.live_peers() == [B.peer, c.peer] and not group.has_answered("b") and not group.has_answered("c")
     assert group.handle(RemoveRequested(B.peer), 6 * MS) == [RemovePeer(B.peer), Send(B.peer, Leave())]
     assert group.handle(MessageArrived(B.peer, Free("x")), 7 * MS) == [Send(B.peer, Leave())]  # left, not lost
     assert group.handle(AddRequested(B), 8 * MS) == [

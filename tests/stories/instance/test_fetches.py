@@ -190,7 +190,7 @@ def with_costs(fleet, name, **curves):
     free = {"prefill": PrefillCurve(0, 1000, 0), "decode": DecodeCurve(0, 0, 0)}
     member = fleet.members[name]
     costs = PreemptionCosts(GEOMETRY.block_bytes, profile=CostModel(**free | curves, machine="here"))
-    member.machine = Instance(member.cfg, BLOCK, costs, me=member.peer, geometry=GEOMETRY)
+    member.machine = Instance(member.cfg, BLOCK, costs, self_peer=member.peer, geometry=GEOMETRY)
     fleet.welcome_all()
     fleet.run()
     return member

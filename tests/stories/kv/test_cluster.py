@@ -300,5 +300,5 @@ def test_an_idle_instance_has_no_deadline():
 def test_outside_a_cluster_there_is_none_of_it():
     """One server on one machine."""
     machine = Instance(fleet_config(), BLOCK)
-    assert machine.me is None and machine.next_event == 0 and machine.is_idle
+    assert machine.self_peer is None and machine.next_event == 0 and machine.is_idle
     assert machine.load().hbm_blocks_available == 0

@@ -107,7 +107,7 @@ def test_handoff_of_prompt_tail_goes_to_hbm_with_cached_head(world) -> None:
     d.exchange.room = Room(0, parked=1)
     seq = p.compute("", PROMPT)
     offer_id = p.offer(d.peer, seq, first_block=1, request=Request("r", seq.tokens))
-    p.exchange.computed(offer_id, 1, len(seq.blocks))
+    p.exchange.announce_computed(offer_id, 1, len(seq.blocks))
     p.exchange.hand_off(offer_id, ((7,),))
     p.take([])
     world.run()
@@ -119,7 +119,7 @@ def test_import_waiting_for_room_swaps_nothing_in(world) -> None:
     """It is tried on every event: the own prefix is not brought up for it before there is room for all."""
     p, d = pair(world, hbm=4, dram=4)
     d.end(d.compute("", PROMPT))
-    d.pool.demote(2)
+    d.pool.demote_blocks(2)
     d.make_plan()
     busy = d.compute("", [1] * 2 * BLOCK)
     p.hand_over(d.peer, p.compute("", PROMPT))
@@ -145,7 +145,7 @@ def test_handoff_larger_than_the_pool_is_refused(world) -> None:
 def test_local_prefix_is_swapped_in_for_a_handoff(world) -> None:
     p, d = pair(world, hbm=4, dram=4)
     d.end(d.compute("", PROMPT))
-    d.pool.demote(2)
+    d.pool.demote_blocks(2)
     world.run()
     p.hand_over(d.peer, p.compute("", PROMPT))
     world.run()
@@ -323,7 +323,7 @@ def test_old_generation_of_a_member_is_ignored(world) -> None:
 def test_removed_peer_may_rejoin(world) -> None:
     """Also as the same process; until then nothing is heard from it."""
     p, d = pair(world)
-    d.take(d.exchange.peer_gone(p.peer, 0))
+    d.take(d.exchange.peer_removed(p.peer, 0))
     p.hand_over(d.peer, p.compute("", PROMPT))
     world.run()
     assert not d.outcomes
@@ -345,7 +345,7 @@ def test_dead_peer_holds_nothing_and_blocks_nothing(world) -> None:
     offer_id = d.offer(p.peer, d.compute("", [3] * BLOCK), 0, 1)
     before = len(d.outcomes)
     world.nodes.pop("p")
-    d.take(d.exchange.peer_gone(p.peer, 0))
+    d.take(d.exchange.peer_removed(p.peer, 0))
     assert d.cancelled == [p.peer] and d.exchange.transfers_open == 0
     ends = d.outcomes[before:]
     assert [end.reason for end in ends if isinstance(end, HandoffFailed)] == ["p is gone"] * 2
@@ -390,19 +390,19 @@ def test_fences_open_in_order_after_their_plan() -> None:
     fences, waiting, opened = Barriers(pool), [], []
     for at in range(2000):
         if random.random() < 0.5:
-            fence = random.choice([0, fences.finished, fences.made, fences.all_settled()])
+            fence = random.choice([0, fences.last_finished, fences.last_made, fences.all_settled()])
             fences.when_passed(fence, partial(opened.append, (fence, at)))
             waiting.append((fence, at))
         elif random.random() < 0.5:
-            fences.plan_made(fences.made + random.randint(1, 2))
-        elif fences.finished < fences.made:
-            fences.plan_finished(random.randint(fences.finished + 1, fences.made))
-        assert opened == sorted(entry for entry in waiting if entry[0] <= fences.finished)
-        waiting = [entry for entry in waiting if entry[0] > fences.finished]
+            fences.plan_made(fences.last_made + random.randint(1, 2))
+        elif fences.last_finished < fences.last_made:
+            fences.plan_finished(random.randint(fences.last_finished + 1, fences.last_made))
+        assert opened == sorted(entry for entry in waiting if entry[0] <= fences.last_finished)
+        waiting = [entry for entry in waiting if entry[0] > fences.last_finished]
         opened.clear()
         fences.check_invariants()
     assert not fences.wants_plan
     with pytest.raises(InvariantError):
-        fences.plan_made(fences.made)
+        fences.plan_made(fences.last_made)
     with pytest.raises(InvariantError):
-        fences.plan_finished(fences.made + 1)
+        fences.plan_finished(fences.last_made + 1)

@@ -74,7 +74,7 @@ def test_a_lost_message_ends_with_the_lease_at_the_latest(world, lost, both_at_o
     seq = p.compute("", PROMPT)
     offer_id = p.offer(d.peer, seq, 0, 1, request=Request("r", seq.tokens))
     p.exchange.more_blocks(offer_id, seq.blocks[1:])
-    p.exchange.computed(offer_id, 0, 3)
+    p.exchange.announce_computed(offer_id, 0, 3)
     p.exchange.hand_off(offer_id, ((1,),))
     p.take([])
     world.run()
@@ -94,7 +94,7 @@ def in_three_parts(p: Node, d: Node) -> str:
     offer_id = p.offer(d.peer, seq, 0, 1, request=Request("r", seq.tokens))
     for block in (1, 2):
         p.exchange.more_blocks(offer_id, seq.blocks[block : block + 1])
-    p.exchange.computed(offer_id, 0, 3)
+    p.exchange.announce_computed(offer_id, 0, 3)
     p.exchange.hand_off(offer_id, ((1,),))
     p.end(seq)
     p.take([])
@@ -174,8 +174,8 @@ def test_withdrawn_is_withdrawn(world) -> None:
     while not d.pulls:
         world.step()
     p.offers[offer_id] = False
-    p.exchange.withdraw(offer_id, "ended here")
-    p.exchange.withdraw(offer_id, "ended here")
+    p.exchange.withdraw_offer(offer_id, "ended here")
+    p.exchange.withdraw_offer(offer_id, "ended here")
     p.take([])
     world.run()
     assert isinstance(last(d), HandoffFailed) and "ended here" in last(d).reason
@@ -217,7 +217,7 @@ def test_expelled_instance_drops_all_state_silently(world) -> None:
         world.step()
     outcomes, said = len(d.outcomes), len(world.log)
     d.peer = Peer("d", 2)
-    d.exchange.reborn(d.peer)
+    d.exchange.restart_as(d.peer)
     d.take([])
     d.offers.clear(), d.expecting.clear()
     assert (len(d.outcomes), len(world.log)) == (outcomes, said) and d.exchange.transfers_open == 0
@@ -228,8 +228,8 @@ def test_expelled_instance_drops_all_state_silently(world) -> None:
     p.hand_over(d.peer, p.compute("", PROMPT))
     world.run()
     assert isinstance(last(d), HandoffArrived)
-    assert d.exchange.fetch(p.peer, "", array([5] * BLOCK), 0, 1, 0, 9).startswith("d/2/")
-    d.exchange.reborn(d.peer)
+    assert d.exchange.fetch_blocks(p.peer, "", array([5] * BLOCK), 0, 1, 0, 9).startswith("d/2/")
+    d.exchange.restart_as(d.peer)
 
 
 def test_unrequested_host_answers_are_refused(world) -> None:
@@ -247,11 +247,11 @@ def test_the_owner_announces_only_what_it_has(world) -> None:
     for blocks, layers in (((0, 4), (0, 1)), ((0, 1), (0, LAYERS + 1))):
         fresh = p.offer(d.peer, seq)
         with pytest.raises(InvariantError, match="has no"):
-            p.exchange.computed(fresh, *blocks, *layers)
-        p.exchange.withdraw(fresh, "a mistake")
+            p.exchange.announce_computed(fresh, *blocks, *layers)
+        p.exchange.withdraw_offer(fresh, "a mistake")
         p.offers[fresh] = False
     with pytest.raises(InvariantError, match="COMPUTED is no legal cause in HANDED_OFF"):
-        p.exchange.computed(offer_id, 0, 1)
+        p.exchange.announce_computed(offer_id, 0, 1)
     with pytest.raises(InvariantError, match="EXTENDED is no legal cause in HANDED_OFF"):
         p.exchange.more_blocks(offer_id, seq.blocks[:1])
     with pytest.raises(InvariantError, match="HANDED_OFF is no legal cause in HANDED_OFF"):
@@ -264,7 +264,7 @@ def test_snapshot_equals_replayed_events() -> None:
     held: dict[bytes, Tier] = {}
     for at in range(8):
         node.end(node.compute("", [at % 3] * (at % 4 + 1) * BLOCK))
-        node.pool.demote(at % 3)
+        node.pool.demote_blocks(at % 3)
         for event in node.pool.take_events():
             for identity in event.identities:
                 held.pop(identity, None)
@@ -281,7 +281,7 @@ def test_snapshot_equals_replayed_events() -> None:
 def test_actions_are_taken_once() -> None:
     world = World()
     p, d = pair(world)
-    p.exchange.offer(d.peer, OfferedBlocks("", array([]), p.pool.allocate(1)), 0, OfferTerms(insert=False))
+    p.exchange.offer_blocks(d.peer, OfferedBlocks("", array([]), p.pool.allocate(1)), 0, OfferTerms(insert=False))
     actions = p.exchange.take_actions()
     assert len(actions) == 1 and isinstance(actions[0], Send) and actions[0].to == d.peer
     assert p.exchange.take_actions() == []

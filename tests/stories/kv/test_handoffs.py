@@ -41,7 +41,7 @@ def test_a_handoff_brings_every_page(world) -> None:
     world.run()
     arrived = last(d)
     assert isinstance(arrived, HandoffArrived)
-    assert (arrived.transfer_id, arrived.first_tokens, arrived.ended) == (offer_id, ((7,), (9,)), ())
+    assert (arrived.transfer_id, arrived.first_tokens, arrived.ended_indices) == (offer_id, ((7,), (9,)), ())
     assert (arrived.pulled_blocks, arrived.reused_blocks, len(arrived.blocks)) == (3, 0, 3)
     assert arrived.offer.return_kv and arrived.offer.deadline_in_ns == 5 and arrived.sender == p.peer
     assert d.seqs[0].checked, "the contents were not checked"
@@ -88,17 +88,17 @@ def test_blocks_come_chunk_by_chunk_and_layer_by_layer(world) -> None:
     p.finish_plan()
     request = Request("r", whole.tokens)
     offer_id = p.offer(d.peer, whole, 0, 1, request=request, mode=TransferMode.BY_LAYER)
-    p.exchange.computed(offer_id, 0, 1, 0, 1, fence=0)
+    p.exchange.announce_computed(offer_id, 0, 1, 0, 1, fence=0)
     p.take([])
     world.run()
     assert d.exchange.counters.pulls == 1
-    p.exchange.computed(offer_id, 0, 1, 1, LAYERS, fence=0)
+    p.exchange.announce_computed(offer_id, 0, 1, 1, LAYERS, fence=0)
     p.exchange.more_blocks(offer_id, whole.blocks[1:])
-    p.exchange.computed(offer_id, 1, 3, 0, 2, fence=0)
+    p.exchange.announce_computed(offer_id, 1, 3, 0, 2, fence=0)
     p.take([])
     world.run()
     assert d.exchange.counters.pulls == 3 and not of(d, HandoffArrived)
-    p.exchange.computed(offer_id, 1, 3, 2, LAYERS, fence=0)
+    p.exchange.announce_computed(offer_id, 1, 3, 2, LAYERS, fence=0)
     p.exchange.hand_off(offer_id, ((1,),), (0,))
     p.take([])
     world.run()
@@ -257,13 +257,13 @@ def test_pages_are_checksummed_after_the_plan_computing_them(world) -> None:
     again = p.compute("", PROMPT)  # cached: published when its plan was made, not computed yet
     p.exchange.more_blocks("unknown", [1])
     offer_id = p.offer(d.peer, again, request=Request("r", again.tokens))
-    p.exchange.computed(offer_id, 0, 2)
+    p.exchange.announce_computed(offer_id, 0, 2)
     assert not p.seals
     p.finish_plan()
     assert not p.seals, "one of two plans"
     p.finish_plan()
     assert p.seals
-    p.exchange.computed(offer_id, 2, 3)
+    p.exchange.announce_computed(offer_id, 2, 3)
     p.exchange.hand_off(offer_id, ((1,),))
     p.take([])
     world.run()

@@ -60,7 +60,7 @@ def lives() -> Counter:
     sums: Counter = Counter()
     for seed in range(SEEDS):
         gate = lived(seed)
-        assert gate.admitted == gate.left and not gate.active and not gate.waiting, f"seed {seed}: {gate}"
+        assert gate.admitted == gate.released and not gate.active and not gate.waiting, f"seed {seed}: {gate}"
         sums.update(admitted=gate.admitted, queued=gate.queued, evictions=gate.evictions)
     return sums
 

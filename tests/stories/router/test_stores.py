@@ -132,9 +132,9 @@ def test_disk_cost_decides_the_route(make_cluster):
     for ns_a_byte in (0.0, 1e9):
         costs = CostModel(disk=CopyCurve(0.0, 0.0, ns_a_byte), machine="m", same_host=CopyCurve(0.0, 0.0, 0.0))
         world = make_cluster(policy="cost")
-        world.add("s", S, costs=costs.encode(), **NO_MODEL)
+        world.add("s", S, costs=costs.to_json(), **NO_MODEL)
         for name in ("busy", "idle"):
-            world.add(name, C, costs=CostModel(same_host=CopyCurve(0.0, 0.0, 0.0), machine="m").encode())
+            world.add(name, C, costs=CostModel(same_host=CopyCurve(0.0, 0.0, 0.0), machine="m").to_json())
         cached(world, "s", PROMPT, Tier.SSD)
         cached(world, "busy", PROMPT[:16])
         world.hear(Peer("busy", 1), Heartbeat(Load(prefill_tokens_queued=4, hbm_blocks_available=64), next_event=1))

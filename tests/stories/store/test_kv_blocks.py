@@ -43,7 +43,7 @@ def world() -> Iterator[StoreWorld]:
     if not world.store.is_dead:
         world.store.check_empty()
         log = world.store.machine.values.log
-        assert world.store.known_to_router() == {identity: log.tier_of(identity) for identity in log.identities()}
+        assert world.store.known_to_router() == {identity: log.tier_of(identity) for identity in log.all_identities()}
     world.close()
 
 

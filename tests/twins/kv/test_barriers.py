@@ -203,13 +203,13 @@ class Life:
                     seq.lease = self.pool.acquire("", array(()))
 
     def demote(self) -> None:
-        self.pool.demote(self.random.randint(1, 3))
+        self.pool.demote_blocks(self.random.randint(1, 3))
 
     # -- others
 
     def heed(self, fence: int) -> int:
         """Count what a fence by block is worth."""
-        now, finished = self.fences.all_settled(), self.fences.finished
+        now, finished = self.fences.all_settled(), self.fences.last_finished
         assert fence <= now, "waiting for more than everything"
         self.at_once += fence <= finished < now
         self.sooner += finished < fence < now
@@ -226,7 +226,7 @@ class Life:
 
     def lend(self) -> None:
         tokens = self.random.choice([self.prompt(), *(seq.tokens for seq in self.seqs)])
-        hbm, dram = self.pool.lend("", array(tokens))
+        hbm, dram = self.pool.export_blocks("", array(tokens))
         places = [(Tier.HBM, block) for block in hbm] + [(Tier.DRAM, block) for block in dram]
         if places:
             self.lent.append((tokens, places, self.heed(self.fences.safe_to_read(places))))
@@ -234,11 +234,11 @@ class Life:
     def go_on(self) -> None:
         """Each does its part when it may: not before, and not always at once."""
         for imported in self.imports:
-            if self.fences.passed(imported.fence) and self.random.random() < 0.5:
+            if self.fences.has_passed(imported.fence) and self.random.random() < 0.5:
                 imported.written = True
                 for at, place in enumerate(imported.places):
                     self.memory[place] = imported.tokens[: (at + 1) * BLOCK]
-        for entry in [entry for entry in self.lent if self.fences.passed(entry[2]) and self.random.random() < 0.7]:
+        for entry in [entry for entry in self.lent if self.fences.has_passed(entry[2]) and self.random.random() < 0.7]:
             self.lent.remove(entry)
             tokens, places, _ = entry
             for at, place in enumerate(places):
@@ -335,14 +335,14 @@ def test_last_plans_beside_a_plain_list(ops: list[tuple[str, int, set[int]]]) ->
     for name, plan, blocks in ops:
         if name == "forget":
             finished = max(finished, plan)
-            plans.forget(finished)
+            plans.forget_until(finished)
         else:
-            plans.note(finished + plan, list(blocks))
+            plans.note_blocks(finished + plan, list(blocks))
             noted.append((finished + plan, blocks))
         for asked in ([0], [1, 2], [3, 4, 5], []):
             expected = max([plan for plan, held in noted if plan > finished and held & set(asked)], default=0)
-            assert plans.of(asked) == expected
-    plans.forget(1 << 30)
+            assert plans.last_plan_of(asked) == expected
+    plans.forget_until(1 << 30)
     assert not plans._blocks, "finished plans are remembered"
 
 

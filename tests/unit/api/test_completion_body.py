@@ -25,7 +25,7 @@ def outcome(parse, data: bytes):
     try:
         body, ignored = parse(data)
     except ApiError as error:
-        return error.status, error.body()
+        return error.status, error.encode_body()
     fields = {name: getattr(body, name) for name in body.__struct_fields__}
     if isinstance(fields["prompt"], np.ndarray):
         assert fields["prompt"].dtype == np.int32

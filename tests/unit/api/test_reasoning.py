@@ -18,7 +18,7 @@ TOOLS = ({"type": "function", "function": {"name": "weather"}},)
 def read(thoughts: Thoughts, pieces: list[str], plan: CallPlan | None = None) -> tuple[str, str, list[str]]:
     """Reasoning, content and the arguments of the calls."""
     reader = AnswerReader(thoughts, plan)
-    told = [*itertools.chain.from_iterable(reader.push(piece) for piece in pieces), *reader.finish()]
+    told = [*itertools.chain.from_iterable(reader.push_text(piece) for piece in pieces), *reader.flush_pieces()]
     assert all(bool(piece.content) + bool(piece.reasoning) + (piece.call is not None) == 1 for piece in told)
     said = ("".join(piece.reasoning for piece in told), "".join(piece.content for piece in told))
     return *said, [call.arguments for call in reader.calls]
@@ -59,10 +59,14 @@ def test_tool_calls_inside_reasoning_are_not_calls() -> None:
 
 def test_a_stream_tells_thoughts_as_they_come() -> None:
     reader = AnswerReader(Thoughts.BEGUN, None)
-    assert [piece.reasoning for word in ("I ", "think ", "so") for piece in reader.push(word)] == ["I", " think", " so"]
-    assert reader.thinks and reader.had_thoughts
-    assert [(piece.reasoning, piece.content) for piece in reader.push("</think>Yes")] == [("", "Yes")]
-    assert not reader.thinks and reader.had_thoughts
+    assert [piece.reasoning for word in ("I ", "think ", "so") for piece in reader.push_text(word)] == [
+        "I",
+        " think",
+        " so",
+    ]
+    assert reader.is_thinking and reader.had_thoughts
+    assert [(piece.reasoning, piece.content) for piece in reader.push_text("</think>Yes")] == [("", "Yes")]
+    assert not reader.is_thinking and reader.had_thoughts
 
 
 @pytest.mark.parametrize(

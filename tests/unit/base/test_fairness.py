@@ -89,7 +89,7 @@ def test_queue_equals_its_twin(operations, weights):
             assert queue.head() is None
         queue.check_invariants()
         assert len(queue) == len(twin.items)
-        assert queue.waiting() == Counter(item[0] for item in twin.items)
+        assert queue.waiting_by_tenant() == Counter(item[0] for item in twin.items)
         assert [queue.most_crowded(t) for t in TENANTS] == [twin.most_crowded(t) for t in TENANTS]
 
 
@@ -109,7 +109,7 @@ def test_unfairness_is_bounded_while_both_wait(requests, weights, serve):
     for _ in range(min(serve, len(requests))):
         tenant, cost = costs[queue.pop()]
         served[tenant] += cost
-        waiting = [name for name in TENANTS if queue.waiting().get(name)]  # since the start: nobody joins
+        waiting = [name for name in TENANTS if queue.waiting_by_tenant().get(name)]  # since the start: nobody joins
         for one in waiting:
             for other in waiting:
                 difference = abs(Fraction(served[one], weights[one]) - Fraction(served[other], weights[other]))

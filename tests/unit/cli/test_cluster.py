@@ -117,12 +117,12 @@ def test_the_start_says_what_fits() -> None:
 )
 def test_roles_with_cache_per_caching_level(caching: Caching, caches: list[Role]) -> None:
     options = ClusterOptions(1, 1, 1, ClusterConfig(caching))
-    assert [role for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED) if options.caches(role)] == caches
+    assert [role for role in (Role.PREFILL, Role.DECODE, Role.COLOCATED) if options.role_caches(role)] == caches
     orders = cluster._orders(EngineOptions(), options, "tcp://127.0.0.1:1", "info")
     assert [order.role for order in orders if "--no-cache" not in order.flags] == caches
     assert [order.name for order in orders] == ["p1", "d1", "c1"]
     for order in orders:
-        shown = " ".join(order.command)
+        shown = " ".join(order.command_line)
         assert f"memserve instance --role {order.role.value} --name {order.name}" in shown and "--link shm" in shown
 
 

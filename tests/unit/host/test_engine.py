@@ -98,7 +98,7 @@ def engine(device):
     yield engine
     device.gate.set()
     engine.close(WAIT_S)
-    assert device.closed and engine.outstanding == 0
+    assert device.closed and engine.requests_outstanding == 0
     machine.check_invariants()
     assert machine.stats().hbm.blocks_free + machine.stats().hbm.blocks_cached == BLOCKS
 

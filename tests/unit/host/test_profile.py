@@ -83,7 +83,7 @@ def test_prefill_grid_has_figure_13_points_within_limits() -> None:
 def test_without_a_second_tier_swapping_keeps_its_default() -> None:
     config = replace(CONFIG, pool=PoolConfig(hbm_blocks=400, dram_blocks=2))
     measured = measure_steps(profiler_of(config), config, GEOMETRY, 60.0, lambda line: None)
-    assert set(measured.missing) == {"swap_in", "swap_out"}
+    assert set(measured.failures) == {"swap_in", "swap_out"}
     assert fit_profile(measured, "m", "x").costs.swap_in == CostModel().swap_in
 
 
@@ -317,7 +317,7 @@ def test_the_router_knows_each_member_by_its_own_profile() -> None:
     the last one: by assumed costs they would get no request to learn from."""
     machine, heard = Cluster(ClusterConfig()), []
     router = RouterEngine(machine, lambda on_message: heard.append(on_message) or StubMailbox())
-    said = {"p1": GOOD.encode(), "p2": GOOD.scaled(3.0).encode(), "p3": b"", "p4": BAD}
+    said = {"p1": GOOD.to_json(), "p2": GOOD.with_prefill_scale(3.0).to_json(), "p3": b"", "p4": BAD}
     try:
         for name, costs in said.items():
             peer = Peer(name, 1)
@@ -325,10 +325,10 @@ def test_the_router_knows_each_member_by_its_own_profile() -> None:
                 peer,
                 Join(PeerInfo(peer, Role.PREFILL, "tcp://127.0.0.1:2", "ns", GEOMETRY, 64, 0, 64, True, costs=costs)),
             )
-        assert router.wait_for(list(said), 20.0)
+        assert router.wait_for_members(list(said), 20.0)
         assert router.stats().cluster.instances == 4  # asked behind everything that joining has posted
         members = {member.name: member for member in machine._registry}
-        assert [members[name].costs for name in said] == [GOOD, *[GOOD.scaled(3.0)] * 3]
+        assert [members[name].costs for name in said] == [GOOD, *[GOOD.with_prefill_scale(3.0)] * 3]
         assert [bool(members[name].costs_note) for name in said] == [False, False, False, True]
     finally:
         router.close()
@@ -336,7 +336,7 @@ def test_the_router_knows_each_member_by_its_own_profile() -> None:
 
 
 def test_a_profile_survives_the_way_to_the_router() -> None:
-    assert CostModel.decoded(GOOD.encode()) == GOOD
+    assert CostModel.from_json(GOOD.to_json()) == GOOD
     for garbage in (b"", b"{", b"3", BAD):
         with pytest.raises(UserError, match="cost profile"):
-            CostModel.decoded(garbage)
+            CostModel.from_json(garbage)

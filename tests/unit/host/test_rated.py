@@ -18,7 +18,7 @@ def said(caplog: pytest.LogCaptureFixture, *news: tuple[MemberChange, str]) -> l
     log = MemberLog(lambda: now[0])
     for change, why in news:
         now[0] += 2.0
-        log.say(ReportMember(change, Peer("c1", 1), "tcp://h:1", why, Role.PREFILL))
+        log.log_change(ReportMember(change, Peer("c1", 1), "tcp://h:1", why, Role.PREFILL))
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -44,5 +44,5 @@ def test_member_name_of_an_earlier_run_gives_no_warning(caplog: pytest.LogCaptur
     [(Role.COLOCATED, "instance"), (Role.STORE, "store"), (Role.ROUTER, "router"), (None, "member")],
 )
 def test_log_line_names_the_kind_of_member(caplog: pytest.LogCaptureFixture, role: Role | None, word: str) -> None:
-    MemberLog().say(ReportMember(MemberChange.DIED, Peer("x1", 1), "tcp://h:1", "", role))
+    MemberLog().log_change(ReportMember(MemberChange.DIED, Peer("x1", 1), "tcp://h:1", "", role))
     assert [record.getMessage() for record in caplog.records] == [f"{word} x1 at tcp://h:1 is dead"]

@@ -41,21 +41,23 @@ def test_a_plan_copies_what_the_link_carries_beside_its_rows() -> None:
     arrivals = SwapIns(pool, LAYERS)
     first, second = parked(pool, "first", 7), parked(pool, "second", 3)
     plans = [StepPlan(number) for number in range(5)]
-    arrivals.go_on(plans[0], 4)
-    assert arrivals.begin(first) and arrivals.begin(second)
-    arrivals.made()
+    arrivals.continue_copies(plans[0], 4)
+    assert arrivals.start_swap_in(first) and arrivals.start_swap_in(second)
+    arrivals.on_plan_made()
     for plan in plans[1:3]:
-        arrivals.go_on(plan, 4)
+        arrivals.continue_copies(plan, 4)
         arrivals.check_invariants()
-        arrivals.made()
+        arrivals.on_plan_made()
     assert [len(moved(plan)) for plan in plans[:3]] == [4, 4, 2], "one after the other"
     assert [block for plan in plans for block in moved(plan)] == [*first.blocks, *second.blocks]
-    assert arrivals.has(second) and not arrivals.has(first), "the first is up with the plan before"
-    arrivals.go_on(plans[3], 0)
+    assert arrivals.is_arriving(second) and not arrivals.is_arriving(first), "the first is up with the plan before"
+    arrivals.continue_copies(plans[3], 0)
     assert not arrivals and pool.available(Tier.DRAM) == 20
     third = parked(pool, "third", 5)
-    assert arrivals.begin(third) and len(moved(plans[3])) == 1, "whatever the link is said to carry, something comes"
-    arrivals.go_on(plans[4], None)
+    assert arrivals.start_swap_in(third) and len(moved(plans[3])) == 1, (
+        "whatever the link is said to carry, something comes"
+    )
+    arrivals.continue_copies(plans[4], None)
     assert len(moved(plans[4])) == 4, "where no row waits, everything comes"
 
 
@@ -65,12 +67,12 @@ def test_cancelled_swap_in_leaves_all_blocks_in_dram() -> None:
     sequence, other = parked(pool, "called off", 6), parked(pool, "other", 2)
     dram_blocks = list(sequence.dram_blocks)
     plans = [StepPlan(0), StepPlan(1)]
-    arrivals.go_on(plans[0], 4)
-    assert arrivals.begin(sequence)
-    arrivals.made()
-    arrivals.go_on(plans[1], 4)
-    assert arrivals.begin(other)
-    assert arrivals.call_off(sequence) == dram_blocks
+    arrivals.continue_copies(plans[0], 4)
+    assert arrivals.start_swap_in(sequence)
+    arrivals.on_plan_made()
+    arrivals.continue_copies(plans[1], 4)
+    assert arrivals.start_swap_in(other)
+    assert arrivals.cancel_swap_in(sequence) == dram_blocks
     assert len(moved(plans[0])) == 4, "a plan that was made stays as it is"
     assert moved(plans[1]) == other.blocks
     assert pool.available() == 20 - len(other.blocks)
@@ -80,8 +82,8 @@ def test_no_room_is_an_answer() -> None:
     pool = BlockPool(PoolConfig(4, 20), 4, "m")
     arrivals = SwapIns(pool, LAYERS)
     sequence = parked(pool, "too long", 5)
-    arrivals.go_on(StepPlan(0), None)
-    assert not arrivals.begin(sequence) and not arrivals and len(sequence.dram_blocks) == 5
+    arrivals.continue_copies(StepPlan(0), None)
+    assert not arrivals.start_swap_in(sequence) and not arrivals and len(sequence.dram_blocks) == 5
 
 
 @pytest.mark.parametrize("lower_dtype", ["auto", "int8"])
@@ -91,6 +93,6 @@ def test_lower_dtype_sequence_is_not_handed_over(lower_dtype: str) -> None:
     costs, budget = PreemptionModel(PreemptionCosts()), LayerBudget(LAYERS, 64, LinkRate(1e9), NS_PER_S)
     placer = LayerPlacer(pool, budget, SchedulerConfig(max_step_tokens=16, steps_in_flight=1, layerwise="auto"), costs)
     sequence = parked(pool, "leaves", 3)
-    assert placer.may_lie_by_layer(sequence)
+    assert placer.may_offload(sequence)
     sequence.group.tokens_here = 1
-    assert placer.may_lie_by_layer(sequence) == (lower_dtype == "auto")
+    assert placer.may_offload(sequence) == (lower_dtype == "auto")

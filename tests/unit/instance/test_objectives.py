@@ -170,7 +170,7 @@ def two_answers(expected: int) -> Served:
     while served.it.state.decoding.items[-1].since_ns is None:
         served.step()
     for _ in range(20):
-        served.it.state.objectives.lengths.learn("", 8, expected)
+        served.it.state.objectives.lengths.learn_length("", 8, expected)
     return served
 
 

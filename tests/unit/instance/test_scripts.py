@@ -41,7 +41,7 @@ class Member(Script):
     """The machine of one member of a cluster of two."""
 
     def __init__(self, me: Peer, **sizes) -> None:
-        super().__init__(Instance(fleet_config(**sizes), BLOCK, me=me, geometry=GEOMETRY))
+        super().__init__(Instance(fleet_config(**sizes), BLOCK, self_peer=me, geometry=GEOMETRY))
         self.machine.handle(MessageArrived(ROUTER_PEER, JoinAccepted(tuple(info(p) for p in (P, D) if p != me))), 0)
 
     def hears(self, ms: float, sender: Peer, message: AnyMessage, *wanted: str) -> list:
@@ -256,7 +256,7 @@ def test_a_dispatch_that_comes_twice_is_taken_once() -> None:
 
 def test_a_decode_instance_takes_over() -> None:
     """It pulls what is ready, and decodes when it knows the first token: the prompt is not computed again."""
-    theirs = Instance(fleet_config(), BLOCK, me=P, geometry=GEOMETRY)
+    theirs = Instance(fleet_config(), BLOCK, self_peer=P, geometry=GEOMETRY)
     theirs.handle(MessageArrived(ROUTER_PEER, JoinAccepted((info(D),))), 0)
     offer = offer_in(theirs.handle(MessageArrived(ROUTER_PEER, Dispatch(a_request(), decode_at=D)), 0))
     it = Member(D)
@@ -274,7 +274,7 @@ def test_a_decode_instance_takes_over() -> None:
 
 def test_kv_that_comes_before_the_grammar_is_built_is_not_held() -> None:
     """What the cache keeps of it is found again: blocks of 4 tokens, and the last token is computed in any case."""
-    theirs = Instance(fleet_config(), BLOCK, me=P, geometry=GEOMETRY)
+    theirs = Instance(fleet_config(), BLOCK, self_peer=P, geometry=GEOMETRY)
     theirs.handle(MessageArrived(ROUTER_PEER, JoinAccepted((info(D),))), 0)
     theirs.handle(MessageArrived(ROUTER_PEER, Dispatch(a_request(grammar="json"), decode_at=D)), 0)
     offer = offer_in(theirs.handle(GrammarBuilt(1), 0))

@@ -74,5 +74,5 @@ def test_reuse_from_dram_is_decided_by_time():
     assert model.reusable_blocks(100, 4, 3, 3) == 6
     assert model.reusable_blocks(100, 4, 3, 0) == 3
     assert model.reusable_blocks(12, 4, 0, 3) == 3  # eleven tokens are saved: the last is computed in any case
-    model.learn(100, 0, 50_000)  # the machine has become quicker
+    model.learn_step(100, 0, 50_000)  # the machine has become quicker
     assert model.reusable_blocks(100, 4, 3, 2) == 3

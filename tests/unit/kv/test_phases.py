@@ -39,7 +39,7 @@ def bring(state: SchedulerState, phase: Phase) -> Sequence:
     while phase not in ways:
         ways = {to: [*ways[at], cause] for (at, cause), to in SEQUENCE.table.items() if at in ways} | ways
     group = Group(Request("r", np.arange(3, dtype=np.int32)), 0, 5, 0)
-    state.open(group)
+    state.open_group(group)
     sequence = group.new_sequence()
     for cause in ways[phase]:
         state.move(sequence, cause)
@@ -55,7 +55,7 @@ def test_a_sequence_moves_by_the_table_or_not_at_all(phase, cause) -> None:
     holding = [phase] if phase in LISTED else []
     assert sequence.phase is phase and containers(state, sequence) == holding
     assert state.sequences == (phase not in (Phase.NEW, Phase.FINISHED))
-    if SEQUENCE.allows(phase, cause):
+    if SEQUENCE.allows_move(phase, cause):
         state.move(sequence, cause)
         after = SEQUENCE.table[phase, cause]
         assert sequence.phase is after
@@ -72,7 +72,7 @@ def test_illegal_phase_moves_raise() -> None:
     state = new_state()
     sequence = bring(state, Phase.WAITING)
     with pytest.raises(InvariantError, match="PREEMPTED is no legal cause in WAITING"):
-        state.preempt(sequence)
+        state.preempt_sequence(sequence)
     state.move(sequence, Cause.FINISHED)
     with pytest.raises(InvariantError, match="ADMITTED is no legal cause in FINISHED"):
         state.move(sequence, Cause.ADMITTED)

@@ -13,7 +13,7 @@ from late_grammar import check_late_draws
 from memserve.base.errors import InvariantError
 from memserve.base.types import CopyBlocks, SamplingParams, StopParams, Tier
 from memserve.instance.events import OpenSequence
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import step_attention
 from memserve.model.attention.reference import ReferenceAttention, ReferencePages
 from memserve.model.forward import EagerForward
 from tiny_models import FAMILIES, GREEDY, VOCAB, Driver, greedy_tokens, loaded, prompt, sequence, tiny_module
@@ -221,5 +221,5 @@ def test_attention_outside_a_step_is_a_bug() -> None:
     model = loaded(tiny_module("llama"))
     with pytest.raises(InvariantError, match="outside a step"):
         EagerForward(model.module)(*(torch.arange(3) for _ in range(3)))
-    with attending(None), pytest.raises(InvariantError):
+    with step_attention(None), pytest.raises(InvariantError):
         EagerForward(model.module)(*(torch.arange(3) for _ in range(3)))

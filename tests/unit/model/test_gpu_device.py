@@ -35,7 +35,7 @@ def _driver(family: str = "llama", **options: Any) -> Any:
     page_bytes, layers = model.geometry.page_bytes, model.geometry.num_layers
 
     class Watched(TritonAttention):
-        def attend(self, layer: int, q: Any, k: Any, v: Any, **more: Any) -> Any:
+        def run_attention(self, layer: int, q: Any, k: Any, v: Any, **more: Any) -> Any:
             batch, bytes_of = self.batch, self.batch.arena.view(__import__("torch").uint8)
             blocks = batch.geometry.num_layers
             contexts, starts = batch.contexts.tolist(), batch.q_starts.tolist()
@@ -46,7 +46,7 @@ def _driver(family: str = "llama", **options: Any) -> Any:
                     written = (entry + 1) * batch.geometry.block_tokens > context - count
                     memory = bytes_of[page * page_bytes : (page + 1) * page_bytes]
                     gpu.access(gpu.compute, memory, writes=written)
-            return super().attend(layer, q, k, v, **more)
+            return super().run_attention(layer, q, k, v, **more)
 
     def choose(arena: Any, geometry: Any, share: Any = None) -> Any:
         return partial(Watched, arena.view(-1), geometry)
@@ -198,20 +198,20 @@ def the_checker_sees_a_missing_event() -> bool:
     from fake_gpu import FakeStream, RaceError
 
     def seen(left_out: set[int]) -> bool:
-        after, calls = FakeStream.after, [0]
+        after, calls = FakeStream.wait_for, [0]
 
         def skip(self: Any, mark: Any) -> None:
             calls[0] += 1
             if calls[0] - 1 not in left_out:
                 after(self, mark)
 
-        FakeStream.after = skip
+        FakeStream.wait_for = skip
         try:
             swaps_beside_steps()
         except RaceError:
             return True
         finally:
-            FakeStream.after = after
+            FakeStream.wait_for = after
         return False
 
     found = [seen(left_out) for left_out in ({0}, {1, 2}, {3, 4}, {5})]
@@ -280,7 +280,7 @@ def seals() -> bool:
         count = 2 if range_bytes > 60_000 else 3
         target = GpuMemory(torch.zeros(3 * range_bytes + 64, dtype=torch.uint8))
         places = np.arange(count, dtype=np.int64) * range_bytes
-        assert (target.land(places, arena.parts, offsets[:count], range_bytes) == expected[:count]).all()
+        assert (target.land_pinned(places, arena.arena_parts, offsets[:count], range_bytes) == expected[:count]).all()
         for place, offset in zip(places, offsets, strict=False):
             assert (target.tensor[place : place + range_bytes] == memory[offset : offset + range_bytes]).all()
         host = GpuMemory(torch.zeros(3 * range_bytes + 64, dtype=torch.uint8))

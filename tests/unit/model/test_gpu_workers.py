@@ -76,7 +76,7 @@ def chunks_and_decodes(parallel: Parallel, graphs: bool) -> bool:
         got_first += driver.decode(3, 77, 3)
         assert (got_first, got_second) == expected
         replays = [sum(graph.replays for graph in gpu.graphs) for gpu in instance.gpus]
-        assert replays == [5 if graphs else 0] * parallel.workers
+        assert replays == [5 if graphs else 0] * parallel.worker_count
         if not graphs:
             return True
         assert all(part.graph_sizes == [1, 2, 4, 8] for part in instance.parts.values())
@@ -112,7 +112,7 @@ def plans_in_flight(parallel: Parallel, graphs: bool) -> bool:
         assert [one.tokens[0] for one in done[:5]] == [*expected, second[0]]
         assert [*done[5].tokens, *done[5].kept[2]] == second[1:3] and done[6].tokens == second[3:4]
         known = [part._slots.tokens[2, :37].tolist() for part in instance.parts.values()]
-        assert known == [[*other.tolist(), *second[:4]]] * parallel.workers
+        assert known == [[*other.tolist(), *second[:4]]] * parallel.worker_count
     return True
 
 
@@ -128,19 +128,19 @@ class EvenTokens:
     def __bool__(self) -> bool:
         return bool(self.slots)
 
-    def open(self, slot: int, job_id: int, drawn: list[int]) -> None:
+    def open_slot(self, slot: int, job_id: int, drawn: list[int]) -> None:
         self.slots.add(slot)
 
-    def close(self, slot: int) -> None:
+    def close_slot(self, slot: int) -> None:
         self.slots.discard(slot)
 
-    def drawn(self, slot: int, token: int) -> None:
+    def take_token(self, slot: int, token: int) -> None:
         assert slot not in self.slots or token % 2 == 0
 
-    def flush(self) -> None:
+    def flush_tokens(self) -> None:
         """Nothing is sent."""
 
-    def mask(self, slot: int) -> np.ndarray:
+    def next_mask(self, slot: int) -> np.ndarray:
         return np.arange(131) % 2 == 0
 
 
@@ -268,15 +268,18 @@ def a_step_has_finished_on_all() -> bool:
     from memserve.model.gpu.arena import GpuArenas
     from memserve.model.workers.gpu_steps import Reports
 
-    held, wait = threading.Event(), Reports.wait
+    held, wait = threading.Event(), Reports.wait_finished
 
     def opens(self: Any, number: int) -> None:
         held.set()
         wait(self, number)
 
-    with _replaced(Reports, "wait", opens):
+    with _replaced(Reports, "wait_finished", opens):
         _reads_what_went_down(held)
-    for owner, name, fault in ((Reports, "wait", lambda self, number: None), (GpuArenas, "copied", lambda self: None)):
+    for owner, name, fault in (
+        (Reports, "wait_finished", lambda self, number: None),
+        (GpuArenas, "copies_mark", lambda self: None),
+    ):
         with _replaced(owner, name, fault):
             try:
                 _reads_what_went_down(threading.Event() if owner is Reports else None)
@@ -407,7 +410,7 @@ def real_processes() -> bool:
             kv_bytes = workers.kv_bytes()
             assert kv_bytes == 20 * geometry.block_bytes, "as much as the smallest has room for"
             config = asked.instance_config(geometry, 256, "tiny", 131, on_gpu=True, kv_bytes=kv_bytes)
-            return workers, workers.device(model, config), geometry
+            return workers, workers.build_device(model, config), geometry
 
         workers, device, geometry = started()
         driver = Driver.__new__(Driver)

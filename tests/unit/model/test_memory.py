@@ -10,7 +10,7 @@ import torch
 
 from captured_families import VOCAB, tiny
 from memserve.model import linears
-from memserve.model.attention.context import attending
+from memserve.model.attention.context import step_attention
 from memserve.model.capture.forward import capture_forward, release_weights
 from memserve.model.forward import EagerForward
 from memserve.model.linears import ROWS_NATIVE_MAX, bucket_rows, in_bucket
@@ -38,7 +38,7 @@ def bytes_in_use() -> int:
 
 def step(forward: Any, tokens: int, logits_rows: int = 1) -> torch.Tensor:
     places = torch.arange(tokens)
-    with attending(DenseAttention()):
+    with step_attention(DenseAttention()):
         return forward((places + 1) * 7919 % VOCAB, places, places[tokens - logits_rows :].clone())
 
 

@@ -172,7 +172,7 @@ def test_tiny_temperatures_and_impossible_tokens_are_safe() -> None:
 def table_of(samplings: list[SamplingParams], tokens: list[list[int]], prompt: int, **more: object) -> SlotTable:
     table = SlotTable(len(samplings), 64, 32)
     for slot, (sampling, known) in enumerate(zip(samplings, tokens, strict=True)):
-        table.open(OpenSequence(slot, np.array(known, np.int32), prompt, slot, sampling, [slot], **more))
+        table.open_slot(OpenSequence(slot, np.array(known, np.int32), prompt, slot, sampling, [slot], **more))
     return table
 
 
@@ -207,7 +207,7 @@ def test_draws_follow_the_softmax_over_positions_and_indices() -> None:
     positions, indices = np.zeros(6), np.zeros(6)
     table = SlotTable(4000, 8, 32)
     for slot in range(4000):
-        table.open(OpenSequence(slot, np.zeros(4, np.int32), 4, slot, sampling, [0]))
+        table.open_slot(OpenSequence(slot, np.zeros(4, np.int32), 4, slot, sampling, [0]))
     drawn = sample(logits.repeat(4000, 1), np.arange(4000), np.arange(4000), table)
     indices += np.bincount(drawn.tokens, minlength=6)
     table.index[:], table.prompt_tokens[:] = 0, -np.arange(4000)  # as if slot ``s`` had generated ``4 + s`` tokens

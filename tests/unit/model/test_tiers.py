@@ -45,7 +45,7 @@ def test_blocks_are_converted_on_their_way_and_not_inside_a_tier() -> None:
     values = torch.randn(6, geometry.block_bytes // 4)
     arenas.hbm.copy_(values.view(torch.uint8))
 
-    arenas.copy(CopyBlocks(Tier.HBM, Tier.DRAM, [5, 0, 2], [39, 1, 0]))
+    arenas.copy_blocks(CopyBlocks(Tier.HBM, Tier.DRAM, [5, 0, 2], [39, 1, 0]))
     pages = np.arange(3, dtype=np.int32)
     for above, below in ((5, 39), (0, 1), (2, 0)):
         expected = np.zeros(lower_bytes, np.uint8)
@@ -53,9 +53,9 @@ def test_blocks_are_converted_on_their_way_and_not_inside_a_tier() -> None:
         assert np.array_equal(arenas.dram[below].numpy(), expected)
     assert not arenas.dram[2:39].any()
 
-    arenas.copy(CopyBlocks(Tier.DRAM, Tier.DRAM, [39], [7]))
-    arenas.copy(CopyBlocks(Tier.HBM, Tier.HBM, [1], [5]))
-    arenas.copy(CopyBlocks(Tier.DRAM, Tier.HBM, [7], [2]))
+    arenas.copy_blocks(CopyBlocks(Tier.DRAM, Tier.DRAM, [39], [7]))
+    arenas.copy_blocks(CopyBlocks(Tier.HBM, Tier.HBM, [1], [5]))
+    arenas.copy_blocks(CopyBlocks(Tier.DRAM, Tier.HBM, [7], [2]))
     assert torch.equal(arenas.hbm[5], arenas.hbm[1]), "copied, and not rounded"
     came_up = arenas.hbm[2].view(torch.float32)
     assert not torch.equal(came_up, values[5]) and torch.allclose(came_up, values[5], atol=0.02)
@@ -65,7 +65,7 @@ def test_blocks_are_converted_on_their_way_and_not_inside_a_tier() -> None:
         ((Tier.DRAM, Tier.HBM), 40, 0),
     ):
         with pytest.raises(IndexError):
-            arenas.copy(CopyBlocks(*tiers, [src], [dst]))
+            arenas.copy_blocks(CopyBlocks(*tiers, [src], [dst]))
 
 
 def test_a_lower_dtype_doubles_dram_and_has_its_own_namespace() -> None:

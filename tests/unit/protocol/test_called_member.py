@@ -66,7 +66,7 @@ class Script:
 
     def is_called(self, now_ns: int, router: Peer, address: str) -> None:
         """It is alone, and asks to join."""
-        assert self.member.is_alone
+        assert self.member.is_detached
         said = LogWarning(f"the router at {address} calls: joining it")
         asks = ConnectRouter(ANY_ROUTER, address), Send(ANY_ROUTER, Join(ME, address))
         self.hears(now_ns, router, JoinRequest(address), said, *asks)
@@ -105,7 +105,7 @@ def test_calls_are_signs_of_life_and_a_silent_router_is_left() -> None:
     it.at(128, ClockTicked(), ReadLoad(with_stats=True))
     gone = LogWarning("the router at a is not heard any more; s1 waits to be called by another")
     it.at(138, ClockTicked(), gone, RemovePeer(OTHER.peer))
-    assert it.member.is_alone and it.member.router is None and it.member.next_deadline_ns is None
+    assert it.member.is_detached and it.member.router is None and it.member.next_deadline_ns is None
     it.at(139, LoadRead(Load(), 3))
     it.is_called(200, Peer(ROUTER, 3), "b")
     assert it.member.addresses.address == "b"
@@ -209,13 +209,13 @@ def test_random_lives(life: list[tuple[int, Peer | None, AnyMessage]]) -> None:
                 case ChangeGeneration(_, _, generation_min):
                     pending += it.handle(GenerationChanged(replace(ME, peer=Peer("s1", generation_min))), now)
                 case Send(to, Heartbeat() | Join() as said):
-                    assert to == ANY_ROUTER and isinstance(said, Join) == (it.router is None) and not it.is_alone
+                    assert to == ANY_ROUTER and isinstance(said, Join) == (it.router is None) and not it.is_detached
                 case Left():
                     raise AssertionError("it ends unasked")
         it.check_invariants()
-        assert all(it.knows(peer) for peer in lines.values()) and len(lines) == len(it._peers)
-        assert (it.next_deadline_ns is None) == it.is_alone
-        assert it.is_alone or it.next_deadline_ns > now
+        assert all(it.knows_peer(peer) for peer in lines.values()) and len(lines) == len(it._peers)
+        assert (it.next_deadline_ns is None) == it.is_detached
+        assert it.is_detached or it.next_deadline_ns > now
 
 
 def test_store_leaves_a_router_shut_down_in_order_immediately() -> None:
@@ -226,7 +226,7 @@ def test_store_leaves_a_router_shut_down_in_order_immediately() -> None:
     assert it.member.router == A, "another router's end is no concern of it"
     ends = LogWarning("the router at a ends; s1 waits to be called by another")
     it.hears(3, A, Leave(), ends, RemovePeer(OTHER.peer))
-    assert it.member.is_alone and it.member.next_deadline_ns is None
+    assert it.member.is_detached and it.member.next_deadline_ns is None
     it.hears(4, A, Leave())
     it.is_called(5, B, "b")
 
@@ -242,4 +242,4 @@ def test_store_with_configured_router_waits_for_its_return() -> None:
     it = Script("a")
     it.joins(1, A, "a")
     it.hears(2, A, Leave())
-    assert it.member.router == A and not it.member.is_alone
+    assert it.member.router == A and not it.member.is_detached

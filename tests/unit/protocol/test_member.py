@@ -101,7 +101,7 @@ def test_join_is_repeated_until_accepted_then_heartbeats() -> None:
     it.at(35, ClockTicked(), ReadLoad(with_stats=True))
     it.beats(36, IDLE, ME)
     it.hears(37, OLD, PeerJoined(OTHER), AddPeer(OTHER), ForwardMessage(OLD, PeerJoined(OTHER)))
-    assert it.member.knows(OTHER.peer) and not it.member.knows(Peer("c2", 9))
+    assert it.member.knows_peer(OTHER.peer) and not it.member.knows_peer(Peer("c2", 9))
     it.hears(38, OTHER.peer, Cancel("x"), ForwardMessage(OTHER.peer, Cancel("x")))
     it.hears(39, OLD, HeartbeatAck())
     again = JoinAccepted((), "elsewhere")  # it lacks a member, the router has noticed
@@ -191,7 +191,7 @@ def test_silent_router_is_probed_then_sought_at_next_address() -> None:
     gone = LogWarning("no router is heard: trying b"), ConnectRouter(ANY_ROUTER, "b")
     it.at(125, ClockTicked(), *gone, ReadLoad(with_stats=True))
     it.hears(126, OLD, HeartbeatAck(), ConnectRouter(OLD, "a"))
-    assert it.member.addresses.address == it.member.addresses.home == "a"
+    assert it.member.addresses.address == it.member.addresses.joined_address == "a"
 
 
 def test_router_found_again_gets_a_connection_of_its_own() -> None:
@@ -209,24 +209,24 @@ def test_router_found_again_gets_a_connection_of_its_own() -> None:
 
 def test_addresses_are_tried_in_turn() -> None:
     them = RouterAddresses(["a", "b", "c"], CONFIG)
-    tried = [them.address for now in range(0, 180, 20) if them.turn(now)]
+    tried = [them.address for now in range(0, 180, 20) if them.try_next(now)]
     assert tried == ["b", "c", "a", "b"], "as long as there is no router"
-    them.heard(200)
-    them.settle("")
-    assert them.home == "b", "not said where: the one that is tried"
+    them.mark_contact(200)
+    them.set_joined("")
+    assert them.joined_address == "b", "not said where: the one that is tried"
     them.address = "c"
-    them.settle("b")
-    assert (them.address, them.home) == ("b", "b")
-    assert not them.turn(310) and them.wants_ack(310), "its own router has longer"
-    assert them.turn(320) and (them.address, them.home) == ("c", "b")
-    them.lead_to("d", 321)
-    assert (them.address, them.home, str(them)) == ("d", None, "a, b, d")
-    them.lead_to("a", 322)
+    them.set_joined("b")
+    assert (them.address, them.joined_address) == ("b", "b")
+    assert not them.try_next(310) and them.wants_ack(310), "its own router has longer"
+    assert them.try_next(320) and (them.address, them.joined_address) == ("c", "b")
+    them.switch_to("d", 321)
+    assert (them.address, them.joined_address, str(them)) == ("d", None, "a, b, d")
+    them.switch_to("a", 322)
     assert (them.address, str(them)) == ("a", "a, b, d")
-    them.settle("nowhere")
-    assert (them.address, them.home) == ("a", "a"), "an address that was never tried is none"
+    them.set_joined("nowhere")
+    assert (them.address, them.joined_address) == ("a", "a"), "an address that was never tried is none"
     alone = RouterAddresses(["a"], CONFIG)
-    assert not alone.turn(10**9) and not alone.wants_ack(10**9)
+    assert not alone.try_next(10**9) and not alone.wants_ack(10**9)
 
 
 MESSAGES = st.one_of(
@@ -270,7 +270,7 @@ def test_random_lives(life: list[tuple[int, object, AnyMessage]]) -> None:
                 case Left():
                     left += 1
         it.check_invariants()
-        assert all(it.knows(peer) for peer in lines.values()) and len(lines) == len(it._peers)
+        assert all(it.knows_peer(peer) for peer in lines.values()) and len(lines) == len(it._peers)
         if left:
             return
         assert it.next_deadline_ns is not None and it.next_deadline_ns > now_ns

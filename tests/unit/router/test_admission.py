@@ -333,7 +333,7 @@ def test_new_owner_stops_waiting_for_a_dead_follower() -> None:
 
 
 def blocks_left(world: World, name: str) -> int:
-    member = world.owner._registry.named(name)
+    member = world.owner._registry.member_by_name(name)
     return int(world.owner._lifecycle.admission.memory.ledger.blocks_free(member.number))
 
 

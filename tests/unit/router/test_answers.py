@@ -263,6 +263,6 @@ def test_recovery_stops_waiting_for_missing_members() -> None:
     it.ask("b")
     assert it.sent(Dispatch) == []
     dead_ns = it.machine.config.dead_after_ns
-    it.machine._registry.get(C.peer).heard_ns = dead_ns
+    it.machine._registry.get(C.peer).last_seen_ns = dead_ns
     it.do(ClockTicked(), dead_ns)
     assert len(it.sent(Dispatch)) == 1

@@ -13,7 +13,7 @@ def tokens(world: World, tenant: str | None = None) -> tuple[int, int]:
     """Prompt tokens, and how many of them were new."""
     stats = world.cluster.stats()
     count = stats.prompt_tokens if tenant is None else stats.tenant_prompt_tokens[tenant]
-    return count.seen, round(count.new)
+    return count.total, round(count.new)
 
 
 def test_tokens_of_an_earlier_prompt_are_not_new() -> None:

@@ -407,8 +407,8 @@ def test_admitted_requests_leave_once_and_hold_nothing(seed):
     memory = cluster._lifecycle.admission.memory
     if memory.is_counting:
         for member in cluster._registry:
-            kept = set(memory.ledger.inactive(member.number))
-            assert set(memory.ledger.holders(member.number)) == kept
+            kept = set(memory.ledger.inactive_requests(member.number))
+            assert set(memory.ledger.holders_of(member.number)) == kept
             assert world.config.admission.evictions_max is not None or not kept
     world.check_repeatable()
 

@@ -93,7 +93,7 @@ def test_random_load_leaves_nothing_held(seed):
     gate, memory = gate_of(world), world.cluster._lifecycle.admission.memory
     assert gate.admitted == gate.left and gate.active == 0 and gate.waiting == {} and "pressure" not in gate.rejected
     world.wait(HELD_NS_MAX + world.config.admission.wait_ns)
-    assert not any(memory.ledger.holders(member.number) for member in world.cluster._registry)
+    assert not any(memory.ledger.holders_of(member.number) for member in world.cluster._registry)
 
 
 def test_admission_hold_needs_cache_admission():

@@ -35,7 +35,7 @@ class Node:
     """An instance of a cluster, whose steps never end: what comes waits."""
 
     def __init__(self, *followers: PeerInfo) -> None:
-        self.machine = Instance(fleet_config(step_tokens=SHORT), BLOCK, me=Peer("a", 1), geometry=GEOMETRY)
+        self.machine = Instance(fleet_config(step_tokens=SHORT), BLOCK, self_peer=Peer("a", 1), geometry=GEOMETRY)
         self.hears(OWNER, JoinAccepted(followers))
 
     def hears(self, router: Peer, message: Any) -> list[Send]:

@@ -132,7 +132,7 @@ def test_cost_avoids_the_network_when_it_can():
     assert choice("cost", ask, candidates) == (1, 2)
 
 
-SLOW, NEAR = COSTS.scaled(10.0), CopyCurve(1000.0, 0.0, 0.0)
+SLOW, NEAR = COSTS.with_prefill_scale(10.0), CopyCurve(1000.0, 0.0, 0.0)
 
 
 def test_cost_knows_each_instance_by_its_own_profile():
@@ -155,7 +155,7 @@ def test_cost_prices_transfers_as_instances_do():
     (first,) = some(P, host_id=["h"], matched_tokens=[160], dram_tokens=[80], costs=[costs])
     (decided,) = decide_batch(costs, geometry, [Prefix(1000, 80, 80, 640)])
     found = first_cost(ask, first)
-    assert (found.fetch_ns, found.swap_ns) == (decided.chosen.wait_ns, decided.chosen.swap_ns)
+    assert (found.fetch_ns, found.swap_ns) == (decided.choice.wait_ns, decided.choice.swap_ns)
     assert found.total_ns == decided.expected_ns
     assert found.fetch_ns == costs.same_host.ns(80 * geometry.block_bytes, 80)
     (decoder,) = some(D, host_id=["h"], matched_tokens=[160], costs=[costs])
@@ -299,7 +299,7 @@ def crowd(policy: str, seed: int, prompt: list[int]) -> Cluster:
     for k in range(40):
         peer = Peer(f"i{k}", 1)
         prefill, context = rng.integers(0, 30_000, 2).tolist()
-        machine = structs.replace(info(peer.name, (P, D, C)[k % 3]), costs=PROFILES[k % 2].encode())
+        machine = structs.replace(info(peer.name, (P, D, C)[k % 3]), costs=PROFILES[k % 2].to_json())
         room = (1 << 20) if policy != "best-fit" else int(rng.integers(0, 40))
         said = [Join(machine), Heartbeat(Load(0, k % 5, prefill, context, room))]
         if rng.random() < 0.5:
@@ -377,11 +377,11 @@ def test_equal_hosts_and_equal_profiles_have_equal_codes(steps):
     table, living, profiles = LoadTable(), {}, {}
     for number, host_id, machine in steps:
         if number in living:
-            table.leave(number)
+            table.remove_member(number)
             del living[number], profiles[number]
         else:
-            profiles[number] = COSTS.scaled(float(machine))
-            table.enter(number, C, 100, 10, host_id, profiles[number])
+            profiles[number] = COSTS.with_prefill_scale(float(machine))
+            table.add_member(number, C, 100, 10, host_id, profiles[number])
             living[number] = host_id
         codes = table.profiles.tolist()
         assert all((codes[a] == codes[b]) == (profiles[a] == profiles[b]) for a in living for b in living)

@@ -17,7 +17,7 @@ from memserve.protocol.messages import RETRY_S, Cancel, Dispatch, Join, RequestR
 from memserve.protocol.peers import PeerInfo
 from memserve.router.events import EmitTokens, InstanceDied, RejectRequest, RequestArrived, RequestCancelled, Send
 from memserve.router.machine import Cluster
-from memserve.router.placement.shards import longest
+from memserve.router.placement.shards import longest_sequence
 
 ROOM = 8 * BLOCK
 MS = 1_000_000
@@ -212,10 +212,10 @@ def test_holders_draw_as_simply_as_possible() -> None:
 
 
 def test_the_longest_sequence_is_that_of_all_or_of_the_model() -> None:
-    assert longest([member("a"), member("b"), member("c")], 1024) == 3 * ROOM + 1
-    assert longest([member("a"), member("b"), member("c")], 2) == 2 * ROOM + 1
-    assert longest([member("a"), member("b", sequence_tokens=40)], 1024) == 40
-    assert longest([member("a"), info("b", Role.COLOCATED)], 1024) == 0
+    assert longest_sequence([member("a"), member("b"), member("c")], 1024) == 3 * ROOM + 1
+    assert longest_sequence([member("a"), member("b"), member("c")], 2) == 2 * ROOM + 1
+    assert longest_sequence([member("a"), member("b", sequence_tokens=40)], 1024) == 40
+    assert longest_sequence([member("a"), info("b", Role.COLOCATED)], 1024) == 0
 
 
 @pytest.mark.parametrize("text", ["1", "0", "many", "-3", "2.5"])

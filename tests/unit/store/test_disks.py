@@ -44,29 +44,29 @@ def test_written_value_is_read_with_name_and_tag() -> None:
         payload = world.rng.randbytes(size)
         assert world.put(key, payload, name=b"abc", scope=5)
         world.settle()
-        record = world.disks.find(key)
+        record = world.disks.find_record(key)
         assert record is not None and (record.length, record.scope, record.seal) == (size, 5, seal_of(payload))
         assert world.read_now(key) == payload
         assert ends(world, ev.ReadEnded)[-1].name == b"abc"
         assert not world.put(key, payload), "it is here"
-        assert not world.disks.wants(key, size, world.now, bypass=True)
-    assert world.disks.prefix(b"".join(bytes([number]) * 16 for number in (0, 3, 1, 9, 2))) == 3
-    assert sorted(split(world.disks.keys())) == [bytes([number]) * 16 for number in range(6)]
-    assert world.read(b"?" * 16) is None and world.disks.find(b"?" * 16) is None
+        assert not world.disks.wants_value(key, size, world.now, bypass=True)
+    assert world.disks.prefix_length(b"".join(bytes([number]) * 16 for number in (0, 3, 1, 9, 2))) == 3
+    assert sorted(split(world.disks.all_keys())) == [bytes([number]) * 16 for number in range(6)]
+    assert world.read(b"?" * 16) is None and world.disks.find_record(b"?" * 16) is None
 
 
 def test_first_request_for_a_value_is_not_written_to_full_disk() -> None:
     world = started(DisksConfig(), disks=1)
     key, other = b"k" * 16, b"o" * 16
-    assert world.disks.wants(key, 8192, world.now), "there is space that nothing lies on"
+    assert world.disks.wants_value(key, 8192, world.now), "there is space that nothing lies on"
     filled(world, 60)
-    assert not world.disks.wants(other, 8192, world.now)
-    assert world.disks.wants(other, 8192, world.now)
-    assert world.disks.wants(b"p" * 16, 8192, world.now, bypass=True)
+    assert not world.disks.wants_value(other, 8192, world.now)
+    assert world.disks.wants_value(other, 8192, world.now)
+    assert world.disks.wants_value(b"p" * 16, 8192, world.now, bypass=True)
     assert world.disks.counters()["refused_seldom"] == 1
     everything = started(DisksConfig(admission="all"), disks=1)
     filled(everything, 60)
-    assert everything.disks.wants(other, 8192, everything.now)
+    assert everything.disks.wants_value(other, 8192, everything.now)
 
 
 def test_no_24_hours_see_more_than_the_days_budget() -> None:
@@ -77,8 +77,8 @@ def test_no_24_hours_see_more_than_the_days_budget() -> None:
     now = 5
     for _ in range(20_000):
         now += rng.choice((0, NS_PER_S, 60 * NS_PER_S))
-        if budget.has(MIB, now):
-            budget.charge(MIB, now)
+        if budget.allows_bytes(MIB, now):
+            budget.charge_bytes(MIB, now)
             written.append((now, MIB))
     first = total = most = 0
     for at, nbytes in written:
@@ -88,7 +88,7 @@ def test_no_24_hours_see_more_than_the_days_budget() -> None:
             first += 1
         most = max(most, total)
     assert 980 * MIB < most <= 1000 * MIB
-    assert WriteBudget(0).has(1 << 60, 0)
+    assert WriteBudget(0).allows_bytes(1 << 60, 0)
 
 
 def test_daily_write_budget_is_shared_by_all_disks() -> None:
@@ -100,16 +100,16 @@ def test_daily_write_budget_is_shared_by_all_disks() -> None:
     counters = world.disks.counters()
     assert counters["refused_budget"] > 100
     assert MIB - 16 * PAGE_BYTES < counters["disk_bytes_written"] < MIB + 16 * PAGE_BYTES  # burst: half of this day's
-    assert not world.disks.wants(b"k" * 16, 8192, world.now, bypass=True), "a bypass is no licence"
+    assert not world.disks.wants_value(b"k" * 16, 8192, world.now, bypass=True), "a bypass is no licence"
     world.pass_time(DAY_NS)
-    assert world.disks.wants(b"k" * 16, 8192, world.now)
+    assert world.disks.wants_value(b"k" * 16, 8192, world.now)
 
 
 def test_a_queue_that_is_deep_takes_no_more_writes() -> None:
     world = started(DisksConfig(admission="all", writes_max=4), disks=1, segments=12)
     keys = [world.rng.randbytes(16) for _ in range(6)]
     assert [world.put(key, BLOCK) for key in keys] == [True] * 4 + [False] * 2
-    assert not world.disks.wants(keys[5], 8192, world.now)
+    assert not world.disks.wants_value(keys[5], 8192, world.now)
     assert world.disks.counters()["refused_busy"] == 3
     world.settle()
     assert world.put(keys[5], BLOCK)
@@ -117,8 +117,8 @@ def test_a_queue_that_is_deep_takes_no_more_writes() -> None:
 
 def test_a_value_longer_than_a_segment_is_refused() -> None:
     world = started()
-    assert not world.disks.wants(b"k" * 16, SEGMENT_BYTES, world.now)
-    assert not world.disks.write(b"k" * 16, 0, SEGMENT_BYTES, world.now)
+    assert not world.disks.wants_value(b"k" * 16, SEGMENT_BYTES, world.now)
+    assert not world.disks.write_value(b"k" * 16, 0, SEGMENT_BYTES, world.now)
 
 
 def test_a_read_ends_by_its_deadline_and_its_extent_later() -> None:
@@ -194,10 +194,12 @@ def test_full_disk_is_read_and_written_again_when_room_returns(why: str, sync) -
     refused(world, why)
     assert ends(world, ev.DiskFull) == [ev.DiskFull(0, why)] and not ends(world, ev.DiskLost)
     assert world.disks.counters()["disks_full"] == world.disks.counters()["disks_filled"] == 1
-    assert world.disks.idle and not world.jobs, "what waits for room is not under way"
+    assert world.disks.is_idle and not world.jobs, "what waits for room is not under way"
     for key in keys:
         assert world.read_now(key) == BLOCK
-    assert not world.put(b"n" * 16, BLOCK) and not world.disks.wants(b"n" * 16, len(BLOCK), world.now, bypass=True)
+    assert not world.put(b"n" * 16, BLOCK) and not world.disks.wants_value(
+        b"n" * 16, len(BLOCK), world.now, bypass=True
+    )
     assert world.disks.next_deadline_ns == world.now + world.config.full_pause_ns
     for _ in range(30):  # one write each time, and one word in all
         world.pass_time(world.config.full_pause_ns)
@@ -295,13 +297,13 @@ def test_operations_on_lost_disk_end_when_device_completes() -> None:
     keys = filled(world, 6)
     reads = [world.read(key) for key in keys[:3]]
     assert world.put(b"w" * 16, BLOCK)
-    world.disks.verify(world.now)
+    world.disks.start_verification(world.now)
     world.take()
     world.end(next(iter(world.jobs)), works=False)
     assert [world.reads[read_id][:2] for read_id in reads] == [(False, "EIO"), (False, "lost"), (False, "lost")]
     assert sorted(world.reading) == reads[1:] and b"w" * 16 in world.putting
     assert [outcome.records for outcome in ends(world, ev.Verified)] == [0]
-    assert world.read(keys[4]) is None and world.disks.prefix(keys[4]) == 0 and len(world.disks) == 0
+    assert world.read(keys[4]) is None and world.disks.prefix_length(keys[4]) == 0 and len(world.disks) == 0
     world.settle()
     assert ends(world, ev.Written)[-1] == ev.Written(b"w" * 16, False) and not world.reading
 
@@ -311,7 +313,7 @@ def test_no_rewrite_while_lost_disk_may_read_the_extent() -> None:
     key = b"w" * 16
     assert world.put(key, BLOCK)
     writing = next(iter(world.jobs))
-    assert world.disks.remove(key)
+    assert world.disks.remove_value(key)
     world.take()
     other = next(job for job in world.jobs if job != writing and world.jobs[job].action.disk == world.disk_of[key])
     world.end(other, works=False)
@@ -337,10 +339,17 @@ def test_values_spread_by_disk_size_and_survive_reordering() -> None:
 def test_nothing_works_without_disks() -> None:
     disks = Disks([])
     key = b"k" * 16
-    assert key not in disks and disks.prefix(key) == 0 and disks.keys() == b"" and disks.find(key) is None
-    assert not disks.wants(key, 1, 0) and not disks.write(key, 0, 1, 0) and disks.read(key, 0, 0) is None
-    assert not disks.remove(key) and disks.idle and disks.next_deadline_ns is None
-    disks.verify(0)
+    assert (
+        key not in disks
+        and disks.prefix_length(key) == 0
+        and disks.all_keys() == b""
+        and disks.find_record(key) is None
+    )
+    assert (
+        not disks.wants_value(key, 1, 0) and not disks.write_value(key, 0, 1, 0) and disks.read_value(key, 0, 0) is None
+    )
+    assert not disks.remove_value(key) and disks.is_idle and disks.next_deadline_ns is None
+    disks.start_verification(0)
     assert disks.take_outcomes() == [ev.Verified(1, 0, 0, 0, 0, b"")] and disks.take_actions() == []
 
 
@@ -361,7 +370,7 @@ def test_a_removal_and_a_purge_outlive_a_kill() -> None:
 
 def test_value_removed_during_write_is_not_found() -> None:
     world = started(disks=1)
-    assert world.put(b"k" * 16, BLOCK) and world.disks.remove(b"k" * 16)
+    assert world.put(b"k" * 16, BLOCK) and world.disks.remove_value(b"k" * 16)
     world.take()
     world.settle()
     assert ends(world, ev.Written) == [ev.Written(b"k" * 16, False)] and b"k" * 16 not in world.disks
@@ -389,7 +398,7 @@ def test_a_flipped_bit_of_any_record_is_noticed() -> None:
         while not world.put(number.to_bytes(16, "big"), rng.randbytes(size), name=rng.randbytes(rng.choice((0, 20)))):
             world.work()
     world.settle()
-    keys = split(world.disks.keys())
+    keys = split(world.disks.all_keys())
     assert len(keys) == 1000
     for key in keys:
         disk = world.disk_of[key]
@@ -428,8 +437,8 @@ def test_verification_reads_one_record_at_a_time_and_yields() -> None:
     world = started(DisksConfig(admission="all", check_pause_ns=10 * NS_PER_MS), disks=1, segments=12)
     keys = filled(world, 20)
     held = world.read(keys[0], world.now + NS_PER_S)
-    verification = world.disks.verify(world.now)
-    assert world.disks.verify(world.now) == verification, "one at a time"
+    verification = world.disks.start_verification(world.now)
+    assert world.disks.start_verification(world.now) == verification, "one at a time"
     world.take()
     checks = lambda: [job for job, begun in world.jobs.items() if isinstance(begun.action, ev.ReadRecord)]  # noqa: E731  # short
     assert len(checks()) == 1

@@ -23,17 +23,17 @@ def test_health_file_is_written_once_a_second(tmp_path: Path, clock: list[float]
     path = tmp_path / "health"
     health = HealthFile(path)
     assert not path.exists(), "before the first word there is none: the process has not started"
-    health.tell(HealthState.OUTSIDE)
-    health.tell(HealthState.MEMBER)
+    health.write_state(HealthState.OUTSIDE)
+    health.write_state(HealthState.MEMBER)
     assert path.read_text() == "outside\n", "at most once a second"
     clock[0] += 1.0
-    health.tell(HealthState.MEMBER)
+    health.write_state(HealthState.MEMBER)
     assert path.read_text() == "member\n"
     os.utime(path, (0, 0))
     clock[0] += 1.0
-    health.tell(HealthState.MEMBER)
+    health.write_state(HealthState.MEMBER)
     assert path.stat().st_mtime > 0, "the same word again makes it young"
-    health.remove()
+    health.remove_file()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -78,7 +78,7 @@ def test_cpu_watch_without_proc_files(proc: FakeProc) -> None:
 
 
 def test_this_machine_tells() -> None:
-    assert process._read() is not None
+    assert process._read_cpu() is not None
 
 
 def test_signal_wrapped_in_a_library_error_still_ends() -> None:

@@ -97,7 +97,7 @@ def _instances(*parallels: Parallel) -> Any:
     module, together = tiny_module("llama"), []
     try:
         for parallel in parallels:
-            together.append(Together(module, parallel) if parallel.workers > 1 else Alone(module))
+            together.append(Together(module, parallel) if parallel.worker_count > 1 else Alone(module))
         members = [
             Member(f"m{number}", one.geometry, {Tier.HBM: one.memory(), Tier.DRAM: one.dram})
             for number, one in enumerate(together)

@@ -246,11 +246,11 @@ def test_lanes_keep_their_order_whatever_fails() -> None:
 
     for number in range(50):
         for lane in range(5):
-            assert lanes.submit(lane, lambda lane=lane, number=number: task(lane, number))
+            assert lanes.submit_task(lane, lambda lane=lane, number=number: task(lane, number))
     lanes.close()
     for lane in range(5):
         assert [number for which, number in done if which == lane] == list(range(50))
-    assert not lanes.submit(0, lambda: None)
+    assert not lanes.submit_task(0, lambda: None)
 
 
 def test_lane_runs_one_task_at_a_time() -> None:
@@ -266,9 +266,9 @@ def test_lane_runs_one_task_at_a_time() -> None:
             running -= 1
 
     for _ in range(200):
-        lanes.submit("one", task)
+        lanes.submit_task("one", task)
     for lane in ("two", "three"):  # these meet: they run at the same time
-        lanes.submit(lane, lambda: barrier.wait(10))
+        lanes.submit_task(lane, lambda: barrier.wait(10))
     lanes.close()
     assert most == 1
 
@@ -285,7 +285,7 @@ def test_poll_thread_polls_while_there_is_work() -> None:
     assert looks.acquire(timeout=10)
     assert not looks.acquire(timeout=0.05)  # nothing to do: it sleeps
     busy[0] = True
-    attendant.look_often()
+    attendant.poll_soon()
     assert all(looks.acquire(timeout=10) for _ in range(5))
     busy[0] = False
     attendant.close()

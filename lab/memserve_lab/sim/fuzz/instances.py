@@ -184,9 +184,9 @@ class FuzzedInstance(InstanceNode, FuzzedMember):
         state, now = self.machine.state, self.now
         deadline_ns = state.grammars.next_deadline_ns
         for group in state.groups.values() if deadline_ns is not None and deadline_ns <= now else ():
-            if state.grammars.awaited(group.wanted_grammar):
+            if state.grammars.is_awaited(group.wanted_grammar):
                 self._too_slow(group)
-        for sequence in state.late_masks.overdue(now):
+        for sequence in state.late_masks.overdue_sequences(now):
             self._too_slow(sequence.group)
         super().post(event)
 

@@ -36,7 +36,7 @@ def store_info(like: PeerInfo, setup: StoreSetup, costs: CostModel) -> PeerInfo:
     told = dataclasses.replace(costs, disk=curve_of_disks(disks)) if disks else costs
     return replace(
         like, role=Role.STORE, hbm_blocks=0, dram_blocks=setup.blocks(like.geometry.block_bytes), context_tokens=0,
-        caching=True, costs=told.encode(),
+        caching=True, costs=told.to_json(),
     )  # fmt: skip
 
 

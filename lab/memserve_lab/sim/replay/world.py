@@ -76,7 +76,7 @@ class ReplayWorld:
         self.moments = Moments()
         self.fabric, self.links = Fabric(self.clock), LinkTotals()
         self._steps = step_times(setup.machine)
-        self._costs = setup.machine.costs.encode() if setup.has_profiles else b""
+        self._costs = setup.machine.costs.to_json() if setup.has_profiles else b""
         self._cores: dict[str, Cores] = {}
         self._hosts: dict[str, str] = {}  # of each instance and store, by name
         self.router = RouterNode(self)
@@ -130,7 +130,7 @@ class ReplayWorld:
         known = PreemptionCosts(block_bytes=machine.geometry.block_bytes, profile=profile)
         block_tokens = machine.geometry.block_tokens
         kind = FastForwardInstance if isinstance(node, ReplayNode) and node.fast_forwards else Instance
-        instance = kind(self._config(node), block_tokens, known, me=node.peer, geometry=machine.geometry)
+        instance = kind(self._config(node), block_tokens, known, self_peer=node.peer, geometry=machine.geometry)
         state = instance.state
         if state.objectives is not None:
             state.objectives = StudiedObjectives(

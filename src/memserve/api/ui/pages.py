@@ -39,15 +39,15 @@ class Dashboard:
     def routes(self) -> list[Route]:
         """All below ``/ui``."""
         return [
-            Route("/ui", self.page),
-            Route("/ui/events", self.events),
-            Route("/ui/snapshot", self.snapshot),
-            Route("/ui/trees", self.trees),
-            Route("/ui/requests/{request_id:path}", self.request),
-            Route("/ui/{name}", self.file),
+            Route("/ui", self.get_page),
+            Route("/ui/events", self.stream_events),
+            Route("/ui/snapshot", self.get_snapshot),
+            Route("/ui/trees", self.get_trees),
+            Route("/ui/requests/{request_id:path}", self.get_timeline),
+            Route("/ui/{name}", self.get_file),
         ]
 
-    def viewer(self, authorization: str | None) -> Viewer:
+    def viewer_of(self, authorization: str | None) -> Viewer:
         """Which figures the sender of an ``Authorization`` header may see. Raises :class:`ApiError` 401.
 
         The key of ``/metrics`` sees what that page shows, and requests of all tenants. An API key sees its tenant's
@@ -55,39 +55,39 @@ class Dashboard:
         """
         if not self._metrics_keys.is_open:
             try:
-                self._metrics_keys.tenant(authorization)
+                self._metrics_keys.tenant_of(authorization)
                 return Viewer(None, sees_cluster=True, names_tenants=True)
             except ApiError:
                 pass  # another key: perhaps a tenant's
-        return Viewer(self._api_keys.tenant(authorization), sees_cluster=self._metrics_keys.is_open)
+        return Viewer(self._api_keys.tenant_of(authorization), sees_cluster=self._metrics_keys.is_open)
 
-    async def page(self, request: Request) -> Response:
+    async def get_page(self, request: Request) -> Response:
         """``GET /ui``."""
         return static_file("index.html")
 
-    async def file(self, request: Request) -> Response:
+    async def get_file(self, request: Request) -> Response:
         """``GET /ui/{name}``: a script, a style or a picture."""
         return static_file(request.path_params["name"])
 
-    async def events(self, request: Request) -> Response:
+    async def stream_events(self, request: Request) -> Response:
         """``GET /ui/events``: a snapshot about once a second."""
-        viewer = self.viewer(request.headers.get("authorization"))
+        viewer = self.viewer_of(request.headers.get("authorization"))
         self._feed.check_room()
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(self._feed.events(viewer), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._feed.stream_events(viewer), media_type="text/event-stream", headers=headers)
 
-    async def snapshot(self, request: Request) -> Response:
+    async def get_snapshot(self, request: Request) -> Response:
         """``GET /ui/snapshot``: one such event, as JSON."""
-        return _json(await self._feed.one(self.viewer(request.headers.get("authorization"))))
+        return _json(await self._feed.snapshot_for(self.viewer_of(request.headers.get("authorization"))))
 
-    async def trees(self, request: Request) -> Response:
+    async def get_trees(self, request: Request) -> Response:
         """``GET /ui/trees``: the prefixes of the last prompts, and their holders."""
-        return _json(await self._feed.trees(self.viewer(request.headers.get("authorization"))))
+        return _json(await self._feed.trees_for(self.viewer_of(request.headers.get("authorization"))))
 
-    async def request(self, request: Request) -> Response:
+    async def get_timeline(self, request: Request) -> Response:
         """``GET /ui/requests/{id}``: the timeline of one request, by its own id or that of its answer."""
-        viewer, name = self.viewer(request.headers.get("authorization")), request.path_params["request_id"]
-        entry = self._timelines.find(name, viewer.tenant)
+        viewer, name = self.viewer_of(request.headers.get("authorization")), request.path_params["request_id"]
+        entry = self._timelines.find_entry(name, viewer.tenant)
         if entry is None:
             message = f"There is no request {echo(name)!r} among those in flight and those that have ended lately"
             raise ApiError(404, message, param="request_id", code="request_not_found")

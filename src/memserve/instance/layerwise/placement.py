@@ -37,10 +37,10 @@ class WholeBlocks:
 
     # -- a plan is made
 
-    def begin(self, plan: StepPlan, *, beside: bool) -> None:
+    def begin_plan(self, plan: StepPlan, *, beside: bool) -> None:
         """``plan`` is begun; ``beside``: others decode in it."""
 
-    def to_park(self) -> Many[Sequence]:
+    def sequences_to_park(self) -> Many[Sequence]:
         """The sequences that decode and give up HBM before the plan that is being made."""
         return ()
 
@@ -51,15 +51,15 @@ class WholeBlocks:
         """Those that were parked, and whose blocks are up."""
         return ()
 
-    def writes(self, sequence: Sequence, start: int, end: int) -> None:
+    def note_rows(self, sequence: Sequence, start: int, end: int) -> None:
         """The plan that is being made computes tokens ``[start, end)`` of ``sequence``."""
 
-    def place(self, plan: StepPlan) -> None:
+    def place_layers(self, plan: StepPlan) -> None:
         """Behind the rows of a plan: tell the device where everything lies."""
 
     # -- a sequence comes
 
-    def bring_up(self, sequence: Sequence) -> bool:
+    def swap_in(self, sequence: Sequence) -> bool:
         """Bring the blocks of a sequence up that was swapped out. False: no room."""
         blocks = self._pool.swap_in(sequence.dram_blocks)
         if blocks is None:
@@ -71,19 +71,19 @@ class WholeBlocks:
         """Whether its blocks come up beside the rows of others: it has none yet."""
         return False
 
-    def may_lie_by_layer(self, sequence: Sequence) -> bool:
+    def may_offload(self, sequence: Sequence) -> bool:
         """Whether nothing but its KV's own place would change."""
         return False
 
-    def attach(self, sequence: Sequence, headroom: int, *, reads_cache: bool, crowded: bool) -> bool:
+    def attach_by_layer(self, sequence: Sequence, headroom: int, *, reads_cache: bool, crowded: bool) -> bool:
         """Let a waiting sequence begin that has no room whole. False: it cannot, or that would not help."""
         return False
 
-    def resume(self, sequence: Sequence, headroom: int) -> bool:
+    def resume_by_layer(self, sequence: Sequence, headroom: int) -> bool:
         """Let a parked sequence go on with its layers in DRAM. False: it would wait for them, or has no room."""
         return False
 
-    def reserve(self, blocks: int) -> int:
+    def blocks_to_reserve(self, blocks: int) -> int:
         """HBM blocks to leave to prompts where a parked sequence, which needs ``blocks``, may go on."""
         return 0
 
@@ -97,14 +97,14 @@ class WholeBlocks:
 
     # -- room is needed
 
-    def convert(self, running: Many[Sequence], head: Sequence) -> None:
+    def convert_running(self, running: Many[Sequence], head: Sequence) -> None:
         """``head`` waits for room: let one of ``running`` make some from now on."""
 
-    def make_room(self) -> bool:
+    def evict_layer(self) -> bool:
         """Give up HBM that is used without need. False: there is none."""
         return False
 
-    def give_up_kept(self, needed: int) -> bool:
+    def evict_layers(self, needed: int) -> bool:
         """Give up as much of that as makes ``needed`` blocks available. False: that would not do."""
         return False
 
@@ -118,16 +118,16 @@ class WholeBlocks:
         """Give up all HBM of such a sequence for blocks of DRAM. None: no room there, and nothing has changed."""
         return None
 
-    def detach(self, sequence: Sequence, *, publishes: bool) -> TokenArray | None:
+    def detach_sequence(self, sequence: Sequence, *, publishes: bool) -> TokenArray | None:
         """Give up everything but whole blocks; returns the tokens that the prefix cache has got, if ``publishes``."""
         return None
 
     # -- what has happened, what there is
 
-    def stepped(self, link: LinkUse) -> None:
+    def on_step_finished(self, link: LinkUse) -> None:
         """A step has used the link between HBM and DRAM."""
 
-    def tell(self, sequence: Sequence) -> None:
+    def report_placement(self, sequence: Sequence) -> None:
         """``sequence`` ends: say how it lay, for its client."""
 
     @property

@@ -50,7 +50,7 @@ class StepAttention(Protocol):
     :class:`ReportingAttention`.
     """
 
-    def attend(
+    def run_attention(
         self,
         layer: int,
         q: Tensor,
@@ -80,7 +80,7 @@ _context = _Context()
 
 
 @contextmanager
-def attending(attention: StepAttention) -> Iterator[None]:
+def step_attention(attention: StepAttention) -> Iterator[None]:
     """Make ``attention`` the current step's for this thread."""
     outer = _context.attention
     _context.attention = attention
@@ -114,13 +114,13 @@ class ReportingAttention:
         self._attention = attention
         self._written = written
         self._every = every
-        self._meet = meet
+        self._barrier = meet
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """See :meth:`StepAttention.attend`."""
-        mixed = self._attention.attend(layer, q, k, v, **options)
+    def run_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """See :meth:`StepAttention.run_attention`."""
+        mixed = self._attention.run_attention(layer, q, k, v, **options)
         if (layer + 1) % self._every == 0:
-            self._meet()
+            self._barrier()
             self._written(layer)
         return mixed
 
@@ -143,7 +143,7 @@ def memserve_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention function: ``query [1, H, T, Dk]`` -> ``([1, T, H, Dv], None)``."""
     check(attention_mask is None, "transformers built an attention mask although none is registered for memserve")
-    mixed = current_attention().attend(
+    mixed = current_attention().run_attention(
         module.layer_idx,
         query,
         key,

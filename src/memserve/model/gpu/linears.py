@@ -63,25 +63,25 @@ def few_rows_kernel(
     live = outputs < n
     rows = tl.arange(0, ROWS)
     inputs = tl.arange(0, INPUTS)
-    there = rows < count
+    live_rows = rows < count
     places = x + rows[:, None] * stride_x
     columns = weight + outputs[None, :].to(tl.int64) * stride
     sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for start in range(0, k, INPUTS):
-        at = start + inputs
+        offsets = start + inputs
         if EVEN:
-            value = tl.load(places + at[None, :], mask=there[:, None], other=0.0)
-            part = tl.load(columns + at[:, None], mask=live[None, :], other=0.0)
+            value = tl.load(places + offsets[None, :], mask=live_rows[:, None], other=0.0)
+            part = tl.load(columns + offsets[:, None], mask=live[None, :], other=0.0)
         else:
-            value = tl.load(places + at[None, :], mask=there[:, None] & (at < k)[None, :], other=0.0)
-            part = tl.load(columns + at[:, None], mask=live[None, :] & (at < k)[:, None], other=0.0)
+            value = tl.load(places + offsets[None, :], mask=live_rows[:, None] & (offsets < k)[None, :], other=0.0)
+            part = tl.load(columns + offsets[:, None], mask=live[None, :] & (offsets < k)[:, None], other=0.0)
         if WIDE:  # Triton's interpreter multiplies bfloat16 as if it were an integer
             value, part = value.to(tl.float32), part.to(tl.float32)
         sums = tl.dot(value, part, sums, input_precision="ieee")
     if BIAS:
         sums += tl.load(bias + outputs, mask=live, other=0.0).to(tl.float32)[None, :]
     place = y + rows[:, None] * n + outputs[None, :]
-    tl.store(place, sums.to(y.dtype.element_ty), mask=there[:, None] & live[None, :])
+    tl.store(place, sums.to(y.dtype.element_ty), mask=live_rows[:, None] & live[None, :])
 
 
 Options = dict[str, int]
@@ -159,23 +159,23 @@ def choose_kernels(layers: list[JoinedLinear], seconds: Callable[[list[Callable[
     for layer in layers:
         if layer.weight.dtype in (torch.bfloat16, torch.float16) and layer.weight.stride(1) == 1:
             groups[layer.weight.shape, layer.weight.dtype, layer.bias is None, layer.dtype].append(layer)
-    chosen = 0
+    quicker_count = 0
     for alike in groups.values():
         trial = alike[: max(1, _TRIAL_BYTES // alike[0].weight.nbytes)]
         for rows in ROW_BUCKETS:
             kernel = _quickest(trial, rows, seconds)
-            chosen += kernel is not None
+            quicker_count += kernel is not None
             for layer in alike:
-                layer.use(rows, kernel)
-    return chosen
+                layer.use_kernel(rows, kernel)
+    return quicker_count
 
 
 def _quickest(layers: list[JoinedLinear], rows: int, seconds: Callable[..., float]) -> Kernel | None:
     """The quickest kernel for ``rows`` rows that computes what the library does; None: the library."""
     weight = layers[0].weight
     x = torch.randn((rows, weight.shape[1]), device=weight.device).to(weight.dtype)
-    expected = layers[0].plain(x).float()
-    best, least = None, seconds([partial(layer.plain, x) for layer in layers]) * _GAIN
+    expected = layers[0].compute_plain(x).float()
+    best, least = None, seconds([partial(layer.compute_plain, x) for layer in layers]) * _GAIN
     tried: list[Kernel] = [partial(few_rows, options=options) for options in FEW_ROWS]
     if rows == 1:
         tried = [partial(one_row, options=options) for options in ONE_ROW] + tried
@@ -254,9 +254,9 @@ def rotary_kernel(
     half = dim // 2
     inside = (head < HEADS) & (column < dim)
     row = x + token * stride_token + head * stride_head
-    other = tl.where(column < half, column + half, column - half)
+    partner = tl.where(column < half, column + half, column - half)
     straight = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
-    crossed = tl.load(row + other, mask=inside, other=0.0).to(tl.float32)
+    crossed = tl.load(row + partner, mask=inside, other=0.0).to(tl.float32)
     crossed = tl.where(column < half, -crossed, crossed)
     cos = tl.load(cosine + token * stride_table + column, mask=column < dim, other=0.0).to(tl.float32)
     sin = tl.load(sine + token * stride_table + column, mask=column < dim, other=0.0).to(tl.float32)

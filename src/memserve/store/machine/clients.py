@@ -53,7 +53,7 @@ from memserve.store.machine.events import (
     ValuesTaken,
 )
 from memserve.store.machine.loads import Loads
-from memserve.store.machine.values import Values, split
+from memserve.store.machine.values import Values, split_keys
 
 if TYPE_CHECKING:
     from memserve._core import Place
@@ -64,7 +64,7 @@ class _Purge:
     client: Client
     call: int
     keys: Iterator[bytes]
-    gone: int = 0
+    removed: int = 0
 
 
 @dataclass(slots=True)
@@ -95,43 +95,43 @@ class Sweeps:
 
     # -- purging
 
-    def purge(self, client: Client, message: StorePurge, now_ns: int) -> None:
+    def begin_purge(self, client: Client, message: StorePurge, now_ns: int) -> None:
         """Begin to forget the values of a client's tenant; everything is forgotten at once."""
         if message.everything:
             count = self._values.forget_everything(now_ns)
-            self._answer(client, message.call, count, now_ns)
+            self._send_answer(client, message.call, count, now_ns)
             return
         client.calls.add(message.call)
         self._purges.append(_Purge(client, message.call, iter(self._all_keys())))
 
-    def _answer(self, client: Client, call: int, count: int, now_ns: int) -> None:
-        done = StoreDone(call, bytes([StoreCode.DONE]), count=count)
-        self._answers.give(client, done, now_ns + self._config.forget_ns)
+    def _send_answer(self, client: Client, call: int, count: int, now_ns: int) -> None:
+        reply = StoreDone(call, bytes([StoreCode.DONE]), count=count)
+        self._answers.reply_when_durable(client, reply, now_ns + self._config.forget_ns)
 
     def _all_keys(self) -> list[bytes]:
-        in_memory = split(self._values.tier.keys())
-        known = set(in_memory)
-        return in_memory + [key for key in split(self._values.disks.keys()) if key not in known]
+        in_memory = split_keys(self._values.tier.keys())
+        memory_keys = set(in_memory)
+        return in_memory + [key for key in split_keys(self._values.disks.all_keys()) if key not in memory_keys]
 
-    def _go_on(self, purge: _Purge, now_ns: int) -> bool:
+    def _continue_purge(self, purge: _Purge, now_ns: int) -> bool:
         """Whether it has come to its end."""
         for _ in range(self._config.sweep_keys):
             key = next(purge.keys, None)
             if key is None:
                 return True
-            known = self._values.look(key)
-            if known is not None and known.scope == purge.client.scope:
-                purge.gone += self._values.forget(key, now_ns)
+            value = self._values.find_value(key)
+            if value is not None and value.scope == purge.client.scope:
+                purge.removed += self._values.forget_value(key, now_ns)
         return False
 
     # -- verifying
 
-    def verify(self, start: bool, now_ns: int) -> None:
+    def begin_verification(self, start: bool, now_ns: int) -> None:
         """Begin to compare everything, unless that is under way."""
         is_running = self._check is not None and (self._check.memory_running or self._check.disks_running)
         if start and not is_running:
-            self._check = _Check(iter(split(self._values.tier.keys())))
-            self._values.disks.verify(now_ns)
+            self._check = _Check(iter(split_keys(self._values.tier.keys())))
+            self._values.disks.start_verification(now_ns)
 
     def disks_verified(self, outcome: Verified) -> None:
         """The disks are done."""
@@ -149,8 +149,8 @@ class Sweeps:
         for key in check.keys:
             place = self._values.tier.find(key, counts=False)
             if place is not None:
-                self._sealing = (self._jobs.new(), key, place)
-                self._jobs.ask(SealExtents(self._sealing[0], ((place.offset, place.length),)))
+                self._sealing = (self._jobs.next_job(), key, place)
+                self._jobs.add_action(SealExtents(self._sealing[0], ((place.offset, place.length),)))
                 return
         check.memory_running = False
 
@@ -175,42 +175,42 @@ class Sweeps:
 
     # -- listing
 
-    def listing(self, client: Client, message: StoreList) -> StoreListing:
+    def next_listing(self, client: Client, message: StoreList) -> StoreListing:
         """The next entries of a client's listing."""
         if message.after == 0:
             client.listing = self._all_keys()
-        entries, at = [], message.after
-        for key in client.listing[at : at + message.count]:
-            at += 1
-            known = self._values.look(key)
-            if known is not None and (message.everything or known.scope == client.scope):
-                name, where = known.name or b"", self._values.where(key)
-                entries.append(StoreEntry(key, name, known.length, known.scope, where))
-        if at >= len(client.listing):
-            at, client.listing = 0, []
-        return StoreListing(message.call, at, tuple(entries))
+        entries, position = [], message.after
+        for key in client.listing[position : position + message.count]:
+            position += 1
+            value = self._values.find_value(key)
+            if value is not None and (message.everything or value.scope == client.scope):
+                name, location = value.name or b"", self._values.location_of(key)
+                entries.append(StoreEntry(key, name, value.length, value.scope, location))
+        if position >= len(client.listing):
+            position, client.listing = 0, []
+        return StoreListing(message.call, position, tuple(entries))
 
     # -- time
 
-    def drop(self, client: Client) -> None:
+    def drop_client(self, client: Client) -> None:
         """The client is gone. A purge that it has begun goes on without it."""
         client.listing = []
 
-    def advance(self, now_ns: int) -> None:
+    def advance_time(self, now_ns: int) -> None:
         """Go on by a bit."""
         self._now = now_ns
         self._compare_next()
-        if self._purges and self._go_on(self._purges[0], now_ns):
+        if self._purges and self._continue_purge(self._purges[0], now_ns):
             purge = self._purges.popleft()
             purge.client.calls.discard(purge.call)
-            self._answer(purge.client, purge.call, purge.gone, now_ns)
+            self._send_answer(purge.client, purge.call, purge.removed, now_ns)
 
     @property
     def next_deadline_ns(self) -> int | None:
         """Now, while there is something to go on with."""
         return self._now if self._purges else None
 
-    def numbers(self) -> dict[str, int]:
+    def verification_numbers(self) -> dict[str, int]:
         """How far the last verification has come."""
         check = self._check
         if check is None:
@@ -224,7 +224,7 @@ class Sweeps:
             "verify_unread": check.unread,
         }
 
-    def references(self) -> list[int]:
+    def referenced_extents(self) -> list[int]:
         """Extents with a reference of a verification."""
         return [] if self._sealing is None else [self._sealing[2].offset]
 
@@ -262,10 +262,10 @@ class Clients:
         jobs: Jobs,
         config: StoreConfig,
         identity: StoreIdentity,
-        hear_of_model: Callable[[Peer, KvModel], None],
+        on_model: Callable[[Peer, KvModel], None],
     ) -> None:
-        """``hear_of_model`` takes the model of a client."""
-        self._model, self._hear_of_model = identity.model, hear_of_model
+        """``on_model`` takes the model of a client."""
+        self._model, self._on_model = identity.model, on_model
         self._values = values
         self._jobs = jobs
         self._config = config
@@ -279,80 +279,80 @@ class Clients:
         self.gets = Gets(values, loads, jobs)
         self.sweeps = Sweeps(values, jobs, self.answers, config)
 
-    def hear(self, sender: Peer, message: StoreMessage, now_ns: int) -> None:
+    def on_message(self, sender: Peer, message: StoreMessage, now_ns: int) -> None:
         """A client said something."""
         if isinstance(message, StoreHello):
-            self._greeted(sender, message, now_ns)
+            self._on_hello(sender, message, now_ns)
             return
         client = self._clients.get(sender)
         if client is None:
             self._values.counters.refused += 1
-            self._jobs.send(sender, Expelled("this client is not known here: StoreHello comes first"))
+            self._jobs.send_message(sender, Expelled("this client is not known here: StoreHello comes first"))
             return
-        client.heard_ns = now_ns
+        client.last_seen_ns = now_ns
         match message:
             case StorePut() | StoreGet() | StoreDelete() | StorePurge():
                 if len(client.calls) >= self._config.calls_max or message.call in client.calls:
-                    self._jobs.send(sender, StoreDone(message.call, _all(message, StoreCode.NO_ROOM)))
+                    self._jobs.send_message(sender, StoreDone(message.call, _all(message, StoreCode.NO_ROOM)))
                 else:
-                    self._begin(client, message, now_ns)
+                    self._begin_call(client, message, now_ns)
             case StoreLook(call, keys):
-                self._jobs.send(sender, StorePlaces(call, self._look(client, keys)))
+                self._jobs.send_message(sender, StorePlaces(call, self._locate_keys(client, keys)))
             case StoreStat(call):
-                self._jobs.send(sender, StoreStatus(call, self.numbers()))
+                self._jobs.send_message(sender, StoreStatus(call, self.collect_numbers()))
             case StoreVerify(call, start):
-                self.sweeps.verify(start, now_ns)
-                self._jobs.send(sender, StoreStatus(call, self.numbers()))
+                self.sweeps.begin_verification(start, now_ns)
+                self._jobs.send_message(sender, StoreStatus(call, self.collect_numbers()))
             case StoreList():
-                self._jobs.send(sender, self.sweeps.listing(client, message))
+                self._jobs.send_message(sender, self.sweeps.next_listing(client, message))
             case _:
                 self._values.counters.refused += 1
 
-    def _begin(self, client: Client, message: StorePut | StoreGet | StoreDelete | StorePurge, now_ns: int) -> None:
+    def _begin_call(self, client: Client, message: StorePut | StoreGet | StoreDelete | StorePurge, now_ns: int) -> None:
         match message:
             case StorePut():
-                self.puts.begin(client, message, now_ns)
+                self.puts.begin_put(client, message, now_ns)
             case StoreGet():
-                self.gets.begin(client, message, now_ns)
+                self.gets.begin_get(client, message, now_ns)
             case StoreDelete():
-                self._delete(client, message, now_ns)
+                self._delete_values(client, message, now_ns)
             case StorePurge():
-                self.sweeps.purge(client, message, now_ns)
+                self.sweeps.begin_purge(client, message, now_ns)
 
     # -- coming and going
 
-    def _greeted(self, peer: Peer, hello: StoreHello, now_ns: int) -> None:
+    def _on_hello(self, peer: Peer, hello: StoreHello, now_ns: int) -> None:
         client = self._clients.get(peer)
         if client is not None and client.hello != hello:
-            self._drop(client)
+            self._drop_client(client)
             client = None
         if client is None:
-            older = next((known for known in self._clients.values() if known.peer.name == peer.name), None)
+            older = next((candidate for candidate in self._clients.values() if candidate.peer.name == peer.name), None)
             if older is not None and older.peer.generation > peer.generation:
                 return
             if older is not None:
-                self._drop(older)
-            if hello.kv is not None and not self._fits(peer, hello.kv):
+                self._drop_client(older)
+            if hello.kv is not None and not self._accepts_model(peer, hello.kv):
                 return
             if len(self._clients) >= self._config.clients_max:
                 self._values.counters.refused += 1
-                self._jobs.send(peer, Refused(f"{len(self._clients)} clients are served already: close some"))
+                self._jobs.send_message(peer, Refused(f"{len(self._clients)} clients are served already: close some"))
                 return
-            client = self._enter(peer, hello, now_ns)
-        client.heard_ns = now_ns
-        self._jobs.send(peer, client.welcome)
+            client = self._add_client(peer, hello, now_ns)
+        client.last_seen_ns = now_ns
+        self._jobs.send_message(peer, client.welcome)
 
-    def _fits(self, peer: Peer, model: KvModel) -> bool:
+    def _accepts_model(self, peer: Peer, model: KvModel) -> bool:
         """Whether KV blocks of ``model`` can be kept here. While no model is known they are waited for: the client
         repeats its greeting."""
         if self._model.namespace and model != self._model:
             self._values.counters.refused += 1
-            self._jobs.send(peer, Refused(_misfit(model, self._model)))
+            self._jobs.send_message(peer, Refused(_incompatibility(model, self._model)))
             return False
-        self._hear_of_model(peer, model)
+        self._on_model(peer, model)
         return bool(self._model.namespace)
 
-    def _enter(self, peer: Peer, hello: StoreHello, now_ns: int) -> Client:
+    def _add_client(self, peer: Peer, hello: StoreHello, now_ns: int) -> Client:
         tier, tenant = self._values.tier, hello.tenant
         self._numbers += 1
         is_here = bool(self._host_id) and hello.host_id == self._host_id and tier.arena is not None
@@ -368,53 +368,53 @@ class Clients:
         scope = tenant_scope(tenant, self._key) if hello.kv is None else KV_SCOPE
         client = Client(peer, self._numbers, hello, scope, welcome, now_ns)
         self._clients[peer] = client
-        self._jobs.ask(MeetClient(peer, hello))
+        self._jobs.add_action(MeetClient(peer, hello))
         return client
 
-    def left(self, peer: Peer) -> bool:
+    def on_leave(self, peer: Peer) -> bool:
         """A process says good-bye. False: it was no client."""
         client = self._clients.get(peer)
         if client is not None:
-            self._drop(client)
+            self._drop_client(client)
         return client is not None
 
-    def _drop(self, client: Client) -> None:
+    def _drop_client(self, client: Client) -> None:
         """Nothing is held for the client any more, but what a job of the host's still writes or reads."""
         client.is_gone = True
         del self._clients[client.peer]
         if client.welcome.client_path:
             self._values.tier.close_client(client.number)
-        self.gets.drop(client)
-        self.sweeps.drop(client)
-        self._jobs.ask(PartFromClient(client.peer))
+        self.gets.drop_client(client)
+        self.sweeps.drop_client(client)
+        self._jobs.add_action(PartFromClient(client.peer))
 
     # -- small calls
 
-    def _look(self, client: Client, keys: bytes) -> bytes:
+    def _locate_keys(self, client: Client, keys: bytes) -> bytes:
         places = bytearray()
-        for at in range(0, len(keys) - KEY_BYTES + 1, KEY_BYTES):
-            key = keys[at : at + KEY_BYTES]
-            known = self._values.look(key)
-            where = self._values.where(key) if known is not None and known.scope == client.scope else 0
-            places.append(1 if where & 1 else where)
+        for offset in range(0, len(keys) - KEY_BYTES + 1, KEY_BYTES):
+            key = keys[offset : offset + KEY_BYTES]
+            value = self._values.find_value(key)
+            location = self._values.location_of(key) if value is not None and value.scope == client.scope else 0
+            places.append(1 if location & 1 else location)
         return bytes(places)
 
-    def _delete(self, client: Client, message: StoreDelete, now_ns: int) -> None:
+    def _delete_values(self, client: Client, message: StoreDelete, now_ns: int) -> None:
         codes = bytearray()
         if len(message.keys) != KEY_BYTES * len(message.names):
             codes += bytes([StoreCode.BAD_CALL]) * len(message.names)
         else:
             for number, name in enumerate(message.names):
-                codes.append(self._delete_one(client, message.keys[16 * number : 16 * number + 16], name, now_ns))
-        self.answers.give(client, StoreDone(message.call, bytes(codes)), now_ns + self._config.forget_ns)
+                codes.append(self._delete_value(client, message.keys[16 * number : 16 * number + 16], name, now_ns))
+        self.answers.reply_when_durable(client, StoreDone(message.call, bytes(codes)), now_ns + self._config.forget_ns)
 
-    def _delete_one(self, client: Client, key: bytes, name: bytes, now_ns: int) -> int:
-        known = self._values.look(key)
-        if known is None:
+    def _delete_value(self, client: Client, key: bytes, name: bytes, now_ns: int) -> int:
+        value = self._values.find_value(key)
+        if value is None:
             return StoreCode.ABSENT
-        if known.scope != client.scope or known.name not in (None, name):
+        if value.scope != client.scope or value.name not in (None, name):
             return StoreCode.BAD_CALL
-        self._values.forget(key, now_ns)
+        self._values.forget_value(key, now_ns)
         self._values.counters.deleted += 1
         return StoreCode.DONE
 
@@ -422,33 +422,35 @@ class Clients:
 
     def values_taken(self, event: ValuesTaken, now_ns: int) -> None:
         """The host has copied values out of a client's arena."""
-        self.puts.taken(event, now_ns)
+        self.puts.on_values_taken(event, now_ns)
 
     def values_sent(self, event: ValuesSent) -> None:
         """The host has sent values."""
-        self.gets.sent(event)
+        self.gets.on_values_sent(event)
 
-    def advance(self, now_ns: int) -> None:
+    def advance_time(self, now_ns: int) -> None:
         """Drop silent clients, answer calls whose time is over, go on with long work."""
-        for client in [one for one in self._clients.values() if now_ns - one.heard_ns >= self._config.silent_ns]:
+        for client in [
+            entry for entry in self._clients.values() if now_ns - entry.last_seen_ns >= self._config.silent_ns
+        ]:
             self._values.counters.clients_dropped += 1
-            self._drop(client)
-        self.answers.advance(now_ns)
-        self.puts.advance(now_ns)
-        self.gets.advance(now_ns)
-        self.sweeps.advance(now_ns)
+            self._drop_client(client)
+        self.answers.send_due(now_ns)
+        self.puts.expire_puts(now_ns)
+        self.gets.expire_gets(now_ns)
+        self.sweeps.advance_time(now_ns)
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When :meth:`advance` is worth calling."""
-        silent = [client.heard_ns + self._config.silent_ns for client in self._clients.values()]
+        """When :meth:`advance_time` is worth calling."""
+        silent = [client.last_seen_ns + self._config.silent_ns for client in self._clients.values()]
         parts = (self.answers, self.puts, self.gets, self.sweeps)
         return min([*silent, *(due for part in parts if (due := part.next_deadline_ns) is not None)], default=None)
 
     def __len__(self) -> int:
         return len(self._clients)
 
-    def numbers(self) -> dict[str, int]:
+    def collect_numbers(self) -> dict[str, int]:
         """Sizes and totals, by name."""
         tier = self._values.tier
         numbers = {
@@ -460,16 +462,16 @@ class Clients:
             "disk_bytes": self._values.disks.capacity_bytes,
             "index_bytes": tier.nbytes + self._values.disks.nbytes,
         }
-        numbers |= self.sweeps.numbers()
+        numbers |= self.sweeps.verification_numbers()
         numbers |= {f"dram_{name}": count for name, count in tier.counters().items()}
         numbers |= {f"disk_{name}": count for name, count in self._values.disks.counters().items()}
-        return numbers | self._values.counters.numbers()
+        return numbers | self._values.counters.as_dict()
 
-    def leave_all(self) -> None:
+    def drop_all(self) -> None:
         """The store ends: its clients are told."""
         for client in list(self._clients.values()):
-            self._drop(client)
-            self._jobs.send(client.peer, Leave())  # behind PartFromClient, which drops what is queued
+            self._drop_client(client)
+            self._jobs.send_message(client.peer, Leave())  # behind PartFromClient, which drops what is queued
 
 
 def _all(message: StorePut | StoreGet | StoreDelete | StorePurge, code: StoreCode) -> bytes:
@@ -481,11 +483,11 @@ def _all(message: StorePut | StoreGet | StoreDelete | StorePurge, code: StoreCod
     return bytes([code])
 
 
-def _misfit(asked: KvModel, mine: KvModel) -> str:
+def _incompatibility(client_kv: KvModel, own_kv: KvModel) -> str:
     """Why blocks of one model cannot lie among those of another."""
-    if asked.geometry.block_tokens != mine.geometry.block_tokens:
-        sizes = asked.geometry.block_tokens, mine.geometry.block_tokens
+    if client_kv.geometry.block_tokens != own_kv.geometry.block_tokens:
+        sizes = client_kv.geometry.block_tokens, own_kv.geometry.block_tokens
         return "its blocks have {} tokens, those that are kept here {}".format(*sizes)
-    if asked.geometry != mine.geometry:
-        return f"its KV has another shape or dtype than what is kept here: {asked.geometry} for {mine.geometry}"
+    if client_kv.geometry != own_kv.geometry:
+        return f"its KV has another shape or dtype than what is kept here: {client_kv.geometry} for {own_kv.geometry}"
     return "KV of other weights, or of an engine that shares none, is kept here"

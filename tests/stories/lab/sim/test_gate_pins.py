@@ -51,14 +51,14 @@ def plain(seed: int, *, tight: bool = False) -> Scenario:
 
 def lent_to_store(link: ClusterLink) -> int:
     """Blocks that are taken back as soon as a request needs their room."""
-    return link.writer.offers.lent
+    return link.writer.offers.exported
 
 
 def lent_to_trials(link: ClusterLink) -> int:
     """Blocks of fetches that no request waits for, which are given up as soon as a request needs their room."""
     imports = link.exchange._receiver.open
-    open_trials = [imports[name] for name in link.fetches.trials if name in imports]
-    return sum(len(one.placed.blocks) for one in open_trials if one.placed is not None)
+    open_trials = [imports[name] for name in link.fetches.trial_ids if name in imports]
+    return sum(len(one.placement.blocks) for one in open_trials if one.placement is not None)
 
 
 def written_in_vain(link: ClusterLink) -> int:
@@ -128,7 +128,7 @@ def test_ledger_counts_all_memory_unavailable_to_new_requests() -> None:
     assert not seen["preempted"], "who was let in had room to the end"
 
 
-@pytest.mark.parametrize(("method", "seed"), [("pin", 0), ("lend", 22)])
+@pytest.mark.parametrize(("method", "seed"), [("pin", 0), ("export_blocks", 22)])
 def test_ledger_without_updates_is_noticed(method: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reservations, method, lambda self, name, node, need: None)
     with pytest.raises(AssertionError, match="cannot be evicted"):
@@ -145,5 +145,5 @@ def test_pins_make_no_request_wait_for_a_lease_to_expire() -> None:
 
 
 def test_pins_that_do_not_give_way_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reservations, "give_way", lambda self, node: [])
+    monkeypatch.setattr(Reservations, "evict_pins", lambda self, node: [])
     assert looked_at(CROWDED, tight=True)["expired"]

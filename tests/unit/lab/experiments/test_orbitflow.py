@@ -45,9 +45,9 @@ def test_kept_layers_fit_their_memory() -> None:
 
 def test_solution_is_reused_until_requests_change_or_it_ages() -> None:
     policy = ProgramPolicy()
-    assert policy.to_park([lying(7)], BUDGET, STEP_NS, 0) == [] and policy.kept_most(7, LAYERS) == 0
+    assert policy.indices_to_park([lying(7)], BUDGET, STEP_NS, 0) == [] and policy.kept_most(7, LAYERS) == 0
     for _ in range(SOLVES_EVERY - 1):
-        assert policy.to_park([lying(7)], BUDGET, STEP_NS, 8) == [] and policy.kept_most(7, LAYERS) == 0
-    assert policy.to_park([lying(7)], BUDGET, STEP_NS, 8) == [] and policy.kept_most(7, LAYERS) >= 3
-    assert len(policy.to_park([lying(7), lying(8)], BUDGET, STEP_NS, 0)) == 1
+        assert policy.indices_to_park([lying(7)], BUDGET, STEP_NS, 8) == [] and policy.kept_most(7, LAYERS) == 0
+    assert policy.indices_to_park([lying(7)], BUDGET, STEP_NS, 8) == [] and policy.kept_most(7, LAYERS) >= 3
+    assert len(policy.indices_to_park([lying(7), lying(8)], BUDGET, STEP_NS, 0)) == 1
     assert policy.kept_most(9, LAYERS) == LAYERS  # not in it

@@ -78,7 +78,7 @@ def test_workers_together_attend_as_one(shape: str, options: dict[str, Any]) -> 
         for layer in range(2):
             q, k, v, sinks = inputs(heads, kv_heads, sum(counts) + 3, 10 * number + layer)  # 3 rows of padding
             more = {**options, "sinks": sinks} if options.get("sinks") else {**options}
-            want = batch.attend(layer, q, k, v, scale=0.3, **more)
+            want = batch.run_attention(layer, q, k, v, scale=0.3, **more)
             got: list[Any] = [None] * parts
 
             def work(part: int, layer=layer, q=q, k=k, v=v, more=more, own=own, got=got) -> None:
@@ -124,5 +124,5 @@ def test_borrowed_head_is_read_after_it_is_written() -> None:
 
 def test_heads_that_divide_evenly_are_not_lent() -> None:
     geometry = KVGeometry(1, 4, 16, 16, "float32", 16)
-    assert not shares(Parallel(2), geometry, 12)[0].lends
-    assert not shares(Parallel(2), replace(geometry, num_kv_heads=3), 3)[0].lends
+    assert not shares(Parallel(2), geometry, 12)[0].shares_heads
+    assert not shares(Parallel(2), replace(geometry, num_kv_heads=3), 3)[0].shares_heads

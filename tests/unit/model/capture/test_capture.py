@@ -12,7 +12,7 @@ import torch
 from captured_families import FAMILIES, VOCAB, tiny
 from memserve.base.types import KVGeometry
 from memserve.model.attention.backends import choose_attention
-from memserve.model.attention.context import StepRows, attending
+from memserve.model.attention.context import StepRows, step_attention
 from memserve.model.capture import forward as capture
 from memserve.model.capture import operations as fused
 from memserve.model.capture.forward import capture_forward, release_weights
@@ -26,7 +26,7 @@ class Steps:
     def __init__(self, module: Any, dtype: str) -> None:
         attention = DenseAttention()
         ids = torch.arange(3)
-        with torch.inference_mode(), attending(attention):
+        with torch.inference_mode(), step_attention(attention):
             module(input_ids=ids[None], position_ids=ids[None], use_cache=False)
         first = attention.layers[0]
         self.geometry = KVGeometry(len(attention.layers), first.kv_heads, first.head_dim_k, first.head_dim_v, dtype, 32)
@@ -43,7 +43,7 @@ class Steps:
             starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
             positions = np.concatenate([np.arange(e - n, e) for e, n in zip(contexts, counts, strict=True)])
             ids = torch.arange(len(positions)) * 37 % VOCAB + step
-            with attending(attention(StepRows(self.tables, np.arange(3, dtype=np.int32), starts, contexts))):
+            with step_attention(attention(StepRows(self.tables, np.arange(3, dtype=np.int32), starts, contexts))):
                 results.append(forward(ids, torch.as_tensor(positions), torch.as_tensor(starts[1:] - 1).long()))
         return results
 
@@ -82,7 +82,7 @@ def test_logits_are_not_rounded_to_bfloat16(family: str, tokens: int) -> None:
     assert captured is not None
     ids = torch.arange(tokens)
     for forward in (captured, EagerForward(tiny(family, torch.bfloat16))):
-        with attending(DenseAttention()):
+        with step_attention(DenseAttention()):
             logits = forward(ids % VOCAB, ids, ids)
         assert logits.dtype == torch.float32
         assert float((logits == logits.bfloat16()).float().mean()) < 0.1

@@ -66,7 +66,7 @@ def forwards() -> None:
 
     leave_compiler_out()
     interpret_quickly()
-    from memserve.model.attention.context import attending
+    from memserve.model.attention.context import step_attention
     from memserve.model.capture import forward as capture
     from memserve.model.forward import EagerForward
     from memserve.model.gpu import linears as fused_gpu
@@ -84,7 +84,7 @@ def forwards() -> None:
         used = {name for name, operation in fused_gpu.OPERATIONS.items() if id(operation) in seen}
         assert len(used) == {"gpt_neox": 1}.get(family, 4), (family, used)
         inputs = capture._inputs(9, 3, 131, None, 5)
-        with attending(DenseAttention()):
+        with step_attention(DenseAttention()):
             want, got = EagerForward(module, pack=False)(**inputs), captured(**inputs)
         print(family, float((want - got).abs().max() / want.abs().max()))
         joined = [value for value in captured._run.__globals__.values() if isinstance(value, JoinedLinear)]

@@ -60,7 +60,7 @@ def _half_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdmissionController, "waited", lambda self, req, now_ns: None)
+    monkeypatch.setattr(AdmissionController, "reject_timed_out", lambda self, req, now_ns: None)
 
 
 def _one_place_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,14 +68,14 @@ def _one_place_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _who_leaves_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = AdmissionController.release
+    release = AdmissionController.release_request
 
     def unnoticed(self: AdmissionController, req: RequestState, now_ns: int) -> None:
         before = self.memory.changed
         release(self, req, now_ns)
         self.memory.changed = before
 
-    monkeypatch.setattr(AdmissionController, "release", unnoticed)
+    monkeypatch.setattr(AdmissionController, "release_request", unnoticed)
 
 
 def _anybody_loses_his_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,9 @@ def _anybody_loses_his_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _always_the_same_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FairQueue, "_first", lambda self: self._lines[min(self._lines)][0] if self._lines else None)
+    monkeypatch.setattr(
+        FairQueue, "_first_place", lambda self: self._lines[min(self._lines)][0] if self._lines else None
+    )
     monkeypatch.setattr(FairQueue, "check_invariants", lambda self: None)
 
 
@@ -92,17 +94,17 @@ def _one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _memory_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = MemoryBudget._free
-    monkeypatch.setattr(MemoryBudget, "_free", lambda self, *who, keeps: keeps or free(self, *who, keeps=keeps))
+    free = MemoryBudget._free_attempt
+    monkeypatch.setattr(MemoryBudget, "_free_attempt", lambda self, *who, keeps: keeps or free(self, *who, keeps=keeps))
     monkeypatch.setattr(MemoryBudget, "check_invariants", lambda self, requests: None)
 
 
 def _what_has_ended_counts_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockLedger, "expire", lambda self, now_ns, kept_ns: 0)
+    monkeypatch.setattr(BlockLedger, "expire_retired", lambda self, now_ns, kept_ns: 0)
 
 
 def _pins_never_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryBudget, "fits_but_for_pins", lambda self, req: False)
+    monkeypatch.setattr(MemoryBudget, "fits_without_pins", lambda self, req: False)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,9 @@ def test_connections_are_spread_and_all_are_answered(instances: dict[Role, int],
     assert sum(served.cached_tokens for served in world.clients.served) > 24 * 640
     for node in world.followers:
         assert not node.machine.cluster.stats().requests_live
-    at_home = Counter(len(node.machine.link.routers._of) for node in world.instances if node.machine.link is not None)
+    at_home = Counter(
+        len(node.machine.link.routers._follower_by_attempt) for node in world.instances if node.machine.link is not None
+    )
     assert at_home == {0: len(world.instances)}, "instances keep attempts of followers that have ended"
 
 
@@ -146,7 +148,7 @@ def test_prompt_waiting_for_fetch_counts_as_load_at_all_routers(
 
     def load(instance: Instance) -> Load:
         told = plain(instance)
-        if asked := instance.link.fetches.asked.values():
+        if asked := instance.link.fetches.pending.values():
             seen.append(
                 (sum(len(one.request.prompt) - at.prefix_tokens for one, at in asked), told.prefill_tokens_queued)
             )
@@ -168,7 +170,7 @@ def test_all_routers_have_one_gate() -> None:
     world = played(Setup({Role.COLOCATED: 2}, SMALL, bounded, routers=2), conversations(12, 2))
     owner, follower = world.router.machine.stats().admission, world.followers[0].machine.cluster.stats().admission
     assert all(served.finish for served in world.clients.served) and len(world.clients.served) == 24
-    assert owner.admitted == owner.left == 24 and owner.queued > 0
+    assert owner.admitted == owner.released == 24 and owner.queued > 0
     assert 0 < follower.admitted < 24 and not owner.active
 
 
