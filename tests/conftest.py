@@ -116,7 +116,6 @@ def a_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- several workers (pytest-xdist, `make test`): a file is one's
 
 LONG = (
-    "unit/model/capture/test_fused_gpu",
     "process/test_load_memory",
     "process/transport/test_net_hosts",
     "unit/api/test_model_answers",
@@ -162,8 +161,8 @@ LONG = (
     "stories/lab/sim/replay/test_replay",
 )
 """Files that take more than ten seconds, the longest first, so that none is left over at the end, when the other
-workers have nothing more to do. Most start servers and wait for them; the second converts the bundled model where that
-was never done."""
+workers have nothing more to do. Most start servers and wait for them; one converts the bundled model where that was
+never done."""
 
 
 def _file(nodeid: str) -> str:
