@@ -50,7 +50,7 @@ def staged() -> Iterator[Row]:
 def _saved(memory: Any, slots: list[int], ids: list[int]) -> Any:
     for numbers in memory.layers.values():
         memory.stage(numbers, slots, ids)
-    return memory.staged()
+    return memory.mark_staged()
 
 
 def _there_and_back(
@@ -62,17 +62,17 @@ def _there_and_back(
     for name, numbers in memory.layers.items():
         caches[name][ids] = wanted[name]
         memory.stage(numbers, saves, ids)
-    mark = memory.staged()
+    mark = memory.mark_staged()
     for cache in caches.values():
         cache[ids] = -1.0  # vLLM has given the blocks to others
     mark.wait()
     for region in memory._regions:
         region[loads] = region[saves]
-    landing = memory.land(loads, ids, memory.gpu.current().mark())
-    memory.gpu.current().after(landing.shared)
+    landing = memory.load_blocks(loads, ids, memory.gpu.current_stream().mark())
+    memory.gpu.current_stream().wait_for(landing.shared)
     right = True
     for name, cache in caches.items():
-        memory.gpu.current().after(landing.layers[name])
+        memory.gpu.current_stream().wait_for(landing.layers[name])
         right = right and torch.equal(cache[ids], wanted[name])
     yield {"what": f"vLLM's blocks {order} come back", "ok": right}
 
@@ -87,7 +87,7 @@ def _beside_compute(memory: Any, slots: list[int], ids: list[int]) -> Iterator[R
             if copies:
                 memory.stage(numbers, slots, ids)
         if copies:
-            memory.staged()
+            memory.mark_staged()
 
     ratios = []
     for _ in range(8):  # in turn

@@ -80,13 +80,13 @@ class ModelDevice(Device):
         self._attention = attention or choose_attention(self._arenas.hbm, geometry, crew)
         #: of pages, as blocks of a model with one layer
         self._page_attention = partial(choose_attention, self._arenas.hbm, replace(geometry, num_layers=1), crew)
-        addresses = self._arenas.base, self._arenas.dram.data_ptr()
+        addresses = self._arenas.hbm_address, self._arenas.dram.data_ptr()
         self._tiers = Tiers(*addresses, geometry.page_bytes, geometry.num_layers, lower)
         self._copier = self._make_copier(scheduler.link_bytes_s)
         #: the segments of longer sequences that are kept here; None: none can be
         self.held_kv: HeldKv | None = None
         if isinstance(self._attention, partial) and self._attention.func is KernelAttention and crew is None:
-            self.held_kv = HeldKv(self._arenas.base, geometry)
+            self.held_kv = HeldKv(self._arenas.hbm_address, geometry)
         #: the way to the other segments
         self.segment_lines: SegmentLines | None = None
         if gc.isenabled():  # else it is done at the end of the start, once
@@ -125,11 +125,11 @@ class ModelDevice(Device):
                 with torch.inference_mode():
                     finished = self._compute_step(plan)
             for copy in moving:
-                self._copier.wait(copy)
+                self._copier.wait_for(copy)
         except BaseException:
-            self._copier.call_off()  # later plans may use the same pages
+            self._copier.cancel_copies()  # later plans may use the same pages
             raise
-        link, copies_ns = self._copier.take_used(), self._arenas.take_copied_ns()
+        link, copies_ns = self._copier.take_link_use(), self._arenas.take_copied_ns()
         return replace(finished, device_ns=time.perf_counter_ns() - started_ns, link=link, copies_ns=copies_ns)
 
     def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
@@ -177,7 +177,7 @@ class ModelDevice(Device):
         for slot in plan.close:
             self._slots.close_slot(slot)
         for order in plan.copies if self._makes_copies else ():
-            self._arenas.copy(order)
+            self._arenas.copy_blocks(order)
         if plan.copies:
             self._barrier()
         for sequence in plan.open:
@@ -220,7 +220,7 @@ class ModelDevice(Device):
         """Begin to copy, a few pages at a time: what a layer waits for goes first."""
         copies = [copy for order in orders for copy in copies_of(order, self._tiers, self._arenas.check_blocks)]
         for copy in copies:
-            self._copier.begin(copy, urgent=False)
+            self._copier.start_copy(copy, urgent=False)
         return copies
 
     def _compute_step(self, plan: StepPlan) -> StepFinished:

@@ -38,7 +38,7 @@ def world() -> Iterator[World]:
 
 def held_bytes(world: World) -> int:
     """What the server holds of what came from clients."""
-    return sum(connection._reader.held_bytes for connection in list(world.server.server_state.connections))
+    return sum(connection._reader.unread_bytes for connection in list(world.server.server_state.connections))
 
 
 def metric(world: World, name: str, **labels: str) -> float:
@@ -319,7 +319,7 @@ def step_until(world: World, engine: FakeEngine, ended: Callable[[], bool]) -> N
     hub = world.server._hub
 
     def took_it() -> bool:
-        return not hub._mailbox and all(call.writing or not call._news for call in list(hub._calls.values()))
+        return not hub._mailbox and all(call.writing or not call._outputs for call in list(hub._calls.values()))
 
     for _ in range(240):
         if ended():
@@ -339,7 +339,7 @@ def test_stalled_reader_is_disconnected_and_request_cancelled() -> None:
         assert engine.wait_until(lambda: bool(engine.cancelled), 30)
         eventually(lambda: metric(world, "slow_readers_total", ending="cut_off") == 1)
         eventually(lambda: len(world.server.server_state.tasks) == 0)
-        assert world.server._hub.held_bytes == 0
+        assert world.server._hub.pending_bytes == 0
 
 
 def test_stream_to_a_slow_reader_ends_with_an_error() -> None:
@@ -352,7 +352,7 @@ def test_stream_to_a_slow_reader_ends_with_an_error() -> None:
         step_until(world, engine, lambda: bool(engine.cancelled))
         data = until(connection, b"[DONE]")
         assert b'"code":"client_too_slow"' in data
-        assert world.server._hub.held_bytes == 0
+        assert world.server._hub.pending_bytes == 0
         assert metric(world, "slow_readers_total", ending="stream_ended") == 1
 
 

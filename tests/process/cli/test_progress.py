@@ -19,9 +19,9 @@ RUN = f"import sys; {SOON}sys.argv = sys.argv[1:]; from memserve.cli.main import
 SIMULATED = ("memserve", "sim", "run", "--workload", "sharegpt", "--sessions", "20", "--rate", "4", "--json")
 DOING = (
     f"import sys; {SOON}import time\n"
-    "with output.shown('doing it', 8, lambda: 2):\n"
+    "with output.progress_bar('doing it', 8, lambda: 2):\n"
     "    print('a line on stderr', file=sys.stderr)\n"
-    "    with output.shown('a part of it'):\n"
+    "    with output.progress_bar('a part of it'):\n"
     "        time.sleep(1)\n"
     "    print('a result')\n"
 )

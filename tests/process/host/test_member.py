@@ -205,7 +205,7 @@ def test_long_step_does_not_stop_heartbeats(router, node) -> None:
     news = submit(router, request)
     eventually(lambda: router.instances()[0].load.sequences_running)
     [before] = router.instances()
-    eventually(lambda: router.instances()[0].heard_ns > before.heard_ns + 500 * NS_PER_MS)
+    eventually(lambda: router.instances()[0].last_seen_ns > before.last_seen_ns + 500 * NS_PER_MS)
     it.device.gate.set()
     assert answer(news) == (truth, FinishReason.LENGTH)
 
@@ -217,13 +217,13 @@ def test_a_router_whose_loop_is_blocked_declares_no_member_dead(router, node) ->
     me, beats = it.member.me, 3 * CONFIG.dead_after_ns // (2 * BRISK.beat_ns)
 
     async def blocked() -> None:
-        router.hear_in(asyncio.get_running_loop())
+        router.receive_messages_in(asyncio.get_running_loop())
         sent = it.member._mailbox.counters.sent
         eventually(lambda: it.member._mailbox.counters.sent > sent + beats)  # nothing else runs in this loop
         blocked_until_ns = time.monotonic_ns()
         heard_ns = blocked_until_ns + CONFIG.dead_after_ns // 2
-        await asyncio.to_thread(eventually, lambda: router.instances()[0].heard_ns > heard_ns)
-        router.hear_in(None)
+        await asyncio.to_thread(eventually, lambda: router.instances()[0].last_seen_ns > heard_ns)
+        router.receive_messages_in(None)
 
     asyncio.run(blocked())
     assert it.member.me == me and router.members()["c1"].peer == me, "it was not expelled"

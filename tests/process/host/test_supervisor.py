@@ -316,7 +316,7 @@ def test_no_child_is_started_again_once_the_end_has_begun(world) -> None:
     it = world("time.sleep(60)")
     eventually(it.lives)
     it.supervisor.settle()
-    it.supervisor.retire()
+    it.supervisor.begin_retiring()
     os.kill(it.supervisor.pids["x1"], signal.SIGTERM)
     it.supervisor._children[0].thread.join(30)
     assert len(it.lives()) == 1 and it.deaths == ["x1"] and not it.supervisor.pids

@@ -241,10 +241,10 @@ def test_nothing_is_rewritten_as_long_as_nothing_was_deleted() -> None:
     assert Store(medium).holds_deleted  # the next router finds it out by reading
     medium.room_bytes = 10
     with pytest.raises(MediumFailed):
-        store.checkpoint()
+        store.write_checkpoint()
     assert store.holds_deleted
     medium.room_bytes = None
-    store.checkpoint()
+    store.write_checkpoint()
     assert not store.holds_deleted and TEXT in medium.load()  # of the handle
     store.write([drawn.record()])
     assert not store.holds_deleted

@@ -246,7 +246,7 @@ def test_tls_with_a_certificate_of_the_client_and_a_user(
             assert "a password" not in caught.value.message and "another" not in caught.value.message, what
         monkeypatch.undo()
         with pytest.raises(MediumFailed, match="permission denied"):  # the user may do no more than a router must
-            journal.keeper._store._medium._do(lambda client: client.put(b"/others", b"x"))
+            journal.keeper._store._medium._call_and_wait(lambda client: client.put(b"/others", b"x"))
 
         cluster.kill(0)  # and its tokens with it
         cluster.start(0)

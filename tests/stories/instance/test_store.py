@@ -395,7 +395,7 @@ def test_late_disk_is_not_awaited_until_a_trial_fetch_is_quick():
             fleet.pass_time(6 * NS_PER_S)
     assert speed.scale < slow
     while speed.scale > 1.0:
-        speed.came(speed.told.ns(1000), speed.told.ns(1000) // 2, fleet.now)
+        speed.on_arrived(speed.told.ns(1000), speed.told.ns(1000) // 2, fleet.now)
     assert story_of(again("e"))["fetched_tier"] == "ssd"
     fleet.finish()
 

@@ -87,7 +87,7 @@ def test_store_keeps_values_before_during_and_after_a_router(world) -> None:
     assert world.store.check_kv("t", PROMPT) == 4 and len(world.store.known_to_router()) == 4
 
     be_silent(world, client)
-    assert world.store.machine.member.is_alone and not world.store.exchange._context.peers.members()
+    assert world.store.machine.member.is_detached and not world.store.exchange._context.peers.members()
     assert "waits to be called" in world.store.notices[-1]
     assert read(client, b"mine") == b"value" and world.store.check_kv("t", PROMPT) == 4
     told = len(world.store.told)
@@ -116,7 +116,7 @@ def test_transfers_with_instances_end_with_their_router(world) -> None:
     # the router is silent: no event but the clock's
     world.now += SILENT_NS + NS_PER_S
     world.store.tell(ClockTicked())
-    assert world.store.machine.member.is_alone
+    assert world.store.machine.member.is_detached
     while world.store.pulls:
         world.store.answer(world.store.pulls[0])
     world.run()
@@ -162,5 +162,5 @@ def test_store_releases_all_and_is_free_after_leave(world) -> None:
     assert not world.store.exchange.transfers_open and world.now < LEASE_NS
 
     world.store.hear(ROUTER_PEER, Leave())
-    assert world.store.machine.member.is_alone
+    assert world.store.machine.member.is_detached
     assert world.store.notices[-1] == "the router at tcp://router:1 ends; s waits to be called by another"

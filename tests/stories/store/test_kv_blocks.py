@@ -218,7 +218,7 @@ def test_a_disk_that_fails_cuts_the_prefix_there(world) -> None:
     world.run()
     for identity in world.store.identities("t", PROMPT)[2:]:
         world.store.tier.remove(identity)
-        world.store.machine.values._left_memory(identity)
+        world.store.machine.values._on_evicted(identity)
     world.store.fails = True
     assert fetch(world, d) == 2
     assert ends(d, FetchEnded)[0].ok and world.store.machine.counters.fetches_cut == 1
@@ -231,7 +231,7 @@ def test_a_disk_that_does_not_answer_in_time_cuts_the_prefix(world) -> None:
     world.run()
     last = world.store.identities("t", PROMPT)[-1]
     world.store.tier.remove(last)
-    world.store.machine.values._left_memory(last)
+    world.store.machine.values._on_evicted(last)
     world.store.stalls = True
     d.fetch(world.store.peer, "t", PROMPT, world.now + LEASE_NS)
     world.run()
@@ -251,7 +251,7 @@ def test_slow_disk_reads_end_in_time_for_a_short_fetch_deadline(world) -> None:
     world.run()
     last = world.store.identities("t", PROMPT)[-1]
     world.store.tier.remove(last)
-    world.store.machine.values._left_memory(last)
+    world.store.machine.values._on_evicted(last)
     world.store.stalls = True
     waits_ns = LEASE_NS // 4
     d.fetch(world.store.peer, "t", PROMPT, world.now + waits_ns)
@@ -345,13 +345,13 @@ def test_disk_dropping_blocks_keeps_copies_on_other_disk(world) -> None:
     world.store.literal = both
     store = world.restart(power=True)
     identities = store.identities("t", PROMPT)
-    first, second = store.machine.values.disks._logs()
+    first, second = store.machine.values.disks._live_logs()
     assert all(identity in log for log in (first, second) for identity in identities)
 
     store.fails = True  # the disk that is asked first drops each block that it cannot read, and is lost in the end
     assert fetch(world, world.instance("d")) == 0
     store.fails = False
-    assert store.machine.values.disks._logs() == [second]
+    assert store.machine.values.disks._live_logs() == [second]
     assert all(identity in second for identity in identities)
     assert store.known_to_router() == dict.fromkeys(identities, Tier.SSD)
     assert fetch(world, world.instance("e")) == 4

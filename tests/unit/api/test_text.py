@@ -108,8 +108,8 @@ def test_stop_automaton_is_lazy_and_shared_by_sequences() -> None:
     for stream in streams:
         assert "".join(feed(stream, encode(SCRIPT_TEXT))) == SCRIPT_TEXT.split("Paris")[0]
     automaton = stops._automaton
-    assert automaton is not None and stops.finder() is not stops.finder() and stops._automaton is automaton
-    assert Stops([]).finder() is None
+    assert automaton is not None and stops.new_finder() is not stops.new_finder() and stops._automaton is automaton
+    assert Stops([]).new_finder() is None
 
 
 def test_stop_finder_shows_text_as_soon_as_it_is_no_stop_string() -> None:

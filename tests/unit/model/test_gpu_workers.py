@@ -300,7 +300,7 @@ def another_order_is_found() -> bool:
     begin, ruled = Part.begin_part, SamplingParams(temperature=0, grammar="even")
 
     def by_itself(self: Any, drawn: Any, plan: Any, waits_for_host: bool) -> Any:
-        return begin(self, drawn, plan, waits_for_host if self._leads else self.needs_host(plan))
+        return begin(self, drawn, plan, waits_for_host if self._is_leader else self.needs_host(plan))
 
     with _replaced(Part, "begin_part", by_itself), _together(Parallel(2)) as instance:
         instance.parts[0]._slots.grammars = EvenTokens()

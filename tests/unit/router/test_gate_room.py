@@ -45,7 +45,7 @@ def test_resumed_attempt_is_reserved_once():
     node, before = attempt.first.number, memory.ledger.blocks_free(attempt.first.number)
     world.run()
     assert memory.ledger.blocks_inactive(node)
-    memory.reserve(req, attempt)
+    memory.reserve_for_attempt(req, attempt)
     memory.ledger.check_invariants()
     assert not memory.ledger.blocks_inactive(node) and before - memory.ledger.blocks_free(node) <= 1, "its answer alone"
 

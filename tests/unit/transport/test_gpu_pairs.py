@@ -156,7 +156,7 @@ def by_a_store(writer: Parallel, reader: Parallel) -> bool:
         drawn = here.driver.step([(3, 0, 75, (3,))], open=[sequence(3, tokens, FROM)]).tokens
         seals = sender.seals(Tier.HBM, FROM)
         sender.port.add_peer(store.info)
-        taken = here.memory().taken(np.array(FROM) * here.geometry.block_bytes, here.geometry.block_bytes)
+        taken = here.memory().copied_ranges(np.array(FROM) * here.geometry.block_bytes, here.geometry.block_bytes)
         np.frombuffer(kept, np.uint8).reshape(8, -1)[BY] = taken.reshape(3, -1)
         assert store.seals(Tier.DRAM, BY) == seals
         assert receiver.pull(store, (Tier.DRAM, Tier.HBM), BY, TO, seals) == ""

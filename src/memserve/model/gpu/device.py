@@ -263,7 +263,7 @@ class GpuDevice(ModelDevice):
                     self._waits_for_host = True
                 self._enqueue_plan(running)
             except BaseException:
-                self._copier.call_off()  # later plans may use the same pages
+                self._copier.cancel_copies()  # later plans may use the same pages
                 raise
             finally:
                 self._waits_for_host = False
@@ -294,9 +294,9 @@ class GpuDevice(ModelDevice):
         elif plan.slots:
             self._launch_rows(running)
         for copy in moving:
-            self._copier.wait(copy)
-        running.times = self._copier.cut()
-        copied = self._arenas.copied()
+            self._copier.wait_for(copy)
+        running.times = self._copier.take_copy_times()
+        copied = self._arenas.copies_mark()
         running.marks = [self._gpu.compute.record_mark(), *([] if copied is None else [copied])]
 
     def _launch_rows(self, running: _Begun) -> None:

@@ -155,8 +155,8 @@ def _in_float32(module: Any) -> Iterator[None]:
     handles = []
     for layer in layers:
         part = wide[id(layer)]
-        handles.append(layer.register_forward_pre_hook(lambda *_, part=part: part.widen()))
-        handles.append(layer.register_forward_hook(lambda *_, part=part: part.restore(), always_call=True))
+        handles.append(layer.register_forward_pre_hook(lambda *_, part=part: part.widen_weights()))
+        handles.append(layer.register_forward_hook(lambda *_, part=part: part.restore_weights(), always_call=True))
     rest.widen_weights()
     try:
         yield
