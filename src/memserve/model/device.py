@@ -135,7 +135,7 @@ class ModelDevice(Device):
     def build_grammar(self, job_id: int, grammar: str, on_built: OnBuilt) -> None:
         """See :class:`memserve.transport.ports.Device`."""
         check(self.grammars is not None, "this worker draws no tokens")
-        self.grammars.build(job_id, grammar, on_built)  # type: ignore[union-attr]  # checked in the line before
+        self.grammars.build_grammar(job_id, grammar, on_built)  # type: ignore[union-attr]  # checked in the line before
 
     def forget_grammar(self, job_id: int) -> None:
         """See :class:`memserve.transport.ports.Device`."""

@@ -61,7 +61,7 @@ def test_client_disconnect_frees_the_engine_immediately(paused: World, stream: b
         assert b"200 OK" in connection.recv(65536)
     connection.close()
     assert engine.wait_until(lambda: bool(engine.cancelled)), "without any further token"
-    assert engine.cancelled == [engine.submitted[0].request_id] and engine.outstanding == 0
+    assert engine.cancelled == [engine.submitted[0].request_id] and engine.requests_outstanding == 0
 
 
 def test_every_prompt_of_a_dropped_request_is_cancelled(paused: World) -> None:
@@ -142,7 +142,7 @@ def test_one_refused_prompt_cancels_the_others() -> None:
     with serve(FakeEngine(says("x"), step_s=None, max_requests=2)) as world:
         response = httpx.post(f"{world.url}/v1/completions", json={**STREAM, "prompt": ["a", "b", "c"]})
         assert response.status_code == 429
-        assert len(world.engine.cancelled) == 2 and world.engine.outstanding == 0
+        assert len(world.engine.cancelled) == 2 and world.engine.requests_outstanding == 0
 
 
 def test_our_own_failure_is_500_without_details() -> None:
@@ -214,7 +214,7 @@ def test_removed_key_is_refused_while_open_streams_continue(tmp_path: Path, monk
             asked = other.build_request("POST", "/v1/completions", json={**STREAM, "max_tokens": 2}, headers=old)
             with ThreadPoolExecutor() as pool:
                 answer = pool.submit(other.send, asked)
-                assert engine.wait_until(lambda: engine.outstanding == 1)
+                assert engine.wait_until(lambda: engine.requests_outstanding == 1)
                 engine.step()
                 file.write_text("ada=k-new\n# k-old is withdrawn\n")
                 assert http.get("/v1/models", headers=old).status_code == 401, "the connection was open before"
@@ -224,7 +224,7 @@ def test_removed_key_is_refused_while_open_streams_continue(tmp_path: Path, monk
             assert other.post("/v1/completions", json=STREAM, headers=old).status_code == 401
             with ThreadPoolExecutor() as pool:
                 answer = pool.submit(other.post, "/v1/completions", json={**STREAM, "max_tokens": 1}, headers=new)
-                assert engine.wait_until(lambda: engine.outstanding == 1)
+                assert engine.wait_until(lambda: engine.requests_outstanding == 1)
                 engine.step()
                 assert answer.result(10).status_code == 200
         assert [request.tenant for request in engine.submitted] == ["ada", "ada"]

@@ -137,9 +137,9 @@ def test_a_response_in_the_background_is_read_later_or_cancelled() -> None:
     with serve(engine) as world, world.client() as client:
         made, other = (client.responses.create(input="hello", background=True) for _ in range(2))
         assert made.status == "queued"
-        assert engine.wait_until(lambda: engine.outstanding == 2)
+        assert engine.wait_until(lambda: engine.requests_outstanding == 2)
         assert client.responses.cancel(other.id).status == "cancelled"
-        assert engine.wait_until(lambda: engine.outstanding == 1)
+        assert engine.wait_until(lambda: engine.requests_outstanding == 1)
         for _ in range(100):
             engine.step()
             if client.responses.retrieve(made.id).status == "completed":

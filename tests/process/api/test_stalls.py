@@ -389,7 +389,7 @@ class Templated(TinyModel):
     def tokenizer(self) -> Any:
         class Tokenizer:
             backend_tokenizer = tiny_tokenizer().backend_tokenizer
-            chat_template = self._chat_template
+            chat_template = self._template
 
             def apply_chat_template(self, *args: Any, **options: Any) -> Any:
                 return tiny_tokenizer().apply_chat_template(*args, **{**options, "chat_template": self.chat_template})

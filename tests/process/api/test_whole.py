@@ -61,7 +61,7 @@ class WholeWorld:
         def held() -> tuple[int, ...]:
             stats = self.instance()
             used = stats.hbm.blocks_total - stats.hbm.blocks_free - stats.hbm.blocks_cached
-            return (self.world.engine.outstanding, stats.sequences_running, stats.requests_waiting,
+            return (self.world.engine.requests_outstanding, stats.sequences_running, stats.requests_waiting,
                     stats.running_slots_tokens, used)  # fmt: skip
 
         eventually(lambda: not any(held()))

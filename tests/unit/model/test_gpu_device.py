@@ -81,7 +81,7 @@ def chunks_and_decodes(graphs: bool = False, family: str = "llama") -> bool:
     expected = greedy_tokens(module, first, 6), greedy_tokens(module, second, 4)
     driver = _driver(family)
     if graphs:
-        driver.device.capture()
+        driver.device.capture_graphs()
         assert driver.device.graph_sizes == [1, 2, 4, 8], driver.device._graphs.refused
     driver.step([(3, 0, 50, ())], open=[sequence(3, first, [9, 2])])
     got = driver.step([(3, 50, 5, ()), (6, 0, 41, (6,))], grow=[(3, [33])], open=[sequence(6, second, [7, 40])]).tokens
@@ -104,7 +104,7 @@ def two_plans_in_flight() -> bool:
 
     tokens, other, module = prompt(40, 7), prompt(33, 8), tiny_module("llama")
     driver = _driver()
-    driver.device.capture()
+    driver.device.capture_graphs()
 
     def plan(number: int, start: int, count: int, **parts: Any) -> StepPlan:
         return StepPlan(number, slots=[2], starts=[start], counts=[count], sample_slots=[(2,)], **parts)
@@ -257,7 +257,7 @@ def what_the_host_must_know_waits() -> bool:
     done = driver.step([(0, 0, 40, (0,))], open=[sequence(0, tokens, [4, 5, 6])], prompt_logprob_rows=[0])
     assert done.tokens == expected[:1] and len(done.prompt_logprobs[0]) == 40
     drafted = driver.step([(0, 40, 3, (0,))], drafts={0: expected[1:3]})
-    assert [*drafted.tokens, *drafted.kept[0]] == expected[1:4]
+    assert [*drafted.tokens, *drafted.accepted_drafts[0]] == expected[1:4]
     assert driver.step([(0, 43, 1, (0,))]).tokens == expected[4:5]
     assert driver.step([(0, 44, 1, (0,))]).tokens == expected[5:6]
     return True
@@ -418,7 +418,7 @@ def graphs_keep_what_they_read() -> bool:
             return OnlyReplays(), logits
 
     driver = _driver(gpu=Strict())
-    driver.device.capture()
+    driver.device.capture_graphs()
     gc.collect()
     lost = sum(one.expired() for one in driver.gpu.outside)
     assert driver.device.graph_sizes and driver.gpu.outside

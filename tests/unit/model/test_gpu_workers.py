@@ -110,7 +110,7 @@ def plans_in_flight(parallel: Parallel, graphs: bool) -> bool:
         held.set()
         done = [finish() for finish in begun]
         assert [one.tokens[0] for one in done[:5]] == [*expected, second[0]]
-        assert [*done[5].tokens, *done[5].kept[2]] == second[1:3] and done[6].tokens == second[3:4]
+        assert [*done[5].tokens, *done[5].accepted_drafts[2]] == second[1:3] and done[6].tokens == second[3:4]
         known = [part._slots.tokens[2, :37].tolist() for part in instance.parts.values()]
         assert known == [[*other.tolist(), *second[:4]]] * parallel.worker_count
     return True
@@ -158,7 +158,7 @@ def _mixed(driver: Any, device: Any) -> list[Any]:
     done.append(driver.step([(0, 41, 1, (0,)), (1, 20, 1, (1,))]))
     done += [driver.step([(0, 42, 1, (0,))]), driver.step([(1, 21, 1, (1,))]), driver.step([(0, 43, 1, (0,))])]
     done.append(driver.step([(0, 44, 4, (0,))], drafts={0: [5, 6, 7]}))
-    at = 45 + len(done[-1].kept[0])
+    at = 45 + len(done[-1].accepted_drafts[0])
     beams = sequence(2, prompt(20, 9), [8, 9], SamplingParams(temperature=0), beam_candidates=3)
     done.append(driver.step([(0, at, 1, (0,)), (2, 0, 20, (2,))], open=[beams]))
     done.append(driver.step([(0, at + 1, 1, (0,))]))
@@ -175,7 +175,7 @@ def what_the_host_must_know(parallel: Parallel, graphs: bool) -> bool:
     with _together(parallel, graphs=graphs) as instance:
         got = _mixed(instance.driver, instance.parts[0])
     assert [one.tokens for one in got] == [one.tokens for one in expected]
-    assert [one.kept for one in got] == [one.kept for one in expected] and got[-2].candidates
+    assert [one.accepted_drafts for one in got] == [one.accepted_drafts for one in expected] and got[-2].candidates
     assert got[0].tokens[1] % 2 == got[2].tokens[1] % 2 == got[4].tokens[0] % 2 == 0
     assert [entry and entry.top[:0] for entry in got[0].prompt_logprobs[0]] == [()] * 39 + [None]
     for ours, theirs in zip(got, expected, strict=True):
@@ -322,14 +322,14 @@ def all_have_graphs_or_none() -> bool:
     from tiny_models import greedy_tokens, prompt, sequence
 
     def prepare(rank: int, gpu: Any) -> None:
-        capture = gpu.capture
+        capture = gpu.capture_graph
 
         def refused(run: Any) -> Any:
             capture(run)
             raise RuntimeError("operation not permitted when stream is capturing")
 
         if rank == 1:
-            gpu.capture = refused
+            gpu.capture_graph = refused
 
     with _together(Parallel(2), graphs=True, prepare=prepare) as instance:
         assert [part.graph_sizes for part in instance.parts.values()] == [[], []]
@@ -488,7 +488,7 @@ def an_engine() -> bool:
             with ThreadPoolExecutor(3) as pool:
                 assert list(pool.map(answer, [asked[at] for at in crowd])) == [expected[at] for at in crowd]
             stats = llm._engine.stats().instance
-            assert llm._engine._instance._device._own.graph_sizes == [1, 2, 4]
+            assert llm._engine._instance._device._leader.graph_sizes == [1, 2, 4]
             assert stats.drafts_kept and stats.cached_tokens, stats
             assert stats.preemptions_swap or stats.dram_tokens_reused, stats
             processes = llm._engine._instance._device._workers._processes

@@ -233,7 +233,7 @@ def scaling_families(counts: Sequence[Any]) -> Iterator[Metric]:
     about = "Decisions of --scale for more and for fewer instances of the role"
     turns = CounterMetricFamily("memserve_scaling_decisions", about, labels=["role", "for"])
     for count in counts:
-        wanted_instances.add_metric([count.role.value], float(count.wanted))
+        wanted_instances.add_metric([count.role.value], float(count.target))
         turns.add_metric([count.role.value, "more"], float(count.more))
         turns.add_metric([count.role.value, "fewer"], float(count.fewer))
     yield from (wanted_instances, turns)
